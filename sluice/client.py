@@ -190,10 +190,14 @@ class TrainerClient(Client):
         *,
         samples: Iterable[Sample] = (),
         blobs: Iterable[BlobReference] = (),
+        adapter: str = "",
     ) -> trainer_pb.UploadBatchResponse:
         """Register rows, inline (small callers) or by reference to the shared store."""
         header = trainer_pb.BatchHeader(
-            batch_id=batch_id, sample_count=sample_count, request_id=new_request_id()
+            batch_id=batch_id,
+            sample_count=sample_count,
+            request_id=new_request_id(),
+            adapter=adapter,
         )
 
         async def messages() -> AsyncIterator[trainer_pb.UploadBatchRequest]:
@@ -216,6 +220,7 @@ class TrainerClient(Client):
         reference: bool = False,
         temperature: float | None = None,
         allow_other_temperature: bool = False,
+        adapter: str = "",
     ) -> trainer_pb.ComputeLogprobsResponse:
         """Add `old_logprobs`, or `reference_logprobs`.
 
@@ -229,6 +234,7 @@ class TrainerClient(Client):
             temperature=temperature,
             request_id=new_request_id(),
             allow_other_temperature=allow_other_temperature,
+            adapter=adapter,
         )
         return await self._call(self.stub.ComputeLogprobs, request)
 
@@ -269,6 +275,7 @@ class TrainerClient(Client):
         part_id: str,
         sample_ids: Sequence[str] = (),
         allow_other_temperature: bool = False,
+        adapter: str = "",
     ) -> trainer_pb.ForwardBackwardResponse:
         request = trainer_pb.ForwardBackwardRequest(
             batch=batch,
@@ -278,22 +285,29 @@ class TrainerClient(Client):
             sample_ids=sample_ids,
             request_id=new_request_id(),
             allow_other_temperature=allow_other_temperature,
+            adapter=adapter,
         )
         return await self._call(self.stub.ForwardBackward, request)
 
     async def step_optimizer(
-        self, expected_step: int, part_ids: Sequence[str], learning_rate: float | None = None
+        self,
+        expected_step: int,
+        part_ids: Sequence[str],
+        learning_rate: float | None = None,
+        *,
+        adapter: str = "",
     ) -> trainer_pb.StepOptimizerResponse:
         request = trainer_pb.StepOptimizerRequest(
             expected_step=expected_step,
             part_ids=part_ids,
             learning_rate=learning_rate,
             request_id=new_request_id(),
+            adapter=adapter,
         )
         return await self._call(self.stub.StepOptimizer, request)
 
-    async def discard_gradients(self) -> list[str]:
-        request = trainer_pb.DiscardGradientsRequest(request_id=new_request_id())
+    async def discard_gradients(self, *, adapter: str = "") -> list[str]:
+        request = trainer_pb.DiscardGradientsRequest(request_id=new_request_id(), adapter=adapter)
         response = await self._call(self.stub.DiscardGradients, request)
         return list(response.part_ids)
 
@@ -337,32 +351,39 @@ class TrainerClient(Client):
         response = await self._call(self.stub.PutColumns, messages())
         return int(response.row_count)
 
-    async def save_checkpoint(self, checkpoint_id: str) -> trainer_pb.SaveCheckpointResponse:
-        return await (await self._begin_save(checkpoint_id))
+    async def save_checkpoint(
+        self, checkpoint_id: str, *, adapter: str = ""
+    ) -> trainer_pb.SaveCheckpointResponse:
+        return await (await self._begin_save(checkpoint_id, adapter))
 
     async def begin_checkpoint(
-        self, checkpoint_id: str
+        self, checkpoint_id: str, *, adapter: str = ""
     ) -> Awaitable[trainer_pb.SaveCheckpointResponse]:
         """Have the state of now saved beside the calls that follow; the answer tells its end.
 
         What goes wrong meanwhile is raised where that is awaited.
         """
-        return await self._begin_save(checkpoint_id, write_behind=True)
+        return await self._begin_save(checkpoint_id, adapter, write_behind=True)
 
     async def _begin_save(
-        self, checkpoint_id: str, *, write_behind: bool = False
+        self, checkpoint_id: str, adapter: str, *, write_behind: bool = False
     ) -> Awaitable[trainer_pb.SaveCheckpointResponse]:
         request = trainer_pb.SaveCheckpointRequest(
-            checkpoint_id=checkpoint_id, request_id=new_request_id(), write_behind=write_behind
+            checkpoint_id=checkpoint_id,
+            request_id=new_request_id(),
+            write_behind=write_behind,
+            adapter=adapter,
         )
         operation = await self._call(self.stub.SaveCheckpoint, request)
         return _Started(
             partial(self._finish, "SaveCheckpoint", operation, trainer_pb.SaveCheckpointResponse)
         )
 
-    async def load_checkpoint(self, checkpoint: str) -> trainer_pb.LoadCheckpointResponse:
+    async def load_checkpoint(
+        self, checkpoint: str, *, adapter: str = ""
+    ) -> trainer_pb.LoadCheckpointResponse:
         request = trainer_pb.LoadCheckpointRequest(
-            checkpoint=checkpoint, request_id=new_request_id()
+            checkpoint=checkpoint, request_id=new_request_id(), adapter=adapter
         )
         return await self._operate(
             self.stub.LoadCheckpoint, request, trainer_pb.LoadCheckpointResponse
@@ -384,6 +405,8 @@ class TrainerClient(Client):
         engines: Iterable[trainer_pb.TransferTarget] = (),
         pause_mode: engine_pb.PauseMode = engine_pb.PAUSE_MODE_UNSPECIFIED,
         on_allocated: Callable[[int], None] | None = None,
+        *,
+        adapter: str = "",
     ) -> trainer_pb.PublishWeightsResponse:
         """Publish to the store, then send to `engines`; the answer says which have it.
 
@@ -400,11 +423,35 @@ class TrainerClient(Client):
             return operation.done or metadata.version > 0
 
         request = trainer_pb.PublishWeightsRequest(
-            request_id=new_request_id(), engines=engines, pause_mode=pause_mode
+            request_id=new_request_id(), engines=engines, pause_mode=pause_mode, adapter=adapter
         )
         return await self._operate(
             self.stub.PublishWeights, request, trainer_pb.PublishWeightsResponse, heed
         )
+
+    async def create_adapter(
+        self,
+        adapter: str,
+        *,
+        rank: int | None = None,
+        alpha: float | None = None,
+        targets: Iterable[str] = (),
+        learning_rate: float | None = None,
+    ) -> trainer_pb.TrainedAdapter:
+        """Begin another adapter, which calls then name; what is not given is as the trainer's."""
+        request = trainer_pb.CreateAdapterRequest(
+            adapter=adapter,
+            rank=rank,
+            alpha=alpha,
+            targets=targets,
+            learning_rate=learning_rate,
+            request_id=new_request_id(),
+        )
+        return (await self._call(self.stub.CreateAdapter, request)).adapter
+
+    async def delete_adapter(self, adapter: str) -> None:
+        request = trainer_pb.DeleteAdapterRequest(adapter=adapter, request_id=new_request_id())
+        await self._call(self.stub.DeleteAdapter, request)
 
 
 class EngineClient(Client):

@@ -19,7 +19,7 @@ from sluice.weights.manifest import FileEntry, ShardFile
 from sluice.weights.shards import ShardWrite
 
 if TYPE_CHECKING:
-    from services.trainer.config import TrainerConfig
+    from services.trainer.config import LoraConfig, TrainerConfig
 
 ModelName = Literal["policy", "reference"]
 
@@ -163,9 +163,23 @@ class TrainingBackend(ABC):
         default is `write_shard`.
         """
 
+    def create_adapter(self, name: str, settings: LoraConfig) -> None:
+        """Begin another adapter of the base, with an optimizer of its own; collective.
+
+        It replaces one of that name. Raises InvalidAdapterError.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has one adapter only")
+
+    def delete_adapter(self, name: str) -> None:
+        """Forget an adapter that `create_adapter` began, if there is one."""
+
+    def use_adapter(self, name: str) -> None:
+        """From here on all calls are about this adapter; empty is the policy of the settings."""
+        assert not name, f"{type(self).__name__} has one adapter only"
+
     @abstractmethod
     def held_tensors(self) -> HeldTensors:
-        """Return what of the policy and its optimizer is on the device now.
+        """Return what of the policy, all adapters and their optimizers is on the device now.
 
         While it is elsewhere only `held_tensors`, `release_spare` and `close` are called.
         """

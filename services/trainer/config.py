@@ -96,12 +96,14 @@ class LoraConfig(Config):
     rank: of each layer's update B A, which counts alpha / rank times; alpha is the rank where it is
     not given. targets: last names of the linear layers that have adapters. start: a folder of peft,
     or a published adapter, that is trained on; it must be of the same rank, alpha and targets.
+    max_adapters: that CreateAdapter may begin beside the one described here.
     """
 
     rank: int = Field(ge=1, le=MAX_RANK)
     alpha: float | None = Field(None, gt=0, allow_inf_nan=False)
     targets: tuple[str, ...] = DEFAULT_TARGETS
     start: str | None = Field(None, min_length=1, description="None begins adapters at zero.")
+    max_adapters: int = Field(64, ge=0, description="By CreateAdapter; then ADAPTER_LIMIT.")
 
     @model_validator(mode="after")
     def _check_targets(self) -> Self:

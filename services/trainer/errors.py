@@ -130,6 +130,33 @@ class TrainerAsleepError(ServiceError):
     reason = "TRAINER_ASLEEP"
 
 
+class AdaptersUnsupportedError(ServiceError):
+    """The trainer trains a model, or its backend has one adapter only."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "ADAPTERS_UNSUPPORTED"
+
+
+class AdapterLimitError(ServiceError):
+    """There are as many adapters as the settings allow; DeleteAdapter makes room."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "ADAPTER_LIMIT"
+
+
+class AdapterMismatchError(ServiceError):
+    """A pass names another adapter than its batch is for."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "ADAPTER_MISMATCH"
+
+    def __init__(self, batch: str, owner: str, named: str) -> None:
+        whose, asked = (f"adapter {n!r}" if n else "the policy" for n in (owner, named))
+        super().__init__(
+            f"{batch} is for {whose}, and {asked} is named", batch=batch, owner=owner, named=named
+        )
+
+
 class CallExpiredError(ServiceError):
     """The turn of a call came when its caller waited no longer: nothing was done."""
 

@@ -16,7 +16,7 @@ from services.trainer.controller.checkpoints import check_id, id_of
 from services.trainer.controller.passes import COLUMN_OF_MODEL, GradientsRequest
 from services.trainer.controller.planning import BareRow, DryPlan, PlanOptions
 from services.trainer.controller.publication import Publication
-from services.trainer.controller.state import PassScalars
+from services.trainer.controller.state import PassScalars, PolicyState
 from services.trainer.controller.trainer import Trainer
 from services.trainer.controller.transfer import Target
 from services.trainer.controller.uploads import ColumnUpdate
@@ -123,7 +123,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
 
         async def run() -> pb.UploadBatchResponse:
             batch = await self._trainer.batches.upload(
-                header.batch_id, references, header.sample_count
+                header.batch_id, references, header.sample_count, header.adapter
             )
             return pb.UploadBatchResponse(
                 batch=batch.name,
@@ -132,7 +132,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                 group_count=len(set(batch.facts.group_ids)),
             )
 
-        rows = worker_pb.AddRows(batch_id=f"{header.batch_id}:{header.sample_count}")
+        whose = f":{header.adapter}" if header.adapter else ""
+        rows = worker_pb.AddRows(batch_id=f"{header.batch_id}:{header.sample_count}{whose}")
         rows.blobs.extend(worker_pb.BlobRows(blob=blob_to_proto(blob)) for blob in references)
         return await self._requests.once(header.request_id, rows, run)
 
@@ -163,6 +164,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                 request.model,
                 temperature,
                 any_temperature=request.allow_other_temperature,
+                adapter=request.adapter,
             )
             return logprobs_to_proto(COLUMN_OF_MODEL[request.model], scalars)
 
@@ -282,6 +284,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             loss=self._loss_from_proto(request.loss),
             sample_ids=request.sample_ids,
             any_temperature=request.allow_other_temperature,
+            adapter=request.adapter,
         )
 
         async def run() -> pb.ForwardBackwardResponse:
@@ -304,7 +307,9 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             raise InvalidFieldError("learning_rate", f"must be finite and not negative, got {rate}")
 
         async def run() -> pb.StepOptimizerResponse:
-            done = await self._trainer.passes.step(request.expected_step, request.part_ids, rate)
+            done = await self._trainer.passes.step(
+                request.expected_step, request.part_ids, rate, request.adapter
+            )
             skipped = pb.StepOptimizerResponse.OUTCOME_SKIPPED
             applied = pb.StepOptimizerResponse.OUTCOME_APPLIED
             return pb.StepOptimizerResponse(
@@ -324,7 +329,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self, request: pb.DiscardGradientsRequest, context: grpc.aio.ServicerContext
     ) -> pb.DiscardGradientsResponse:
         async def run() -> pb.DiscardGradientsResponse:
-            return pb.DiscardGradientsResponse(part_ids=await self._trainer.passes.discard())
+            part_ids = await self._trainer.passes.discard(request.adapter)
+            return pb.DiscardGradientsResponse(part_ids=part_ids)
 
         return await self._requests.once(request.request_id, request, run)
 
@@ -332,11 +338,12 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self, request: pb.SaveCheckpointRequest, context: grpc.aio.ServicerContext
     ) -> operations_pb2.Operation:
         check_id(request.checkpoint_id)  # no operation fails over it later
+        self._trainer.state.policy(request.adapter)
         name = f"checkpoints/{request.checkpoint_id}"
 
         async def run() -> pb.SaveCheckpointResponse:
             step = await self._trainer.checkpoints.save(
-                request.checkpoint_id, behind=request.write_behind
+                request.checkpoint_id, behind=request.write_behind, adapter=request.adapter
             )
             return pb.SaveCheckpointResponse(checkpoint=name, step=step)
 
@@ -347,10 +354,11 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self, request: pb.LoadCheckpointRequest, context: grpc.aio.ServicerContext
     ) -> operations_pb2.Operation:
         id_of(request.checkpoint)
+        self._trainer.state.policy(request.adapter)
 
         async def run() -> pb.LoadCheckpointResponse:
             return pb.LoadCheckpointResponse(
-                step=await self._trainer.checkpoints.load(request.checkpoint)
+                step=await self._trainer.checkpoints.load(request.checkpoint, request.adapter)
             )
 
         metadata = pb.CheckpointMetadata(
@@ -364,6 +372,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         metadata = pb.PublishWeightsMetadata(create_time=timestamp_of(time.time()))
         targets = targets_from_proto(request)
         self._trainer.publisher.check_targets(targets)  # no operation fails over them later
+        self._trainer.state.policy(request.adapter)
 
         allocated = asyncio.Event()
 
@@ -374,7 +383,9 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         async def run() -> pb.PublishWeightsResponse:
             try:
                 return publication_to_proto(
-                    await self._trainer.publisher.publish(note, targets, request.pause_mode)
+                    await self._trainer.publisher.publish(
+                        note, targets, request.pause_mode, request.adapter
+                    )
                 )
             finally:
                 allocated.set()
@@ -408,6 +419,35 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         async def run() -> pb.WakeResponse:
             await self._trainer.sleep.wake(deadline)
             return pb.WakeResponse(step=self._trainer.state.step)
+
+        return await self._requests.once(request.request_id, request, run)
+
+    async def CreateAdapter(
+        self, request: pb.CreateAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> pb.CreateAdapterResponse:
+        adapters, optim = self._trainer.adapters, self._trainer.config.optim
+        settings = adapters.settings(
+            request.adapter,
+            request.rank if request.HasField("rank") else None,
+            request.alpha if request.HasField("alpha") else None,
+            tuple(request.targets),
+        )
+        rate = request.learning_rate if request.HasField("learning_rate") else optim.learning_rate
+        if not 0 < rate < math.inf:
+            raise InvalidFieldError("learning_rate", f"must be positive and finite, got {rate}")
+
+        async def run() -> pb.CreateAdapterResponse:
+            policy = await adapters.create(request.adapter, settings, rate)
+            return pb.CreateAdapterResponse(adapter=describe_adapter(policy))
+
+        return await self._requests.once(request.request_id, request, run)
+
+    async def DeleteAdapter(
+        self, request: pb.DeleteAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DeleteAdapterResponse:
+        async def run() -> pb.DeleteAdapterResponse:
+            await self._trainer.adapters.delete(request.adapter)
+            return pb.DeleteAdapterResponse()
 
         return await self._requests.once(request.request_id, request, run)
 
@@ -466,7 +506,9 @@ def targets_from_proto(request: pb.PublishWeightsRequest) -> list[Target]:
 def publication_to_proto(publication: Publication) -> pb.PublishWeightsResponse:
     record = publication.record
     return pb.PublishWeightsResponse(
-        weights=sample_pb2.WeightVersion(version=record.version, digest=record.digest),
+        weights=sample_pb2.WeightVersion(
+            version=record.version, digest=record.digest, adapter=record.line
+        ),
         step=record.step,
         byte_count=publication.stored_bytes,
         full_byte_count=publication.full_bytes,
@@ -568,8 +610,32 @@ def describe(trainer: Trainer) -> pb.Trainer:
         asleep=state.asleep is not None,
         write_behind=trainer.config.transfer.write_behind,
         promised_version=trainer.publisher.promised,
+        adapters=[describe_adapter(policy) for policy in state.adapters.values()],
     )
     if state.weights is not None:
         described.weights.version = state.weights.version
         described.weights.digest = state.weights.digest
+    return described
+
+
+def describe_adapter(policy: PolicyState) -> pb.TrainedAdapter:
+    settings = policy.settings
+    assert settings is not None
+    described = pb.TrainedAdapter(
+        adapter=policy.adapter,
+        rank=settings.rank,
+        alpha=settings.rank if settings.alpha is None else settings.alpha,
+        targets=sorted(settings.targets),
+        learning_rate=policy.optim.learning_rate,
+        step=policy.step,
+        part_ids=list(policy.ledger.parts),
+        checkpoint=policy.checkpoint,
+        skipped_count=policy.skipped_count,
+        consecutive_skipped_count=policy.skips_in_a_row,
+        gradients_incomplete=bool(policy.ledger.broken),
+    )
+    if policy.weights is not None:
+        described.weights.version = policy.weights.version
+        described.weights.digest = policy.weights.digest
+        described.weights.adapter = policy.adapter
     return described

@@ -36,6 +36,8 @@ DEADLINES = {  # seconds, by method; a caller's own timeout wins
     "DescribeAlgorithm": 600.0,
     "StepOptimizer": 600.0,
     "UploadBatch": 600.0,
+    "CreateAdapter": 600.0,
+    "DeleteAdapter": 600.0,
     "PrepareWeights": 600.0,
     "StageWeights": 660.0,
     "JoinTransferGroup": 600.0,

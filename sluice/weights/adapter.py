@@ -34,6 +34,8 @@ DEFAULT_TARGETS = (
     "v_proj",
 )
 MAX_RANK = 1 << 16
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_TAKEN = ("base", "policy")  # what engines call the base, and the adapter of a trainer of one
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _BASE = "sluice:"  # before the digest of a base, where peft has the name of one
 # What peft may do besides; an adapter that needs any of it gives other results without.
@@ -99,6 +101,15 @@ class AdapterSpec:
         if digest != self.base_digest:
             raise OtherBaseError(self.base_digest, digest)
 
+    def check_same(self, what: str, had: AdapterSpec) -> None:
+        """Raise InvalidAdapterError unless `what` is of such adapters of the same base."""
+        for name in ("base_digest", "rank", "alpha", "targets"):
+            was, now = getattr(had, name), getattr(self, name)
+            if was != now:
+                raise InvalidAdapterError(
+                    f"{what} is of other adapters: {name} was {was}, and is {now}"
+                )
+
     def check_tensors(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
         """Return the layers, sorted, that tensors (name -> dtype, shape) are an adapter of.
 
@@ -123,6 +134,14 @@ class AdapterSpec:
         if unused := set(self.targets) - {leaf_of(layer) for layer in found}:
             raise InvalidAdapterError(f"no tensor is of target {min(unused)!r}")
         return sorted(found)
+
+
+def check_name(name: str) -> None:
+    """Raise InvalidAdapterError for what cannot name one adapter of several."""
+    if not _NAME.fullmatch(name):
+        raise InvalidAdapterError(f"{_shown(name)} must match {_NAME.pattern}")
+    if name in _TAKEN:
+        raise InvalidAdapterError(f"{name!r} names something else in engines")
 
 
 def tensor_names(layer: str) -> tuple[str, str]:

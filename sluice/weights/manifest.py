@@ -127,7 +127,7 @@ class Manifest:
     prepared for the model (`sluice.samples.images.processor_digest`); None where it sees none, and
     of versions that older releases wrote. `adapter`: what the adapter is that the version holds in
     place of a model; then `files` are a folder as peft reads it, but that its tensors may lie in
-    several files.
+    several files. `line`: the adapter of several that it is a version of; empty for all others.
     """
 
     version: int
@@ -142,6 +142,7 @@ class Manifest:
     inherited: tuple[str, ...] = ()
     processor: str | None = None
     adapter: AdapterSpec | None = None
+    line: str = ""
 
     def shards(self) -> list[ShardFile]:
         """The files of tensors as a whole directory holds them, by name."""
@@ -185,6 +186,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     for name in ("processor", "adapter"):
         if document[name] is None:
             del document[name]
+    if not manifest.line:
+        del document["line"]
     if manifest.adapter is not None:
         document["format"] = ADAPTER_FORMAT
     return seal(document, "manifest_digest")
@@ -207,6 +210,8 @@ def decode_manifest(data: bytes) -> Manifest:
         adapter = _decode_adapter(document.pop("adapter", None))
         if (adapter is None) is (written == ADAPTER_FORMAT):
             raise ManifestError(f"{MANIFEST_NAME} has the format of another kind of version")
+        if line := document.get("line", ""):
+            _check_line(line)
         return Manifest(
             tensors=tensors,
             files=files,
@@ -217,6 +222,12 @@ def decode_manifest(data: bytes) -> Manifest:
         )
     except (ValueError, KeyError, TypeError, AttributeError, InvalidAdapterError) as error:
         raise ManifestError(f"{MANIFEST_NAME} is malformed: {error}") from error
+
+
+def _check_line(line: str) -> None:
+    from sluice.weights.adapter import check_name
+
+    check_name(line)
 
 
 def _decode_adapter(document: Any) -> AdapterSpec | None:

@@ -158,13 +158,14 @@ def assemble(
     base: Manifest | None,
     read_header: ReadHeader | None,
     adapter: AdapterSpec | None = None,
+    line: str = "",
 ) -> Manifest:
     """Check what writers report, put companions and index beside it, and return the manifest.
 
     `base` is the version that deltas among the shards are against. `read_header` is None for
-    shards that are not written yet. An `adapter` gets its `adapter_config.json`. Raises
-    DuplicateTensorError, DuplicateFileError, MissingTensorError, UnexpectedTensorError,
-    MissingFileError, InvalidCheckpointError or InvalidAdapterError.
+    shards that are not written yet. An `adapter` gets its `adapter_config.json`; `line` names it
+    where there are several. Raises DuplicateTensorError, DuplicateFileError, MissingTensorError,
+    UnexpectedTensorError, MissingFileError, InvalidCheckpointError or InvalidAdapterError.
     """
     tensors = _collect_tensors(shards, expected)
     if adapter is not None:
@@ -200,6 +201,7 @@ def assemble(
         inherited=_drop_inherited(staging.directory, files, own, base),
         processor=processor,
         adapter=adapter,
+        line=line,
     )
 
 

@@ -68,7 +68,7 @@ class StoredVersion:
 
     With a `base` it holds what changed since that version; a `HostCache` makes the whole. An
     `adapter` is no checkpoint: its directory is one of peft's. One that is `promised` has no
-    directory yet.
+    directory yet. `line` names the adapter of several that it is a version of.
     """
 
     version: int
@@ -80,13 +80,16 @@ class StoredVersion:
     directory: Path | None
     adapter: AdapterSpec | None = None
     promised: bool = False
+    line: str = ""
 
 
 KEPT_NUMBERS = 256  # markers of versions that are gone, or were never finished
 
 
 class WeightStore:
-    """The weights of one policy. Any number of processes may use it at a time.
+    """The weights of one policy, or of several adapters of one base.
+
+    Any number of processes may use it at a time.
 
     Calls block on the disk or the network; asynchronous callers use a thread. Besides what they
     say they raise OSError.
@@ -112,6 +115,7 @@ class WeightStore:
             self._objects = DirectoryObjects(root, durable=durable)
         self._takes_promises = not is_bucket(self.location)  # their owner's life is a lock here
         self._records: dict[int, StoredVersion] = {}
+        self._lines: dict[int, str] = {}  # of the versions that are there, once they were asked for
 
     def allocate(self, parent: int | None) -> Staging:
         """Take the next version number, for good, and a directory to write its files into.
@@ -189,6 +193,7 @@ class WeightStore:
         expected: Mapping[str, TensorEntry] | Collection[str] | None = None,
         base: int | None = None,
         adapter: AdapterSpec | None = None,
+        line: str = "",
     ) -> StoredVersion:
         """Make the staged files the version `staging.version`, all at once.
 
@@ -196,8 +201,9 @@ class WeightStore:
         names the tensors the model has, with dtypes and shapes if it is a mapping. `base` is the
         version that deltas among the shards are against: it must stay until the return, and is
         kept by `retain` for as long as this version. Without deltas it has no effect. `adapter`
-        says that the tensors are one. Raises MixedKindsError, InvalidAdapterError,
-        DuplicateTensorError, DuplicateFileError, MissingTensorError, UnexpectedTensorError,
+        says that the tensors are one, and `line` which of several. Raises MixedKindsError,
+        InvalidAdapterError, DuplicateTensorError, DuplicateFileError, MissingTensorError,
+        UnexpectedTensorError,
         MissingFileError, InvalidCheckpointError, StagingLostError, VersionExistsError, or
         VersionNotFoundError for a base that is gone; then the staging directory stays for a
         correction or an abort.
@@ -215,6 +221,7 @@ class WeightStore:
             self.manifest(base) if based and base is not None else None,
             lambda name, size: self._read_header(folder, name, size),
             adapter,
+            line,
         )
         self._take_files(staging, folder)
         return self._commit(staging, manifest)
@@ -416,7 +423,7 @@ class WeightStore:
     def retain(
         self, keep_last: int, in_use: Collection[int] = (), pinned: Collection[int] = ()
     ) -> Sequence[int]:
-        """Remove versions but the newest `keep_last`, those in use and the pinned ones.
+        """Remove versions but the newest `keep_last` of each line, those in use, the pinned ones.
 
         The versions that those are made of stay too. Pin files count besides `pinned`. Returns
         the numbers removed; their parents stay known. A reader that has a removed version's
@@ -427,7 +434,9 @@ class WeightStore:
         removed = []
         with self._objects.guarded(alone=True):
             versions = self.versions()
-            wanted = {*versions[-keep_last:], *in_use, *pinned, *self.pins()} & set(versions)
+            wanted = {*self._newest(versions, keep_last), *in_use, *pinned, *self.pins()} & set(
+                versions
+            )
             kept = {needed for version in wanted for needed in self._chain_or_itself(version)}
             for version in reversed(versions):  # what is made of others goes before them
                 if version in kept:
@@ -441,6 +450,19 @@ class WeightStore:
         self._forget_announcements(max(versions, default=0))
         self._forget_numbers(set(versions) - set(removed))
         return removed[::-1]
+
+    def _newest(self, versions: Sequence[int], count: int) -> Iterable[int]:
+        """Return the newest `count` versions of each line, of all that are there."""
+        lines: dict[str, builtins.list[int]] = {}
+        for version in versions:
+            if version not in self._lines:
+                try:
+                    self._lines[version] = self.get(version).line
+                except WeightStoreError:  # damaged, or gone since: it counts as it did before
+                    self._lines[version] = ""
+            lines.setdefault(self._lines[version], []).append(version)
+        self._lines = {version: self._lines[version] for version in versions}
+        return (version for line in lines.values() for version in line[-count:])
 
     def _forget_announcements(self, newest: int) -> None:
         """Remove what writers that died have announced of versions before `newest`."""
@@ -508,6 +530,7 @@ class WeightStore:
             directory=None if promised else self._objects.directory(manifest.version),
             adapter=manifest.adapter,
             promised=promised,
+            line=manifest.line,
         )
 
     def _remember(self, manifest: Manifest) -> StoredVersion:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from services.trainer.backend import Mesh, TrainingBackend, create_backend
-from services.trainer.config import TrainerConfig
+from services.trainer.config import LoraConfig, TrainerConfig
 from services.trainer.rank import FAILURES
 from sluice.algo.spec import LossSpec
 from sluice.config import parse_config
@@ -111,7 +111,7 @@ def unsummed(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]
 
 
 def save_gradients(backend: Any, path: Path) -> None:
-    training = backend._stepper if hasattr(backend, "_stepper") else backend._lora
+    training = backend._stepper if hasattr(backend, "_stepper") else backend._lora.used
     training.reduce(training.optimizer.gradients)
     whole = training.whole(dict(training.optimizer.views()))
     if training.is_writer:
@@ -188,3 +188,93 @@ def attempt(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     except FAILURES as error:
         return {"error_message": f"{type(error).__name__}: {error}"}
     return {"error_message": ""}
+
+
+def several(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Users' adapters on one base, beside the one of the settings: their passes and steps by turns.
+
+    `sharing`: the second goes on with the moments of the first, as if both had one optimizer.
+    """
+    out, users = Path(arguments["out"]), arguments["users"]
+    backend = open_backend(rank, world, arguments)
+    before = base_digests(backend)
+    for name, user in users.items():
+        if name:
+            backend.create_adapter(name, LoraConfig(**user["settings"]))
+        backend.use_adapter(name)
+        backend.load_checkpoint(Path(user["adapter"]))
+    steps: dict[str, list[dict[str, float]]] = {name: [] for name in users}
+    for index in range(arguments["steps"]):
+        losses = dict.fromkeys(users, 0.0)
+        for part in range(2):
+            for name, user in users.items():
+                backend.use_adapter(name)
+                losses[name] += run_part(backend, user["first"] + index, part)
+        for name, user in users.items():
+            backend.use_adapter(name)
+            outcome = backend.step(normalizer=NORMALIZER, learning_rate=user["rate"])
+            steps[name].append({"loss": losses[name], "grad_norm": outcome.grad_norm})
+            if arguments.get("sharing"):
+                share_moments(backend, *users)
+    frozen = before == base_digests(backend)
+    for name in users:
+        folder = out / (name or "own")
+        folder.mkdir(exist_ok=True)
+        backend.use_adapter(name)
+        score(backend, folder, "logprobs")
+        score(backend, folder, "base", model="reference")
+        backend.write_shards(folder)
+    backend.close()
+    return {"steps": steps, "frozen": frozen}
+
+
+def run_part(backend: TrainingBackend, step: int, part: int) -> float:
+    """One of the two passes of `run_step`; the loss of all ranks."""
+    mesh = backend.mesh
+    batches = micro_batches(rows_of(step), mesh.data_rank, mesh.data_size)
+    sums = backend.forward_backward((batches[:1], batches[1:])[part], PPO)
+    total = torch.tensor(sums.loss if mesh.reports else 0.0, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def share_moments(backend: Any, first: str, second: str) -> None:
+    one, other = (backend._lora._trained[name].optimizer for name in (first, second))
+    for mine, theirs in zip(one.parameters.values(), other.parameters.values(), strict=True):
+        if mine in one.adam.state:
+            other.adam.state[theirs] = one.adam.state[mine]
+
+
+def held_bytes(backend: TrainingBackend) -> int:
+    """Of all that a backend says it holds, whatever shares its memory once."""
+    held = backend.held_tensors()
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in (*held.state, *held.gradients)
+    }
+    return sum(storages.values())
+
+
+def growth(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Bytes held with more and more adapters that have all stepped, and hooks of a layer."""
+    backend = open_backend(rank, world, arguments)
+    run_steps(backend, 0, 1)
+    held = {1: held_bytes(backend)}
+    for count in range(2, arguments["count"] + 1):
+        backend.create_adapter(f"user-{count}", LoraConfig(**arguments["lora"]))
+        backend.use_adapter(f"user-{count}")
+        run_steps(backend, 0, 1)
+        held[count] = held_bytes(backend)
+    numbers = sum(p.numel() for p in backend._lora.used.adapters.parameters.values())
+    hooks = {len(module._forward_hooks) for module in backend._lora._layers._layers.values()}
+    backend.delete_adapter("user-2")
+    backend.use_adapter("")
+    left = held_bytes(backend)
+    backend.close()
+    return {
+        "held": list(held.values()),
+        "left": left,
+        "adapter": numbers * 4,
+        "tensors": len(backend._lora.used.adapters.parameters),
+        "hooks": sorted(hooks),
+    }

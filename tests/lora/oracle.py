@@ -42,11 +42,18 @@ class ExpectedAdapter:
     tensors: Tensors
 
 
-def adapted(model: Model, targets: tuple[str, ...]) -> PeftModel:
+def adapted(
+    model: Model,
+    targets: tuple[str, ...],
+    *,
+    rank: int = RANK,
+    alpha: float = ALPHA,
+    seed: int = 6,
+) -> PeftModel:
     """A model with adapters that are not zero."""
-    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(targets))  # type: ignore[arg-type]
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets))  # type: ignore[arg-type]
     made = get_peft_model(model.load(), config).eval()
-    generator = torch.Generator().manual_seed(6)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(made.named_parameters()):
             if "lora_" in name:
@@ -109,3 +116,51 @@ def expect(model: Model, family: str, root: Path) -> ExpectedAdapter:
         logprobs(),
         tensors_of(peft),
     )
+
+
+@dataclass(frozen=True)
+class User:
+    """Of several adapters one: what it is, at which rate it learns, and from which step its rows
+    are."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    rate: float
+    first: int
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"rank": self.rank, "alpha": self.alpha, "targets": list(self.targets)}
+
+
+@dataclass(frozen=True)
+class ExpectedUser:
+    """What peft makes of a user's adapter that is trained alone, from the checkpoint `adapter`."""
+
+    adapter: Path
+    steps: list[dict[str, float]]
+    logprobs: Tensors
+    tensors: Tensors
+
+
+def expect_user(model: Model, user: User, folder: Path, count: int) -> ExpectedUser:
+    """Train an adapter of its own base for `count` steps, by nothing of ours."""
+    torch.set_num_threads(1)
+    peft = adapted(model, user.targets, rank=user.rank, alpha=user.alpha, seed=user.first)
+    spec = AdapterSpec(
+        rank=user.rank,
+        alpha=user.alpha,
+        targets=user.targets,
+        base_digest=digest_base(model.directory),
+    )
+    adapter = write_checkpoint(folder, spec, tensors_of(peft))
+    optim = OptimConfig(**{**OPTIM, "learning_rate": user.rate})  # type: ignore[arg-type]
+    oracle = Oracle(peft, optim)  # type: ignore[arg-type]
+    steps = []
+    for step in range(user.first, user.first + count):
+        loss = oracle.ppo_loss(rows_of(step))
+        steps.append({"loss": loss.item(), "grad_norm": oracle.step(loss, NORMALIZER)})
+    with torch.no_grad():
+        logprobs = {row.sample_id: oracle.logprobs(row) for row in rows_of(0)}
+    return ExpectedUser(adapter, steps, logprobs, tensors_of(peft))

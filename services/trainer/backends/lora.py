@@ -2,14 +2,15 @@
 
 They lie outside of the model: its modules, names and tensors are those without them. A linear layer
 that has one adds alpha / rank * B A x to what it gives (arXiv 2106.09685). With adapters off, the
-model is its base.
+model is its base. Several are on one model by name, and passes are of the one that is in use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from services.trainer.backend import Mesh, StepOutcome
 from services.trainer.backends import replica
 from services.trainer.backends.replica import FlatOptimizer, StagedFiles, norm_of
 from services.trainer.config import LoraConfig, OptimConfig, TrainerConfig
+from services.trainer.parking import HeldTensors
 from sluice.algo.collectives import Collectives
 from sluice.weights.adapter import (
     ADAPTER_CONFIG,
@@ -125,38 +127,50 @@ class Adapters:
         finally:
             self.are_on = were
 
-    def attach(self, module: torch.nn.Linear, layer: str, device: torch.device) -> None:
-        """Give a linear layer of torch an adapter."""
-        a, b = self.draw(layer, (module.in_features, module.out_features))
-        adapter = self.add(layer, a.to(device), b.to(device))
 
-        def add(_: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-            return output + adapter(inputs[0], self.spec.scale) if self.are_on else output
+class AdaptableLayers:
+    """The linear layers of a frozen transformers model, which add what the adapters in use give.
 
-        module.register_forward_hook(add)
-
-
-def adapt(
-    model: Any, settings: LoraConfig, directory: Path, *, seed: int, device: torch.device
-) -> Adapters:
-    """Freeze a transformers model and give its target layers adapters; collective.
-
-    directory: what it was read from. Raises InvalidAdapterError, or another WeightStoreError.
+    A layer has one hook, however many adapters there are.
     """
-    _refuse_experts(model, settings.targets)
-    model.requires_grad_(False)
-    head = model.get_output_embeddings()
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head
-    }
-    adapters = begin(settings, directory, seed=seed)
-    matched = matched_layers(layers, settings.targets)
-    adapters.check_layers(matched)
-    for layer in matched:
-        adapters.attach(layers[layer], layer, device)
-    return adapters
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        model.requires_grad_(False)
+        head = model.get_output_embeddings()
+        self._layers = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and module is not head
+        }
+        self._model, self._device = model, device
+        self._hooked: set[str] = set()
+        self.used: Adapters | None = None
+
+    def attach(self, adapters: Adapters) -> None:
+        """Give adapters their layers, which take part while they are in use.
+
+        Raises InvalidAdapterError for targets that are not there.
+        """
+        targets = adapters.spec.targets
+        _refuse_experts(self._model, targets)
+        matched = matched_layers(self._layers, targets)
+        adapters.check_layers(matched)
+        for layer in matched:
+            module = self._layers[layer]
+            drawn = adapters.draw(layer, (module.in_features, module.out_features))
+            adapters.add(layer, *(factor.to(self._device) for factor in drawn))
+            if layer not in self._hooked:
+                module.register_forward_hook(partial(self._add, layer))
+                self._hooked.add(layer)
+
+    def _add(
+        self, layer: str, _: Any, inputs: tuple[torch.Tensor], output: torch.Tensor
+    ) -> torch.Tensor:
+        used = self.used
+        adapter = used.layers.get(layer) if used is not None and used.are_on else None
+        if used is None or adapter is None:
+            return output
+        return output + adapter(inputs[0], used.spec.scale)
 
 
 def begin(settings: LoraConfig, directory: Path, *, seed: int) -> Adapters:
@@ -177,7 +191,7 @@ def read_start(folder: Path, spec: AdapterSpec) -> dict[str, torch.Tensor]:
     """
     try:
         told = decode_adapter_config((folder / ADAPTER_CONFIG).read_bytes(), spec.base_digest)
-        _check_same("it", told, spec)
+        spec.check_same("it", told)
         if (folder / MANIFEST_NAME).is_file():
             verify_files(folder, read_manifest(folder))
         shard = describe_shard(folder / ADAPTER_FILE)
@@ -190,15 +204,6 @@ def read_start(folder: Path, spec: AdapterSpec) -> dict[str, torch.Tensor]:
         if not tensor.isfinite().all():
             raise InvalidAdapterError(f"lora.start: tensor {name!r} is not finite")
     return tensors
-
-
-def _check_same(what: str, had: AdapterSpec, has: AdapterSpec) -> None:
-    for name in ("base_digest", "rank", "alpha", "targets"):
-        was, now = getattr(had, name), getattr(has, name)
-        if was != now:
-            raise InvalidAdapterError(
-                f"{what} is of other adapters: {name} was {was}, and is {now}"
-            )
 
 
 def _refuse_experts(model: Any, targets: Collection[str]) -> None:
@@ -298,22 +303,75 @@ class AdapterTraining:
         return [write(directory, ADAPTER_FILE, tensors, dict.fromkeys(tensors, dtype))()]
 
 
+class TrainedAdapters:
+    """The adapters of a transformers model that all ranks hold, by name, each trained by itself.
+
+    That of the settings has no name. What any of them costs is its own tensors: the base is one.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        settings: LoraConfig,
+        config: TrainerConfig,
+        mesh: Mesh,
+        ranks: Collectives | None,
+        device: torch.device,
+    ) -> None:
+        """Freeze the model and begin its first adapter; collective.
+
+        Raises InvalidAdapterError, or another WeightStoreError.
+        """
+        self._config, self._mesh, self._ranks = config, mesh, ranks
+        self._layers = AdaptableLayers(model, device)
+        first = begin(settings, Path(config.model), seed=config.seed)
+        self._base_digest = first.spec.base_digest
+        self._trained = {"": self._start(first)}
+        self.use("")
+
+    def create(self, name: str, settings: LoraConfig) -> None:
+        """Begin another one, which is not in use. Raises InvalidAdapterError."""
+        spec = settings.spec(self._base_digest)
+        self._trained[name] = self._start(Adapters(spec, seed=self._config.seed))
+
+    def delete(self, name: str) -> None:
+        """Forget one, if it is there."""
+        assert name, "the adapter of the settings stays"
+        self._trained.pop(name, None)
+        self.use("")
+
+    def use(self, name: str) -> None:
+        """Have passes, steps and files be of this one."""
+        self.used = self._trained[name]
+        self._layers.used = self.used.adapters
+
+    def held(self, others: Iterable[torch.Tensor]) -> HeldTensors:
+        """Return the tensors of all adapters and of their optimizers, and others beside them."""
+        each = [training.optimizer.held(()) for training in self._trained.values()]
+        return HeldTensors(
+            [*others, *(tensor for held in each for tensor in held.state)],
+            [tensor for held in each for tensor in held.gradients],
+        )
+
+    def _start(self, adapters: Adapters) -> AdapterTraining:
+        self._layers.attach(adapters)
+        is_writer = self._mesh.rank == 0
+        return AdapterTraining(
+            adapters, self._config.optim, self._mesh, self._ranks, is_writer=is_writer
+        )
+
+
 def training(
     model: Any,
     config: TrainerConfig,
     mesh: Mesh,
     ranks: Collectives | None,
     device: torch.device,
-) -> AdapterTraining | None:
-    """Freeze a transformers model that all ranks hold, and begin adapters of it; collective.
-
-    None where the configuration has no `lora`. Raises as `adapt`.
-    """
+) -> TrainedAdapters | None:
+    """Begin adapters as `TrainedAdapters` does; None where the configuration has no `lora`."""
     if config.lora is None:
         return None
-    directory = Path(config.model)
-    adapters = adapt(model, config.lora, directory, seed=config.seed, device=device)
-    return AdapterTraining(adapters, config.optim, mesh, ranks, is_writer=mesh.rank == 0)
+    return TrainedAdapters(model, config.lora, config, mesh, ranks, device)
 
 
 def check_checkpoint(directory: Path, spec: AdapterSpec) -> None:
@@ -326,7 +384,7 @@ def check_checkpoint(directory: Path, spec: AdapterSpec) -> None:
     except InvalidAdapterError as error:
         raise ValueError(f"the checkpoint {directory.name!r} is damaged: {error}") from error
     try:
-        _check_same(f"the checkpoint {directory.name!r}", saved, spec)
+        spec.check_same(f"the checkpoint {directory.name!r}", saved)
     except InvalidAdapterError as error:
         raise ValueError(str(error)) from error
 

@@ -11,7 +11,8 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,13 @@ from services.trainer.config import TrainerConfig
 from services.trainer.controller.incarnation import RankIncarnation
 from services.trainer.controller.publication import Publisher
 from services.trainer.controller.rank_group import RankGroup
-from services.trainer.controller.state import PublishedWeights, TrainerState, Turns, in_turn
+from services.trainer.controller.state import (
+    PolicyState,
+    PublishedWeights,
+    TrainerState,
+    Turns,
+    in_turn,
+)
 from services.trainer.controller.uploads import TrainerBatches
 from services.trainer.errors import (
     CheckpointDamagedError,
@@ -38,7 +45,9 @@ from sluice.runtime.errors import (
     ServiceError,
 )
 from sluice.samples.images import processor_digest
-from sluice.weights.errors import FileDigestError
+from sluice.weights.adapter import ADAPTER_CONFIG, AdapterSpec, decode_adapter_config
+from sluice.weights.checkpoint import check_file
+from sluice.weights.errors import FileDigestError, InvalidAdapterError, MissingFileError
 from sluice.weights.manifest import FileEntry, seal, unseal
 
 logger = logging.getLogger(__name__)
@@ -72,6 +81,7 @@ class CheckpointRecord:
 
     `files` are all others of its directory; None where the release that wrote it did not say.
     `processor`: digest of how images were prepared; None for a model of text, or of such a release.
+    `adapter`: the one of several that it is of; empty is the policy of the settings.
     """
 
     backend: str
@@ -81,6 +91,7 @@ class CheckpointRecord:
     layout: dict[str, int]
     files: dict[str, FileEntry] | None
     processor: str | None = None
+    adapter: str = ""
 
 
 class CheckpointStore:
@@ -117,7 +128,10 @@ class CheckpointStore:
         if self._durable:
             for path in partial.rglob("*"):
                 sync_path(path)
-        data = seal({"format": FORMAT, **asdict(record)}, SEAL)
+        document = {"format": FORMAT, **asdict(record)}
+        if not record.adapter:  # earlier releases know no adapters by name
+            del document["adapter"]
+        data = seal(document, SEAL)
         write_new(partial / RECORD, data, sync=self._durable)
         if self._durable:
             sync_path(partial)
@@ -194,7 +208,7 @@ def _decode_record(data: bytes, name: str) -> CheckpointRecord:
 
 
 def record_state(
-    state: TrainerState,
+    state: PolicyState,
     backend: str,
     layout: dict[str, int],
     files: dict[str, FileEntry],
@@ -208,10 +222,11 @@ def record_state(
         layout=layout,
         files=files,
         processor=processor,
+        adapter=state.adapter,
     )
 
 
-def restore_state(state: TrainerState, name: str, record: CheckpointRecord) -> None:
+def restore_state(state: PolicyState, name: str, record: CheckpointRecord) -> None:
     """Take on what a checkpoint says; gradients are gone."""
     state.step = record.step
     state.skipped_count = record.skipped_count
@@ -228,6 +243,41 @@ def files_of(results: Iterable[pb.CommandResult]) -> dict[str, FileEntry]:
         for result in results
         for file in result.checkpoint_files
     }
+
+
+@contextmanager
+def _forgetting_lost(policy: PolicyState, name: str) -> Iterator[None]:
+    """Have ranks that restart begin anew where the block finds that their checkpoint is lost."""
+    try:
+        yield
+    except ServiceError as error:
+        if policy.checkpoint == name and error.reason in _LOST:
+            logger.error("ranks that restart begin anew: %s is lost: %s", name, error)
+            policy.checkpoint = ""
+        raise
+
+
+def check_adapter_files(directory: Path, record: CheckpointRecord, spec: AdapterSpec) -> None:
+    """Read every byte of a checkpoint, which is to be of adapters of `spec`.
+
+    Raises CheckpointDamagedError and CheckpointMismatchError.
+    """
+    for name, entry in (record.files or {}).items():
+        try:
+            check_file(directory / name, entry.digest)
+        except MissingFileError:
+            raise CheckpointDamagedError(name, f"file {name!r} is missing") from None
+        except FileDigestError as error:
+            raise CheckpointDamagedError(name, str(error)) from None
+    try:
+        saved = decode_adapter_config((directory / ADAPTER_CONFIG).read_bytes())
+        spec.check_same(f"the checkpoint {directory.name!r}", saved)
+    except FileNotFoundError:
+        raise CheckpointMismatchError(
+            f"the checkpoint {directory.name!r} is of no adapters", name=directory.name
+        ) from None
+    except InvalidAdapterError as error:
+        raise CheckpointMismatchError(str(error), name=directory.name) from None
 
 
 class TrainerCheckpoints:
@@ -249,15 +299,15 @@ class TrainerCheckpoints:
         self._ranks, self._batches, self._publisher = ranks, batches, publisher
         self._writing: asyncio.Task[int] | None = None  # beside other calls
 
-    async def save(self, checkpoint_id: str, *, behind: bool = False) -> int:
+    async def save(self, checkpoint_id: str, *, behind: bool = False, adapter: str = "") -> int:
         """Write everything a resumed run needs; returns the step it holds, once it is durable.
 
         With `behind` the turn ends when the ranks have taken in their state, and later calls go on.
         One is so written at a time: another save waits for it.
         """
         if not behind:
-            return await self._save(checkpoint_id)
-        return await asyncio.shield(await self._begin(checkpoint_id))
+            return await self._save(checkpoint_id, adapter)
+        return await asyncio.shield(await self._begin(checkpoint_id, adapter))
 
     async def close(self) -> None:
         """Give up what is being written beside other calls."""
@@ -271,29 +321,31 @@ class TrainerCheckpoints:
             await asyncio.wait([self._writing])
 
     @in_turn
-    async def _begin(self, checkpoint_id: str) -> asyncio.Task[int]:
+    async def _begin(self, checkpoint_id: str, adapter: str) -> asyncio.Task[int]:
         """Have the ranks take in their state; the task waits for their files and finishes."""
         self._state.check_awake()
+        policy = self._state.policy(adapter)
         await self.settle()
         ranks = self._ranks.incarnation
         partial = self.store.begin(checkpoint_id)
         began = time.monotonic()
         try:
             command = pb.SaveCommand(directory=str(partial.resolve()), write_behind=True)
-            written = await ranks.run_behind(pb.FollowResponse(save=command))
+            message = pb.FollowResponse(save=command, adapter=adapter)
+            written = await ranks.run_behind(message)
         except BaseException:
             self.store.abandon(partial)
             raise
         metrics.CHECKPOINT_SECONDS.labels("stage").observe(time.monotonic() - began)
-        record = record_state(self._state, self._backend, self._layout(), {}, self._processor)
-        work = self._finish_behind(
-            checkpoint_id, partial, record, written, self._publisher.durability(), began
-        )
+        record = record_state(policy, self._backend, self._layout(), {}, self._processor)
+        durable = self._publisher.durability()
+        work = self._finish_behind(policy, checkpoint_id, partial, record, written, durable, began)
         self._writing = task = asyncio.create_task(work, name=f"write {checkpoint_id}")
         return task
 
     async def _finish_behind(
         self,
+        policy: PolicyState,
         checkpoint_id: str,
         partial: Path,
         record: CheckpointRecord,
@@ -312,25 +364,24 @@ class TrainerCheckpoints:
                 finish = asyncio.to_thread(self.store.finish, checkpoint_id, partial, record)
                 await asyncio.shield(finish)
             metrics.CHECKPOINT_SECONDS.labels("save").observe(time.monotonic() - began)
-            self._state.checkpoint = PREFIX + checkpoint_id
+            policy.checkpoint = PREFIX + checkpoint_id
         finally:
             self._writing = None
         return record.step
 
     @in_turn
-    async def _save(self, checkpoint_id: str) -> int:
+    async def _save(self, checkpoint_id: str, adapter: str) -> int:
         self._state.check_awake()
+        policy = self._state.policy(adapter)
         await self.settle()
         ranks = self._ranks.incarnation
         partial = self.store.begin(checkpoint_id)
         with metrics.CHECKPOINT_SECONDS.labels("save").time():
             try:
                 command = pb.SaveCommand(directory=str(partial.resolve()))
-                results = await ranks.run(pb.FollowResponse(save=command))
+                results = await ranks.run(pb.FollowResponse(save=command, adapter=adapter))
                 files = files_of(results)
-                record = record_state(
-                    self._state, self._backend, self._layout(), files, self._processor
-                )
+                record = record_state(policy, self._backend, self._layout(), files, self._processor)
                 await self._publisher.durability()()
             except BaseException:
                 self.store.abandon(partial)
@@ -339,26 +390,42 @@ class TrainerCheckpoints:
             await asyncio.shield(
                 asyncio.to_thread(self.store.finish, checkpoint_id, partial, record)
             )
-        self._state.checkpoint = PREFIX + checkpoint_id
+        policy.checkpoint = PREFIX + checkpoint_id
         return record.step
 
     @in_turn
-    async def load(self, name: str) -> int:
-        """Go back to a checkpoint; batches and gradients are dropped. Returns its step."""
+    async def load(self, name: str, adapter: str = "") -> int:
+        """Go back to a checkpoint; batches and gradients are dropped. Returns its step.
+
+        Those of other policies stay, whatever is wrong with a checkpoint of adapters.
+        """
         self._state.check_awake()
+        policy = self._state.policy(adapter)
         await self.settle()
         ranks = self._ranks.incarnation
-        self._read(name)  # refused before anything is dropped
+        record = self._read(name, adapter)  # refused before anything is dropped
+        if self._state.adapters:
+            await self._check_ahead(policy, name, record)
         await self._publisher.forget_loss()
-        await self._batches.drop_all(ranks)
-        await self._load_into(ranks, name)
-        return self._state.step
+        await self._batches.drop_all(ranks, adapter)
+        await self._load_into(ranks, policy, name)
+        return policy.step
 
-    async def restore(self, ranks: RankIncarnation) -> None:
-        """Bring fresh ranks to where the lost ones were saved last."""
+    async def _check_ahead(self, policy: PolicyState, name: str, record: CheckpointRecord) -> None:
+        """Read all of a checkpoint of adapters: ranks that cannot load one lose all others too.
+
+        Raises CheckpointDamagedError and CheckpointMismatchError.
+        """
+        spec = await asyncio.to_thread(self._publisher.describe_adapter, policy)
+        directory = self.store.directory(name)
+        with _forgetting_lost(policy, name):
+            await asyncio.to_thread(check_adapter_files, directory, record, spec)
+
+    async def restore(self, ranks: RankIncarnation, policy: PolicyState) -> None:
+        """Bring a policy on fresh ranks to where that of the lost ones was saved last."""
         await self.settle()  # all ranks may have written a checkpoint that is not finished yet
-        if self._state.checkpoint:
-            await self._load_into(ranks, self._state.checkpoint)
+        if policy.checkpoint:
+            await self._load_into(ranks, policy, policy.checkpoint)
         elif ranks.number > 1:
             blank = CheckpointRecord(
                 backend=self._backend,
@@ -368,23 +435,29 @@ class TrainerCheckpoints:
                 layout={},
                 files=None,
             )
-            restore_state(self._state, "", blank)
+            restore_state(policy, "", blank)
 
-    async def _load_into(self, ranks: RankIncarnation, name: str) -> None:
-        try:
-            record = self._read(name)
+    async def _load_into(self, ranks: RankIncarnation, policy: PolicyState, name: str) -> None:
+        with _forgetting_lost(policy, name):
+            record = self._read(name, policy.adapter)
             await self._load_recorded(ranks, name, record)
-        except ServiceError as error:
-            if self._state.checkpoint == name and error.reason in _LOST:
-                logger.error("ranks that restart begin anew: %s is lost: %s", name, error)
-                self._state.checkpoint = ""
-            raise
-        restore_state(self._state, name, record)
-        metrics.STEP.set(self._state.step)
+        restore_state(policy, name, record)
+        if not policy.adapter:
+            metrics.STEP.set(policy.step)
 
-    def _read(self, name: str) -> CheckpointRecord:
+    def _read(self, name: str, adapter: str) -> CheckpointRecord:
         """Raises CheckpointDamagedError and CheckpointMismatchError."""
         record = self.store.read(name, self._backend)
+        if record.adapter != adapter:
+            whose, asked = (
+                f"adapter {n!r}" if n else "the policy" for n in (record.adapter, adapter)
+            )
+            raise CheckpointMismatchError(
+                f"{name} is of {whose}, not of {asked}",
+                name=name,
+                expected=adapter,
+                actual=record.adapter,
+            )
         if record.processor not in (None, self._processor):
             raise CheckpointMismatchError(
                 f"{name} was trained on images of another processor: with this model's "
@@ -414,7 +487,7 @@ class TrainerCheckpoints:
             )
         try:
             with metrics.CHECKPOINT_SECONDS.labels("load").time():
-                await ranks.run(pb.FollowResponse(load=command))
+                await ranks.run(pb.FollowResponse(load=command, adapter=record.adapter))
         except ServiceError as error:  # what the ranks hold now is neither old nor new
             ranks.fail(error)
             raise

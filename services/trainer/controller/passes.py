@@ -11,7 +11,6 @@ from functools import reduce
 import numpy as np
 
 from services.trainer import metrics
-from services.trainer.config import OptimConfig
 from services.trainer.controller.algorithms import Algorithms
 from services.trainer.controller.incarnation import Build, RankIncarnation
 from services.trainer.controller.planning import (
@@ -25,6 +24,7 @@ from services.trainer.controller.state import (
     PassPlan,
     PassRecord,
     PassScalars,
+    PolicyState,
     TrainerState,
     Turns,
     in_turn,
@@ -74,6 +74,7 @@ class GradientsRequest:
     loss: LossSpec
     sample_ids: Sequence[str]
     any_temperature: bool = False
+    adapter: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,24 +93,29 @@ class TrainerPasses:
 
     def __init__(
         self,
-        optim: OptimConfig,
         state: TrainerState,
         ranks: RankGroup,
         planner: Planner,
         algorithms: Algorithms,
         turns: Turns,
     ) -> None:
-        self._optim, self._state, self._ranks, self._planner = optim, state, ranks, planner
+        self._state, self._ranks, self._planner = state, ranks, planner
         self.algorithms = algorithms
         self.turns = turns
 
     @in_turn
     async def compute_logprobs(
-        self, name: str, model: int, temperature: float, *, any_temperature: bool = False
+        self,
+        name: str,
+        model: int,
+        temperature: float,
+        *,
+        any_temperature: bool = False,
+        adapter: str = "",
     ) -> PassScalars:
         """Add a column of log-probabilities to all rows of a batch."""
         self._state.check_awake()
-        batch = self._state.batches.get(name)
+        batch = self._state.batch(name, adapter)
         if not any_temperature:
             check_temperature(batch, np.arange(batch.row_count), temperature)
         command = pb.LogprobsCommand(
@@ -117,11 +123,12 @@ class TrainerPasses:
             model=model,  # type: ignore[arg-type]
             temperature=temperature,
         )
-        message = pb.FollowResponse(compute_logprobs=command)
+        message = pb.FollowResponse(compute_logprobs=command, adapter=adapter)
         column = COLUMN_OF_MODEL[model]  # type: ignore[index]
         scalars = await self._add_column(name, column, "logprobs", message)
         batch.scored_at[column] = temperature
-        _note_mismatch(scalars.metrics)
+        if not adapter:
+            _note_mismatch(scalars.metrics)
         return scalars
 
     @in_turn
@@ -181,14 +188,14 @@ class TrainerPasses:
     async def forward_backward(self, name: str, request: GradientsRequest) -> PassScalars:
         """Add the gradients of a part of a batch, once."""
         self._state.check_awake()
-        batch, ranks = self._state.batches.get(name), self._ranks.incarnation
-        state, loss = self._state, request.loss
-        self._check_step(request.expected_step)
+        batch, ranks = self._state.batch(name, request.adapter), self._ranks.incarnation
+        state, loss = self._state.policy(request.adapter), request.loss
+        _check_step(state, request.expected_step)
         ledger = state.ledger
         known = ledger.find(request.part_id, request.body)
         if known is not None:
             return known
-        limit = self._optim.max_consecutive_skips
+        limit = state.optim.max_consecutive_skips
         if limit and state.skips_in_a_row >= limit:
             raise SkippedTooOftenError(
                 f"{state.skips_in_a_row} steps in a row were skipped, the last for "
@@ -214,7 +221,7 @@ class TrainerPasses:
         command = pb.GradientsCommand(
             batch_id=batch.batch_id, loss=loss_to_proto(loss), measured=measured
         )
-        message = pb.FollowResponse(forward_backward=command)
+        message = pb.FollowResponse(forward_backward=command, adapter=request.adapter)
         try:
             with metrics.PASS_SECONDS.labels("forward_backward").time():
                 total = await self._sum(ranks, split_pass(plan, message, weights))
@@ -233,30 +240,31 @@ class TrainerPasses:
         )
         _note_truncation(batch, selection, answer.metrics)
         metrics.TOKENS.inc(answer.token_count)
-        metrics.LOSS.set(answer.loss)
-        _note_mismatch(answer.metrics)
+        if not request.adapter:
+            metrics.LOSS.set(answer.loss)
+            _note_mismatch(answer.metrics)
         return answer
 
     @in_turn
     async def step(
-        self, expected_step: int, part_ids: Sequence[str], rate: float | None
+        self, expected_step: int, part_ids: Sequence[str], rate: float | None, adapter: str = ""
     ) -> StepScalars:
         """Apply exactly the parts named and advance the step."""
         self._state.check_awake()
-        ranks = self._ranks.incarnation
-        self._check_step(expected_step)
-        state, ledger = self._state, self._state.ledger
+        ranks, state = self._ranks.incarnation, self._state.policy(adapter)
+        _check_step(state, expected_step)
+        ledger = state.ledger
         ledger.check_expected(part_ids)
-        used = learning_rate(self._optim, state.step) if rate is None else rate
+        used = learning_rate(state.optim, state.step) if rate is None else rate
         started = time.perf_counter()
         if ledger.normalizer == 0:  # nothing to divide by, and no gradient
-            await ranks.run(pb.FollowResponse(discard=pb.DiscardCommand()))
+            await ranks.run(_discard(adapter))
             outcome = pb.StepResult(grad_norm=0.0, learning_rate=used, skipped_reason=NO_TOKENS)
         else:
-            outcome = await self._apply(ranks, ledger.normalizer, used)
+            outcome = await self._apply(ranks, state, used)
         ledger.clear()
         seconds = time.perf_counter() - started
-        self._note_step(outcome, seconds)
+        self._note_step(state, outcome, seconds)
         return StepScalars(
             step=state.step,
             skipped_reason=outcome.skipped_reason,
@@ -268,34 +276,29 @@ class TrainerPasses:
         )
 
     @in_turn
-    async def discard(self) -> list[str]:
+    async def discard(self, adapter: str = "") -> list[str]:
         """Forget gathered gradients; a streak of skipped steps counts as seen."""
         self._state.check_awake()
-        await self._ranks.incarnation.run(pb.FollowResponse(discard=pb.DiscardCommand()))
-        self._state.skips_in_a_row = 0
-        metrics.SKIPS_IN_A_ROW.set(0)
-        return self._state.ledger.clear()
+        state = self._state.policy(adapter)
+        await self._ranks.incarnation.run(_discard(adapter))
+        state.skips_in_a_row = 0
+        if not adapter:
+            metrics.SKIPS_IN_A_ROW.set(0)
+        return state.ledger.clear()
 
-    def _check_step(self, expected: int) -> None:
-        if expected != self._state.step:
-            raise StepMismatchError(
-                f"expected step {expected}, the trainer is at step {self._state.step}",
-                expected=expected,
-                actual=self._state.step,
-            )
-
-    async def _apply(self, ranks: RankIncarnation, normalizer: float, rate: float) -> pb.StepResult:
-        command = pb.StepCommand(normalizer=normalizer, learning_rate=rate)
+    async def _apply(
+        self, ranks: RankIncarnation, state: PolicyState, rate: float
+    ) -> pb.StepResult:
+        command = pb.StepCommand(normalizer=state.ledger.normalizer, learning_rate=rate)
         try:
-            results = await ranks.run(pb.FollowResponse(step=command))
+            results = await ranks.run(pb.FollowResponse(step=command, adapter=state.adapter))
         except ServiceError as error:
             # Some ranks may have stepped and others not: only a checkpoint is whole again.
             ranks.fail(error)
             raise
         return results[0].step
 
-    def _note_step(self, outcome: pb.StepResult, seconds: float) -> None:
-        state = self._state
+    def _note_step(self, state: PolicyState, outcome: pb.StepResult, seconds: float) -> None:
         state.step += 1
         skipped = bool(outcome.skipped_reason)
         state.skips_in_a_row = state.skips_in_a_row + 1 if skipped else 0
@@ -304,6 +307,8 @@ class TrainerPasses:
         self._ranks.note_progress()
         metrics.STEP_SECONDS.observe(seconds)
         metrics.STEPS.labels("skipped" if skipped else "applied").inc()
+        if state.adapter:  # what follows is one number, that of the policy of the settings
+            return
         metrics.SKIPS_IN_A_ROW.set(state.skips_in_a_row)
         metrics.STEP.set(state.step)
         metrics.GRAD_NORM.set(outcome.grad_norm)
@@ -445,6 +450,20 @@ class SiblingTable:
                 lengths=self.lengths[part].tolist(),
                 last=start + each >= count,
             )
+
+
+def _check_step(state: PolicyState, expected: int) -> None:
+    if expected != state.step:
+        who = f"adapter {state.adapter!r}" if state.adapter else "the trainer"
+        raise StepMismatchError(
+            f"expected step {expected}, {who} is at step {state.step}",
+            expected=expected,
+            actual=state.step,
+        )
+
+
+def _discard(adapter: str) -> pb.FollowResponse:
+    return pb.FollowResponse(discard=pb.DiscardCommand(), adapter=adapter)
 
 
 def check_temperature(batch: Batch, selection: np.ndarray, asked: float) -> None:

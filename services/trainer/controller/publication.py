@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from services.trainer import metrics
-from services.trainer.config import LoraConfig, TrainerConfig
+from services.trainer.config import TrainerConfig
 from services.trainer.controller.rank_group import RankGroup
-from services.trainer.controller.state import PublishedWeights, TrainerState, Turns
+from services.trainer.controller.state import PolicyState, PublishedWeights, TrainerState, Turns
 from services.trainer.controller.transfer import Shipment, Target, WeightSender
 from services.trainer.errors import (
     MixedPublicationError,
@@ -53,8 +53,8 @@ class Publisher:
     """Allocates a version, lets every rank write its shards, commits.
 
     Or it promises the version, sends it to engines, and has it written while others work; the next
-    one waits for that. Meanwhile versions go but the newest `keep` and those that anybody has
-    pinned.
+    one waits for that. Meanwhile versions go but the newest `keep` of each adapter and those that
+    anybody has pinned.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Publisher:
         self.turns = turns
         self._model, self._keep = Path(config.model), config.keep_versions
         self._config, self._lora = config.publish, config.lora
-        self._adapter: AdapterSpec | None = None
+        self._base_digest = ""  # once it is known
         self._write_behind = config.transfer.write_behind
         self._is_shared = not is_bucket(config.weights_location)
         self._store, self._state, self._ranks = store, state, ranks
@@ -133,15 +133,16 @@ class Publisher:
         on_allocated: Callable[[int], None],
         targets: Sequence[Target] = (),
         pause_mode: engine_pb.PauseMode = engine_pb.PAUSE_MODE_UNSPECIFIED,
+        adapter: str = "",
     ) -> Publication:
-        """Publish a new version, and send it to `targets`.
+        """Publish a new version of an adapter or of the policy, and send it to `targets`.
 
         With `transfer.write_behind` it is then a promise, unless no target has it. Cancelled
         while it waits, for its turn or the version before, it takes no number. Raises
         TransferDisabledError or MixedPublicationError, and why the version before is lost.
         """
         self.check_targets(targets)
-        publish = partial(self._publish, on_allocated, targets, pause_mode)
+        publish = partial(self._publish, on_allocated, targets, pause_mode, adapter)
         return await self.turns.run("publish", publish, self._ready)
 
     async def _ready(self) -> None:
@@ -160,10 +161,12 @@ class Publisher:
         on_allocated: Callable[[int], None],
         targets: Sequence[Target],
         pause_mode: engine_pb.PauseMode,
+        adapter: str,
     ) -> Publication:
+        policy = self._state.policy(adapter)
         behind = bool(targets) and self._write_behind
         with metrics.PUBLISH_SECONDS.time():
-            publication = await self._store_version(on_allocated, behind)
+            publication = await self._store_version(policy, on_allocated, behind)
         if targets and self._sender is not None:
             try:
                 publication = await self._send(self._sender, publication, targets, pause_mode)
@@ -193,7 +196,9 @@ class Publisher:
     ) -> Publication:
         began = time.monotonic()
         record = publication.record
-        weights = sample_pb2.WeightVersion(version=record.version, digest=record.digest)
+        weights = sample_pb2.WeightVersion(
+            version=record.version, digest=record.digest, adapter=record.line
+        )
         shipment = Shipment(
             weights=weights,
             rank_files=publication.rank_files,
@@ -240,11 +245,11 @@ class Publisher:
         await asyncio.shield(asyncio.to_thread(self._store.abort, staging))
 
     async def _store_version(
-        self, on_allocated: Callable[[int], None], behind: bool
+        self, policy: PolicyState, on_allocated: Callable[[int], None], behind: bool
     ) -> Publication:
         """Make a version durable, or with `behind` promise it."""
         ranks = self._ranks.incarnation
-        parent = None if self._state.weights is None else self._state.weights.version
+        parent = None if policy.weights is None else policy.weights.version
         staging = await asyncio.to_thread(self._store.allocate, parent)
         on_allocated(staging.version)
         try:
@@ -254,7 +259,8 @@ class Publisher:
             command = pb.PublishCommand(
                 directory=directory, version=staging.version, base=base, write_behind=behind
             )
-            results = await ranks.run(pb.FollowResponse(publish=command))
+            message = pb.FollowResponse(publish=command, adapter=policy.adapter)
+            results = await ranks.run(message)
             shards = [shard_from_proto(s) for result in results for s in result.shards]
         except BaseException:
             await asyncio.shield(asyncio.to_thread(self._store.abort, staging))
@@ -262,12 +268,13 @@ class Publisher:
         # Outside of the `try`: a thread that is cancelled goes on, and an abort beside it would
         # make a damaged version.
         if behind:
-            end = partial(self._promise, staging, shards, self._state.step)
+            end = partial(self._promise, staging, shards, policy.step)
         else:
-            end = partial(self._commit, staging, shards, self._state.step, base)
+            end = partial(self._commit, staging, shards, policy, base)
         record = await asyncio.shield(asyncio.to_thread(end))
-        self._state.weights = PublishedWeights(record.version, record.digest)
-        metrics.WEIGHT_VERSION.set(record.version)
+        policy.weights = PublishedWeights(record.version, record.digest)
+        if not policy.adapter:
+            metrics.WEIGHT_VERSION.set(record.version)
         _count_bytes(shards, max(result.encode_seconds for result in results))
         if not behind:
             self._remove_in_background(record.version)
@@ -287,12 +294,13 @@ class Publisher:
             raise
 
     def _commit(
-        self, staging: Staging, shards: Sequence[ShardFile], step: int, base: int | None
+        self, staging: Staging, shards: Sequence[ShardFile], policy: PolicyState, base: int | None
     ) -> StoredVersion:
+        step = policy.step
         try:
             if self._lora is not None:
-                adapter = self._describe_adapter(self._lora)
-                return self._store.commit(staging, shards, [], step, adapter=adapter)
+                adapter, line = self.describe_adapter(policy), policy.adapter
+                return self._store.commit(staging, shards, [], step, adapter=adapter, line=line)
             companions = companion_files(self._model)
             return self._store.commit(staging, shards, companions, step, base=base)
         except BaseException:
@@ -305,11 +313,12 @@ class Publisher:
         except MixedKindsError as error:
             raise MixedPublicationError(str(error), version=version) from error
 
-    def _describe_adapter(self, settings: LoraConfig) -> AdapterSpec:
-        """Say what is published; the base is hashed once."""
-        if self._adapter is None:
-            self._adapter = settings.spec(digest_base(self._model))
-        return self._adapter
+    def describe_adapter(self, policy: PolicyState) -> AdapterSpec:
+        """Say what is published of a policy of adapters; the base is hashed once."""
+        settings = policy.settings or self._lora
+        assert settings is not None
+        self._base_digest = self._base_digest or digest_base(self._model)
+        return settings.spec(self._base_digest)
 
     def _find_base(self) -> int | None:
         """Find the version that the next one may be a delta of, while the chain is not too long."""

@@ -73,7 +73,8 @@ class TrainerSleep:
             self._state.asleep = await self._put_to_sleep(ranks)
 
     async def _put_to_sleep(self, ranks: RankIncarnation) -> SleepReport:
-        command = pb.SleepCommand(keep_gradients=bool(self._state.ledger.parts))
+        gathered = any(policy.ledger.parts for policy in self._state.policies)
+        command = pb.SleepCommand(keep_gradients=gathered)
         try:
             results = await ranks.run(pb.FollowResponse(sleep=command))
         except ServiceError as error:

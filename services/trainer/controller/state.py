@@ -15,8 +15,9 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 import numpy as np
 
 from services.trainer import metrics
-from services.trainer.config import OptimConfig
+from services.trainer.config import LoraConfig, OptimConfig
 from services.trainer.errors import (
+    AdapterMismatchError,
     AggregationMismatchError,
     GradientsIncompleteError,
     NoGradientsError,
@@ -67,6 +68,7 @@ class Batch:
     facts: as uploaded. owners: data-parallel rank of each row, int64[N]. present, mask_counts and
     temperatures follow the columns as they are now; `zero_advantage` marks the rows whose
     advantages are all 0. scored_at: temperatures of columns that passes over the batch computed.
+    adapter: the one that it is for; empty is the policy of the settings.
     """
 
     batch_id: str
@@ -80,6 +82,7 @@ class Batch:
     zero_advantage: np.ndarray = field(init=False)
     rows: dict[str, int] = field(init=False)
     last_plan: tuple[Hashable, PassPlan] | None = None  # and what it was made for
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         self.rows = {sample: row for row, sample in enumerate(self.facts.sample_ids)}
@@ -156,11 +159,15 @@ class BatchRegistry:
         del self._batches[batch.batch_id]
         return {rows.blob.digest for rows in batch.stored} - self.digests()
 
-    def clear(self) -> set[str]:
-        """Forget all; returns the digests they named."""
+    def clear(self, adapter: str) -> set[str]:
+        """Forget all that are for an adapter; returns the digests that no other batch names."""
         named = self.digests()
-        self._batches.clear()
-        return named
+        for batch in self.of(adapter):
+            del self._batches[batch.batch_id]
+        return named - self.digests()
+
+    def of(self, adapter: str) -> list[Batch]:
+        return [batch for batch in self._batches.values() if batch.adapter == adapter]
 
     def digests(self) -> set[str]:
         return {rows.blob.digest for batch in self._batches.values() for rows in batch.stored}
@@ -281,22 +288,57 @@ class SleepReport:
 
 
 @dataclass(eq=False)
-class TrainerState:
-    """Everything that a checkpoint or a restart of the ranks changes.
+class PolicyState:
+    """What is one policy's own: its steps, gradients, versions and checkpoints.
 
     weights: the latest published version that the parameters descend from. checkpoint: the
-    name of the one that ranks restart from. asleep: what became free, while the ranks sleep.
+    name of the one that ranks restart from. adapter, settings: of an adapter that a call began.
     """
 
+    adapter: str = ""
+    settings: LoraConfig | None = None
+    optim: OptimConfig = field(default_factory=OptimConfig)
     step: int = 0
     skipped_count: int = 0
     skips_in_a_row: int = 0
     last_skip: str = ""
     weights: PublishedWeights | None = None
     checkpoint: str = ""
+    ledger: GradientLedger[PassScalars] = field(default_factory=GradientLedger)
+
+
+@dataclass(eq=False)
+class TrainerState(PolicyState):
+    """Everything that a checkpoint or a restart of the ranks changes: of the policy of the
+    settings, and of the adapters beside it by name.
+
+    asleep: what became free, while the ranks sleep.
+    """
+
     asleep: SleepReport | None = None
     batches: BatchRegistry = field(default_factory=BatchRegistry)
-    ledger: GradientLedger[PassScalars] = field(default_factory=GradientLedger)
+    adapters: dict[str, PolicyState] = field(default_factory=dict)
+
+    def policy(self, adapter: str) -> PolicyState:
+        """Find a policy; that of the settings has no name. Raises NotFoundError."""
+        if not adapter:
+            return self
+        if adapter not in self.adapters:
+            raise NotFoundError("adapter", adapter if len(adapter) <= 64 else f"{adapter[:64]}...")
+        return self.adapters[adapter]
+
+    @property
+    def policies(self) -> Sequence[PolicyState]:
+        """All, that of the settings first."""
+        return [self, *self.adapters.values()]
+
+    def batch(self, name: str, adapter: str) -> Batch:
+        """Find a batch for the policy that is named. Raises NotFoundError, AdapterMismatchError."""
+        self.policy(adapter)
+        batch = self.batches.get(name)
+        if batch.adapter != adapter:
+            raise AdapterMismatchError(name, batch.adapter, adapter)
+        return batch
 
     def check_awake(self) -> None:
         """Raise TrainerAsleepError while the model is not on the device."""

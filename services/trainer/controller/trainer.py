@@ -1,4 +1,4 @@
-"""The controller's trainer: one policy, its batches and its ranks."""
+"""The controller's trainer: one policy, or several adapters of one base; batches and ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from services.trainer.config import TrainerConfig
+from services.trainer.controller.adapters import TrainerAdapters
 from services.trainer.controller.algorithms import Algorithms
 from services.trainer.controller.checkpoints import TrainerCheckpoints
 from services.trainer.controller.incarnation import RankIncarnation
@@ -41,6 +42,8 @@ from sluice.weights.store import WeightStore
 class Trainer:
     """Takes work for the policy: on `batches`, by `passes`, for `checkpoints`, by `publisher`.
 
+    Of `adapters` beside it each has steps, gradients, checkpoints and versions of its own.
+
     What needs the ranks runs in the order of the calls, one at a time, and goes on when its
     caller goes away. Methods raise the errors that clients see.
     """
@@ -48,7 +51,7 @@ class Trainer:
     def __init__(self, config: TrainerConfig, waits: Waits) -> None:
         self.config = config
         self.vocabulary = vocabulary_digest(Path(config.model))
-        self.state = state = TrainerState()
+        self.state = state = TrainerState(optim=config.optim)
         self.turns = turns = Turns(config.max_waiting_calls, waits)
         launcher = LocalLauncher(config) if config.ranks.launch == "local" else Launcher()
         self.ranks = ranks = RankGroup(config.ranks, launcher, waits, self._restore)
@@ -56,12 +59,13 @@ class Trainer:
         self._planner = planner = Planner(read_shape(config.model), limits)
         self.batches = TrainerBatches(config, state, ranks, planner, turns)
         algorithms = Algorithms(config, ranks)
-        self.passes = TrainerPasses(config.optim, state, ranks, planner, algorithms, turns)
+        self.passes = TrainerPasses(state, ranks, planner, algorithms, turns)
         weights = WeightStore(config.weights_location, durable=config.durable)
         self.publisher = Publisher(config, weights, state, ranks, turns, waits)
         self.checkpoints = TrainerCheckpoints(
             config, state, ranks, self.batches, self.publisher, turns
         )
+        self.adapters = TrainerAdapters(config, state, ranks, self.batches, turns)
         self.sleep = TrainerSleep(state, ranks, self.checkpoints, turns)
 
     async def start(self, controller: str) -> None:
@@ -112,7 +116,10 @@ class Trainer:
         planner.limits = limits_of(self.config, self.ranks.layout)
         planner.packing = packing_of(self.config, planner.limits.context_size)
         batches.limits = replace(batches.limits, max_tokens=planner.limits.cap)
-        await self.checkpoints.restore(ranks)
+        for policy in self.state.policies:
+            if policy.adapter:
+                await self.adapters.begin(ranks, policy)
+            await self.checkpoints.restore(ranks, policy)
         for batch in self.state.batches.all():
             batch.forget_derived()
             await batches.register(ranks, batch)

@@ -95,6 +95,7 @@ def read_batch(
     blobs: BlobStore,
     limits: RowLimits,
     planner: Planner,
+    adapter: str = "",
 ) -> Batch:
     """Make a batch of the rows of these blobs, of which only the facts are read.
 
@@ -122,7 +123,13 @@ def read_batch(
                     "sample_id", f"{sample_id!r} comes twice", sample_id=sample_id
                 )
             seen.add(sample_id)
-    return Batch(batch_id=batch_id, stored=tuple(stored), facts=facts, owners=planner.own(facts))
+    return Batch(
+        batch_id=batch_id,
+        stored=tuple(stored),
+        facts=facts,
+        owners=planner.own(facts),
+        adapter=adapter,
+    )
 
 
 def find_facts(blobs: BlobStore, reference: BlobReference, limits: RowLimits) -> RowFacts:
@@ -308,9 +315,12 @@ class TrainerBatches:
         return Upload(self.blobs, self.limits)
 
     @in_turn
-    async def upload(self, batch_id: str, references: list[BlobReference], count: int) -> Batch:
-        """Register the rows of blobs that exist already."""
+    async def upload(
+        self, batch_id: str, references: list[BlobReference], count: int, adapter: str = ""
+    ) -> Batch:
+        """Register the rows of blobs that exist already, for an adapter or the policy."""
         ranks, batches = self._ranks.incarnation, self._state.batches
+        policy = self._state.policy(adapter)
         batches.check_new(batch_id)
         limit = self._max_batches
         if len(batches.all()) >= limit:
@@ -320,7 +330,7 @@ class TrainerBatches:
         await self._pin(references)
         try:
             batch = await asyncio.to_thread(
-                read_batch, batch_id, references, self.blobs, self.limits, self._planner
+                read_batch, batch_id, references, self.blobs, self.limits, self._planner, adapter
             )
             if batch.row_count != count:
                 raise InvalidFieldError(
@@ -332,10 +342,10 @@ class TrainerBatches:
             raise
         batches.add(batch)
         metrics.BATCHES.set(len(batches.all()))
-        if self._state.weights is not None:
+        if policy.weights is not None and not adapter:  # numbers of others come between
             sampled = batch.facts.oldest_versions
             for version in sampled[sampled >= 0].tolist():
-                metrics.SAMPLE_LAG.observe(max(0, self._state.weights.version - version))
+                metrics.SAMPLE_LAG.observe(max(0, policy.weights.version - version))
         return batch
 
     @in_turn
@@ -345,12 +355,13 @@ class TrainerBatches:
         await self._drop(self._ranks.incarnation, batch)
         await self._forget(batch)
 
-    async def drop_all(self, ranks: RankIncarnation) -> None:
-        """Forget all batches."""
-        for batch in self._state.batches.all():
+    async def drop_all(self, ranks: RankIncarnation, adapter: str = "") -> None:
+        """Forget all batches that are for an adapter, or for the policy of the settings."""
+        batches = self._state.batches
+        for batch in batches.of(adapter):
             await self._drop(ranks, batch)
-        await self._unpin(self._state.batches.clear())
-        metrics.BATCHES.set(0)
+        await self._unpin(batches.clear(adapter))
+        metrics.BATCHES.set(len(batches.all()))
 
     async def register(self, ranks: RankIncarnation, batch: Batch) -> None:
         """Give the ranks their rows.

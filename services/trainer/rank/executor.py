@@ -24,7 +24,7 @@ from services.trainer.backend import (
     TrainingBackend,
     create_backend,
 )
-from services.trainer.config import TrainerConfig
+from services.trainer.config import LoraConfig, TrainerConfig
 from services.trainer.errors import (
     CheckpointDamagedError,
     CheckpointMismatchError,
@@ -48,7 +48,7 @@ from sluice.algo.spec import advantage_traits, loss_traits
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.durable import scratch
-from sluice.runtime.errors import ServiceError
+from sluice.runtime.errors import InvalidFieldError, ServiceError
 from sluice.runtime.wire import (
     advantage_from_proto,
     blob_to_proto,
@@ -59,7 +59,12 @@ from sluice.runtime.wire import (
 )
 from sluice.samples.blobs import BlobStore
 from sluice.weights.checkpoint import check_file
-from sluice.weights.errors import FileDigestError, MissingFileError, WeightStoreError
+from sluice.weights.errors import (
+    FileDigestError,
+    InvalidAdapterError,
+    MissingFileError,
+    WeightStoreError,
+)
 from sluice.weights.manifest import FileEntry, ShardFile, delta_name
 from sluice.weights.shards import PublishedShards
 from sluice.weights.store import WeightStore, is_bucket
@@ -147,6 +152,7 @@ class Executor:
         name = command.WhichOneof("command") or ""
         result = pb.CommandResult(sequence=command.sequence)
         with answered(result, name):
+            self._backend.use_adapter(command.adapter)
             getattr(self, f"_{name}")(getattr(command, name), result)
             faults.point(f"rank{self._backend.mesh.rank}.{name}")
         return result
@@ -275,6 +281,19 @@ class Executor:
         parked, self._parked = self._parked, None
         if parked is not None:
             parked.restore()
+
+    def _add_adapter(self, command: pb.AddAdapter, result: pb.CommandResult) -> None:
+        """Raises InvalidFieldError for targets that the model has not."""
+        settings = LoraConfig(
+            rank=command.rank, alpha=command.alpha, targets=tuple(command.targets)
+        )
+        try:
+            self._backend.create_adapter(command.name, settings)
+        except InvalidAdapterError as error:
+            raise InvalidFieldError("targets", str(error)) from error
+
+    def _drop_adapter(self, command: pb.DropAdapter, result: pb.CommandResult) -> None:
+        self._backend.delete_adapter(command.name)
 
     def _save(self, command: pb.SaveCommand, result: pb.CommandResult) -> None:
         staged = self._backend.stage_checkpoint(Path(command.directory))

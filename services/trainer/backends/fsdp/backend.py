@@ -31,7 +31,7 @@ from services.trainer.backends.fsdp.export import Export
 from services.trainer.backends.fsdp.model import Asked, ShardedModel, load_model
 from services.trainer.backends.fsdp.optimizer import ShardedOptimizer, local_part
 from services.trainer.backends.reference.model import PackedLayout, pack
-from services.trainer.config import Head, TrainerConfig
+from services.trainer.config import Head, LoraConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
 from sluice import platform
@@ -76,11 +76,10 @@ class FsdpBackend(TrainingBackend):
         self._reference: ShardedModel | None = None
         self._lora = lora.training(self._policy.model, config, mesh, self._ranks, self._device)
         self._start(self._policy)
-        self._optimizer = (
-            ShardedOptimizer(self._policy.parameters(), config.optim, self._ranks, self._device)
-            if self._lora is None
-            else self._lora
-        )
+        self._whole: ShardedOptimizer | None = None  # of the model itself
+        if self._lora is None:
+            parameters = self._policy.parameters()
+            self._whole = ShardedOptimizer(parameters, config.optim, self._ranks, self._device)
         dtype = getattr(torch, config.publish_dtype)
         self._export = Export(self._policy, self._cut_over.get_group(), dtype)
 
@@ -92,7 +91,7 @@ class FsdpBackend(TrainingBackend):
             return self._score(self._policy, micro_batches, asked)
         if self._lora is None:
             return self._score(self._load_reference(), micro_batches, asked)
-        with self._lora.adapters.off():
+        with self._lora.used.adapters.off():
             return self._score(self._policy, micro_batches, asked)
 
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
@@ -126,39 +125,60 @@ class FsdpBackend(TrainingBackend):
         rate = self._config.optim.learning_rate if learning_rate is None else learning_rate
         return self._optimizer.step(normalizer, rate)
 
+    @property
+    def _optimizer(self) -> ShardedOptimizer | lora.AdapterTraining:
+        """Of what passes train now."""
+        if self._lora is not None:
+            return self._lora.used
+        assert self._whole is not None
+        return self._whole
+
     def discard_gradients(self) -> None:
         self._optimizer.clear()
 
     def stage_checkpoint(self, directory: Path) -> StagedCheckpoint:
-        if isinstance(self._optimizer, lora.AdapterTraining):
-            return self._optimizer.stage(directory, sync=self._config.durable)
+        if isinstance(optimizer := self._optimizer, lora.AdapterTraining):
+            return optimizer.stage(directory, sync=self._config.durable)
         return checkpoint.stage(
             self._policy,
-            self._optimizer,
+            optimizer,
             directory,
             self._writers,
             durable=self._config.durable,
         )
 
     def load_checkpoint(self, directory: Path) -> None:
-        if isinstance(self._optimizer, lora.AdapterTraining):
-            self._optimizer.load(directory)
+        if isinstance(optimizer := self._optimizer, lora.AdapterTraining):
+            optimizer.load(directory)
             return
         lora.refuse_checkpoint(directory)
-        checkpoint.load(self._policy, self._optimizer, directory)
+        checkpoint.load(self._policy, optimizer, directory)
 
     def write_shards(self, directory: Path, write: ShardWrite | None = None) -> list[ShardFile]:
         write = write or PublishedShards(keep=False, sync=self._config.durable).submit
         if self._lora is not None:
-            return self._lora.write(directory, write, self._export.dtype)
+            return self._lora.used.write(directory, write, self._export.dtype)
         return self._export.write(directory, write)
+
+    def create_adapter(self, name: str, settings: LoraConfig) -> None:
+        assert self._lora is not None
+        self._lora.create(name, settings)
+
+    def delete_adapter(self, name: str) -> None:
+        assert self._lora is not None
+        self._lora.delete(name)
+
+    def use_adapter(self, name: str) -> None:
+        if self._lora is not None:
+            self._lora.use(name)
 
     def held_tensors(self) -> HeldTensors:
         model = self._policy.model
         parts = [local_part(p.detach()) for p in (*model.parameters(), *model.buffers())]
-        if isinstance(self._optimizer, lora.AdapterTraining):
-            return self._optimizer.optimizer.held(parts)
-        held = self._optimizer.held()
+        if self._lora is not None:
+            return self._lora.held(parts)
+        assert self._whole is not None
+        held = self._whole.held()
         return HeldTensors([*parts, *held.state], held.gradients)
 
     def release_spare(self) -> None:

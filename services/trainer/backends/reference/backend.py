@@ -25,7 +25,7 @@ from services.trainer.backend import (
 from services.trainer.backends import lora, replica
 from services.trainer.backends.reference.model import ScoredModel, split_rows
 from services.trainer.backends.replica import FlatOptimizer
-from services.trainer.config import TrainerConfig
+from services.trainer.config import LoraConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
 from sluice import platform
@@ -66,11 +66,10 @@ class ReferenceBackend(TrainingBackend):
         world = dist.group.WORLD if mesh.world_size > 1 else None
         self._ranks = create_collectives(world, config.ranks.check_timeout) if world else None
         self._lora = lora.training(self._policy.model, config, mesh, self._ranks, self._device)
-        if self._lora is not None:
-            self._optimizer = self._lora.optimizer
-        else:
+        self._whole: FlatOptimizer | None = None  # of the model itself
+        if self._lora is None:
             parameters = dict(self._policy.model.named_parameters())
-            self._optimizer = FlatOptimizer(parameters, config.optim, config.vision)
+            self._whole = FlatOptimizer(parameters, config.optim, config.vision)
 
     @torch.no_grad()
     def compute_logprobs(
@@ -80,7 +79,7 @@ class ReferenceBackend(TrainingBackend):
             return self._score(self._policy, micro_batches, temperature)
         if self._lora is None:
             return self._score(self._load_reference(), micro_batches, temperature)
-        with self._lora.adapters.off():
+        with self._lora.used.adapters.off():
             return self._score(self._policy, micro_batches, temperature)
 
     @torch.no_grad()
@@ -111,19 +110,27 @@ class ReferenceBackend(TrainingBackend):
         rate = self._config.optim.learning_rate if learning_rate is None else learning_rate
         return self._optimizer.step(normalizer, rate, self._reduce)
 
+    @property
+    def _optimizer(self) -> FlatOptimizer:
+        """Of what passes train now."""
+        if self._lora is not None:
+            return self._lora.used.optimizer
+        assert self._whole is not None
+        return self._whole
+
     def discard_gradients(self) -> None:
         self._optimizer.clear()
 
     def stage_checkpoint(self, directory: Path) -> StagedCheckpoint:
         sync = self._config.durable
         if self._lora is not None:
-            return self._lora.stage(directory, sync=sync)
+            return self._lora.used.stage(directory, sync=sync)
         tensors, state = _model_tensors(self._policy.model), self._optimizer.state()
         return replica.stage(directory, tensors, state, self.mesh, sync=sync)
 
     def load_checkpoint(self, directory: Path) -> None:
         if self._lora is not None:
-            self._lora.load(directory)
+            self._lora.used.load(directory)
             return
         lora.refuse_checkpoint(directory)
         replica.load(directory, _model_tensors(self._policy.model), self._optimizer, self.mesh)
@@ -132,12 +139,25 @@ class ReferenceBackend(TrainingBackend):
         dtype = getattr(torch, self._config.publish_dtype)
         write = write or PublishedShards(keep=False, sync=self._config.durable).submit
         if self._lora is not None:
-            return self._lora.write(directory, write, dtype)
+            return self._lora.used.write(directory, write, dtype)
         return _write_shards(directory, self._policy.model, self.mesh, dtype, write)
+
+    def create_adapter(self, name: str, settings: LoraConfig) -> None:
+        assert self._lora is not None
+        self._lora.create(name, settings)
+
+    def delete_adapter(self, name: str) -> None:
+        assert self._lora is not None
+        self._lora.delete(name)
+
+    def use_adapter(self, name: str) -> None:
+        if self._lora is not None:
+            self._lora.use(name)
 
     def held_tensors(self) -> HeldTensors:
         model = self._policy.model
-        return self._optimizer.held([*model.parameters(), *model.buffers()])
+        owner = self._optimizer if self._lora is None else self._lora
+        return owner.held([*model.parameters(), *model.buffers()])
 
     def release_spare(self) -> None:
         self._reference = None

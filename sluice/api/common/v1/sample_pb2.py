@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.api import field_behavior_pb2 as google_dot_api_dot_field__behavior__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!sluice/api/common/v1/sample.proto\x12\x14sluice.api.common.v1\x1a\x1fgoogle/api/field_behavior.proto\"9\n\rBlobReference\x12\x14\n\x06\x64igest\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"0\n\rWeightVersion\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"P\n\x0b\x41\x64\x61pterSpec\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\r\n\x05\x61lpha\x18\x02 \x01(\x01\x12\x0f\n\x07targets\x18\x03 \x03(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x04 \x01(\t\"\x81\x01\n\x0bVersionSpan\x12\x34\n\x07weights\x18\x01 \x01(\x0b\x32#.sluice.api.common.v1.WeightVersion\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\x05\x12\x12\n\nlast_token\x18\x03 \x01(\x05\x12\x13\n\x0b\x62\x61se_digest\x18\x04 \x01(\t\"\x1d\n\x0b\x46loatValues\x12\x0e\n\x06values\x18\x01 \x03(\x02\"\x1c\n\nBoolValues\x12\x0e\n\x06values\x18\x01 \x03(\x08\"\x1c\n\nWideValues\x12\x0e\n\x06values\x18\x01 \x01(\x0c\"\xbc\x01\n\x06\x43olumn\x12\x33\n\x06\x66loats\x18\x01 \x01(\x0b\x32!.sluice.api.common.v1.FloatValuesH\x00\x12\x31\n\x05\x62ools\x18\x02 \x01(\x0b\x32 .sluice.api.common.v1.BoolValuesH\x00\x12\x10\n\x06scalar\x18\x03 \x01(\x01H\x00\x12\x30\n\x04wide\x18\x04 \x01(\x0b\x32 .sluice.api.common.v1.WideValuesH\x00\x42\x06\n\x04kind\"K\n\rRoutedExperts\x12\x13\n\x0blayer_count\x18\x01 \x01(\x05\x12\x14\n\x0c\x63hoice_count\x18\x02 \x01(\x05\x12\x0f\n\x07\x65xperts\x18\x03 \x01(\x0c\"\xcf\x01\n\tMediaSpan\x12\x37\n\x04\x62lob\x18\x01 \x01(\x0b\x32#.sluice.api.common.v1.BlobReferenceB\x04\xe2\x41\x01\x02\x12\x33\n\x04kind\x18\x02 \x01(\x0e\x32\x1f.sluice.api.common.v1.MediaKindB\x04\xe2\x41\x01\x02\x12\x13\n\x0b\x66irst_token\x18\x03 \x01(\x05\x12\x19\n\x0btoken_count\x18\x04 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x16\n\x08grid_thw\x18\x05 \x03(\x05\x42\x04\xe2\x41\x01\x02\x12\x0c\n\x04turn\x18\x06 \x01(\x05\"\xd3\x03\n\x06Sample\x12\x17\n\tsample_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x16\n\x08group_id\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\ttoken_ids\x18\x03 \x03(\x05\x42\x04\xe2\x41\x01\x02\x12\x1b\n\rprompt_length\x18\x04 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x39\n\rfinish_reason\x18\x05 \x01(\x0e\x32\".sluice.api.common.v1.FinishReason\x12:\n\x07\x63olumns\x18\x06 \x03(\x0b\x32).sluice.api.common.v1.Sample.ColumnsEntry\x12\x30\n\x05spans\x18\x07 \x03(\x0b\x32!.sluice.api.common.v1.VersionSpan\x12;\n\x0erouted_experts\x18\x08 \x01(\x0b\x32#.sluice.api.common.v1.RoutedExperts\x12.\n\x05media\x18\t \x03(\x0b\x32\x1f.sluice.api.common.v1.MediaSpan\x1aL\n\x0c\x43olumnsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1c.sluice.api.common.v1.Column:\x02\x38\x01*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03*=\n\tMediaKind\x12\x1a\n\x16MEDIA_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10MEDIA_KIND_IMAGE\x10\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!sluice/api/common/v1/sample.proto\x12\x14sluice.api.common.v1\x1a\x1fgoogle/api/field_behavior.proto\"9\n\rBlobReference\x12\x14\n\x06\x64igest\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"A\n\rWeightVersion\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\"P\n\x0b\x41\x64\x61pterSpec\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\r\n\x05\x61lpha\x18\x02 \x01(\x01\x12\x0f\n\x07targets\x18\x03 \x03(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x04 \x01(\t\"\x81\x01\n\x0bVersionSpan\x12\x34\n\x07weights\x18\x01 \x01(\x0b\x32#.sluice.api.common.v1.WeightVersion\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\x05\x12\x12\n\nlast_token\x18\x03 \x01(\x05\x12\x13\n\x0b\x62\x61se_digest\x18\x04 \x01(\t\"\x1d\n\x0b\x46loatValues\x12\x0e\n\x06values\x18\x01 \x03(\x02\"\x1c\n\nBoolValues\x12\x0e\n\x06values\x18\x01 \x03(\x08\"\x1c\n\nWideValues\x12\x0e\n\x06values\x18\x01 \x01(\x0c\"\xbc\x01\n\x06\x43olumn\x12\x33\n\x06\x66loats\x18\x01 \x01(\x0b\x32!.sluice.api.common.v1.FloatValuesH\x00\x12\x31\n\x05\x62ools\x18\x02 \x01(\x0b\x32 .sluice.api.common.v1.BoolValuesH\x00\x12\x10\n\x06scalar\x18\x03 \x01(\x01H\x00\x12\x30\n\x04wide\x18\x04 \x01(\x0b\x32 .sluice.api.common.v1.WideValuesH\x00\x42\x06\n\x04kind\"K\n\rRoutedExperts\x12\x13\n\x0blayer_count\x18\x01 \x01(\x05\x12\x14\n\x0c\x63hoice_count\x18\x02 \x01(\x05\x12\x0f\n\x07\x65xperts\x18\x03 \x01(\x0c\"\xcf\x01\n\tMediaSpan\x12\x37\n\x04\x62lob\x18\x01 \x01(\x0b\x32#.sluice.api.common.v1.BlobReferenceB\x04\xe2\x41\x01\x02\x12\x33\n\x04kind\x18\x02 \x01(\x0e\x32\x1f.sluice.api.common.v1.MediaKindB\x04\xe2\x41\x01\x02\x12\x13\n\x0b\x66irst_token\x18\x03 \x01(\x05\x12\x19\n\x0btoken_count\x18\x04 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x16\n\x08grid_thw\x18\x05 \x03(\x05\x42\x04\xe2\x41\x01\x02\x12\x0c\n\x04turn\x18\x06 \x01(\x05\"\xd3\x03\n\x06Sample\x12\x17\n\tsample_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x16\n\x08group_id\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\ttoken_ids\x18\x03 \x03(\x05\x42\x04\xe2\x41\x01\x02\x12\x1b\n\rprompt_length\x18\x04 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x39\n\rfinish_reason\x18\x05 \x01(\x0e\x32\".sluice.api.common.v1.FinishReason\x12:\n\x07\x63olumns\x18\x06 \x03(\x0b\x32).sluice.api.common.v1.Sample.ColumnsEntry\x12\x30\n\x05spans\x18\x07 \x03(\x0b\x32!.sluice.api.common.v1.VersionSpan\x12;\n\x0erouted_experts\x18\x08 \x01(\x0b\x32#.sluice.api.common.v1.RoutedExperts\x12.\n\x05media\x18\t \x03(\x0b\x32\x1f.sluice.api.common.v1.MediaSpan\x1aL\n\x0c\x43olumnsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1c.sluice.api.common.v1.Column:\x02\x38\x01*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03*=\n\tMediaKind\x12\x1a\n\x16MEDIA_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10MEDIA_KIND_IMAGE\x10\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,32 +52,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLE'].fields_by_name['token_ids']._serialized_options = b'\342A\001\002'
   _globals['_SAMPLE'].fields_by_name['prompt_length']._loaded_options = None
   _globals['_SAMPLE'].fields_by_name['prompt_length']._serialized_options = b'\342A\001\002'
-  _globals['_FINISHREASON']._serialized_start=1454
-  _globals['_FINISHREASON']._serialized_end=1576
-  _globals['_MEDIAKIND']._serialized_start=1578
-  _globals['_MEDIAKIND']._serialized_end=1639
+  _globals['_FINISHREASON']._serialized_start=1471
+  _globals['_FINISHREASON']._serialized_end=1593
+  _globals['_MEDIAKIND']._serialized_start=1595
+  _globals['_MEDIAKIND']._serialized_end=1656
   _globals['_BLOBREFERENCE']._serialized_start=92
   _globals['_BLOBREFERENCE']._serialized_end=149
   _globals['_WEIGHTVERSION']._serialized_start=151
-  _globals['_WEIGHTVERSION']._serialized_end=199
-  _globals['_ADAPTERSPEC']._serialized_start=201
-  _globals['_ADAPTERSPEC']._serialized_end=281
-  _globals['_VERSIONSPAN']._serialized_start=284
-  _globals['_VERSIONSPAN']._serialized_end=413
-  _globals['_FLOATVALUES']._serialized_start=415
-  _globals['_FLOATVALUES']._serialized_end=444
-  _globals['_BOOLVALUES']._serialized_start=446
-  _globals['_BOOLVALUES']._serialized_end=474
-  _globals['_WIDEVALUES']._serialized_start=476
-  _globals['_WIDEVALUES']._serialized_end=504
-  _globals['_COLUMN']._serialized_start=507
-  _globals['_COLUMN']._serialized_end=695
-  _globals['_ROUTEDEXPERTS']._serialized_start=697
-  _globals['_ROUTEDEXPERTS']._serialized_end=772
-  _globals['_MEDIASPAN']._serialized_start=775
-  _globals['_MEDIASPAN']._serialized_end=982
-  _globals['_SAMPLE']._serialized_start=985
-  _globals['_SAMPLE']._serialized_end=1452
-  _globals['_SAMPLE_COLUMNSENTRY']._serialized_start=1376
-  _globals['_SAMPLE_COLUMNSENTRY']._serialized_end=1452
+  _globals['_WEIGHTVERSION']._serialized_end=216
+  _globals['_ADAPTERSPEC']._serialized_start=218
+  _globals['_ADAPTERSPEC']._serialized_end=298
+  _globals['_VERSIONSPAN']._serialized_start=301
+  _globals['_VERSIONSPAN']._serialized_end=430
+  _globals['_FLOATVALUES']._serialized_start=432
+  _globals['_FLOATVALUES']._serialized_end=461
+  _globals['_BOOLVALUES']._serialized_start=463
+  _globals['_BOOLVALUES']._serialized_end=491
+  _globals['_WIDEVALUES']._serialized_start=493
+  _globals['_WIDEVALUES']._serialized_end=521
+  _globals['_COLUMN']._serialized_start=524
+  _globals['_COLUMN']._serialized_end=712
+  _globals['_ROUTEDEXPERTS']._serialized_start=714
+  _globals['_ROUTEDEXPERTS']._serialized_end=789
+  _globals['_MEDIASPAN']._serialized_start=792
+  _globals['_MEDIASPAN']._serialized_end=999
+  _globals['_SAMPLE']._serialized_start=1002
+  _globals['_SAMPLE']._serialized_end=1469
+  _globals['_SAMPLE_COLUMNSENTRY']._serialized_start=1393
+  _globals['_SAMPLE_COLUMNSENTRY']._serialized_end=1469
 # @@protoc_insertion_point(module_scope)

@@ -35,12 +35,14 @@ class BlobReference(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class WeightVersion(_message.Message):
-    __slots__ = ("version", "digest")
+    __slots__ = ("version", "digest", "adapter")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     version: int
     digest: str
-    def __init__(self, version: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+    adapter: str
+    def __init__(self, version: _Optional[int] = ..., digest: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class AdapterSpec(_message.Message):
     __slots__ = ("rank", "alpha", "targets", "base_digest")

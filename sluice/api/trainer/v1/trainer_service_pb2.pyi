@@ -61,7 +61,7 @@ class ParallelLayout(_message.Message):
     def __init__(self, data: _Optional[int] = ..., tensor: _Optional[int] = ..., pipeline: _Optional[int] = ..., context: _Optional[int] = ..., expert: _Optional[int] = ..., virtual_pipeline: _Optional[int] = ...) -> None: ...
 
 class Trainer(_message.Message):
-    __slots__ = ("state", "step", "weights", "part_ids", "layout", "ranks", "restart_count", "failure", "losses", "advantage_estimators", "batches", "backend", "skipped_count", "consecutive_skipped_count", "gradients_incomplete", "checkpoint", "head", "corrections", "kl_estimators", "user_modules", "vocabulary", "asleep", "write_behind", "promised_version")
+    __slots__ = ("state", "step", "weights", "part_ids", "layout", "ranks", "restart_count", "failure", "losses", "advantage_estimators", "batches", "backend", "skipped_count", "consecutive_skipped_count", "gradients_incomplete", "checkpoint", "head", "corrections", "kl_estimators", "user_modules", "vocabulary", "asleep", "write_behind", "promised_version", "adapters")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Trainer.State]
@@ -96,6 +96,7 @@ class Trainer(_message.Message):
     ASLEEP_FIELD_NUMBER: _ClassVar[int]
     WRITE_BEHIND_FIELD_NUMBER: _ClassVar[int]
     PROMISED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     state: Trainer.State
     step: int
     weights: _sample_pb2.WeightVersion
@@ -120,7 +121,36 @@ class Trainer(_message.Message):
     asleep: bool
     write_behind: bool
     promised_version: int
-    def __init__(self, state: _Optional[_Union[Trainer.State, str]] = ..., step: _Optional[int] = ..., weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., part_ids: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[ParallelLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., restart_count: _Optional[int] = ..., failure: _Optional[str] = ..., losses: _Optional[_Iterable[str]] = ..., advantage_estimators: _Optional[_Iterable[str]] = ..., batches: _Optional[_Iterable[str]] = ..., backend: _Optional[str] = ..., skipped_count: _Optional[int] = ..., consecutive_skipped_count: _Optional[int] = ..., gradients_incomplete: bool = ..., checkpoint: _Optional[str] = ..., head: _Optional[str] = ..., corrections: _Optional[_Iterable[str]] = ..., kl_estimators: _Optional[_Iterable[str]] = ..., user_modules: _Optional[_Iterable[str]] = ..., vocabulary: _Optional[str] = ..., asleep: bool = ..., write_behind: bool = ..., promised_version: _Optional[int] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[TrainedAdapter]
+    def __init__(self, state: _Optional[_Union[Trainer.State, str]] = ..., step: _Optional[int] = ..., weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., part_ids: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[ParallelLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., restart_count: _Optional[int] = ..., failure: _Optional[str] = ..., losses: _Optional[_Iterable[str]] = ..., advantage_estimators: _Optional[_Iterable[str]] = ..., batches: _Optional[_Iterable[str]] = ..., backend: _Optional[str] = ..., skipped_count: _Optional[int] = ..., consecutive_skipped_count: _Optional[int] = ..., gradients_incomplete: bool = ..., checkpoint: _Optional[str] = ..., head: _Optional[str] = ..., corrections: _Optional[_Iterable[str]] = ..., kl_estimators: _Optional[_Iterable[str]] = ..., user_modules: _Optional[_Iterable[str]] = ..., vocabulary: _Optional[str] = ..., asleep: bool = ..., write_behind: bool = ..., promised_version: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[TrainedAdapter, _Mapping]]] = ...) -> None: ...
+
+class TrainedAdapter(_message.Message):
+    __slots__ = ("adapter", "rank", "alpha", "targets", "learning_rate", "step", "weights", "part_ids", "checkpoint", "skipped_count", "consecutive_skipped_count", "gradients_incomplete")
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ALPHA_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    PART_IDS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CONSECUTIVE_SKIPPED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    GRADIENTS_INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
+    adapter: str
+    rank: int
+    alpha: float
+    targets: _containers.RepeatedScalarFieldContainer[str]
+    learning_rate: float
+    step: int
+    weights: _sample_pb2.WeightVersion
+    part_ids: _containers.RepeatedScalarFieldContainer[str]
+    checkpoint: str
+    skipped_count: int
+    consecutive_skipped_count: int
+    gradients_incomplete: bool
+    def __init__(self, adapter: _Optional[str] = ..., rank: _Optional[int] = ..., alpha: _Optional[float] = ..., targets: _Optional[_Iterable[str]] = ..., learning_rate: _Optional[float] = ..., step: _Optional[int] = ..., weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., part_ids: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[str] = ..., skipped_count: _Optional[int] = ..., consecutive_skipped_count: _Optional[int] = ..., gradients_incomplete: bool = ...) -> None: ...
 
 class GetTrainerRequest(_message.Message):
     __slots__ = ()
@@ -133,14 +163,16 @@ class GetTrainerResponse(_message.Message):
     def __init__(self, trainer: _Optional[_Union[Trainer, _Mapping]] = ...) -> None: ...
 
 class BatchHeader(_message.Message):
-    __slots__ = ("batch_id", "sample_count", "request_id")
+    __slots__ = ("batch_id", "sample_count", "request_id", "adapter")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     batch_id: str
     sample_count: int
     request_id: str
-    def __init__(self, batch_id: _Optional[str] = ..., sample_count: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
+    adapter: str
+    def __init__(self, batch_id: _Optional[str] = ..., sample_count: _Optional[int] = ..., request_id: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class UploadBatchRequest(_message.Message):
     __slots__ = ("header", "sample", "blob")
@@ -177,7 +209,7 @@ class DeleteBatchResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ComputeLogprobsRequest(_message.Message):
-    __slots__ = ("batch", "model", "temperature", "request_id", "allow_other_temperature")
+    __slots__ = ("batch", "model", "temperature", "request_id", "allow_other_temperature", "adapter")
     class Model(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         MODEL_UNSPECIFIED: _ClassVar[ComputeLogprobsRequest.Model]
@@ -191,12 +223,14 @@ class ComputeLogprobsRequest(_message.Message):
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ALLOW_OTHER_TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     batch: str
     model: ComputeLogprobsRequest.Model
     temperature: float
     request_id: str
     allow_other_temperature: bool
-    def __init__(self, batch: _Optional[str] = ..., model: _Optional[_Union[ComputeLogprobsRequest.Model, str]] = ..., temperature: _Optional[float] = ..., request_id: _Optional[str] = ..., allow_other_temperature: bool = ...) -> None: ...
+    adapter: str
+    def __init__(self, batch: _Optional[str] = ..., model: _Optional[_Union[ComputeLogprobsRequest.Model, str]] = ..., temperature: _Optional[float] = ..., request_id: _Optional[str] = ..., allow_other_temperature: bool = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class ComputeLogprobsResponse(_message.Message):
     __slots__ = ("column", "mean", "token_count", "rollout_mismatch_mean", "rollout_mismatch_max")
@@ -407,7 +441,7 @@ class PlanBatchResponse(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[_Union[PlannedRank, _Mapping]]] = ..., micro_batch_count: _Optional[int] = ..., dummy_count: _Optional[int] = ..., token_count: _Optional[int] = ..., imbalance: _Optional[float] = ..., lockstep_imbalance: _Optional[float] = ..., fill: _Optional[float] = ..., leftover_rows: _Optional[_Iterable[int]] = ..., leftover_sample_ids: _Optional[_Iterable[str]] = ..., truncated_rows: _Optional[_Iterable[_Union[TruncatedRow, _Mapping]]] = ...) -> None: ...
 
 class ForwardBackwardRequest(_message.Message):
-    __slots__ = ("batch", "loss", "expected_step", "part_id", "sample_ids", "request_id", "allow_other_temperature")
+    __slots__ = ("batch", "loss", "expected_step", "part_id", "sample_ids", "request_id", "allow_other_temperature", "adapter")
     BATCH_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -415,6 +449,7 @@ class ForwardBackwardRequest(_message.Message):
     SAMPLE_IDS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ALLOW_OTHER_TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     batch: str
     loss: _loss_pb2.LossSpec
     expected_step: int
@@ -422,7 +457,8 @@ class ForwardBackwardRequest(_message.Message):
     sample_ids: _containers.RepeatedScalarFieldContainer[str]
     request_id: str
     allow_other_temperature: bool
-    def __init__(self, batch: _Optional[str] = ..., loss: _Optional[_Union[_loss_pb2.LossSpec, _Mapping]] = ..., expected_step: _Optional[int] = ..., part_id: _Optional[str] = ..., sample_ids: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ..., allow_other_temperature: bool = ...) -> None: ...
+    adapter: str
+    def __init__(self, batch: _Optional[str] = ..., loss: _Optional[_Union[_loss_pb2.LossSpec, _Mapping]] = ..., expected_step: _Optional[int] = ..., part_id: _Optional[str] = ..., sample_ids: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ..., allow_other_temperature: bool = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class ForwardBackwardResponse(_message.Message):
     __slots__ = ("loss", "token_count", "metrics", "micro_batch_count", "silent_row_count")
@@ -446,16 +482,18 @@ class ForwardBackwardResponse(_message.Message):
     def __init__(self, loss: _Optional[float] = ..., token_count: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., micro_batch_count: _Optional[int] = ..., silent_row_count: _Optional[int] = ...) -> None: ...
 
 class StepOptimizerRequest(_message.Message):
-    __slots__ = ("expected_step", "part_ids", "learning_rate", "request_id")
+    __slots__ = ("expected_step", "part_ids", "learning_rate", "request_id", "adapter")
     EXPECTED_STEP_FIELD_NUMBER: _ClassVar[int]
     PART_IDS_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     expected_step: int
     part_ids: _containers.RepeatedScalarFieldContainer[str]
     learning_rate: float
     request_id: str
-    def __init__(self, expected_step: _Optional[int] = ..., part_ids: _Optional[_Iterable[str]] = ..., learning_rate: _Optional[float] = ..., request_id: _Optional[str] = ...) -> None: ...
+    adapter: str
+    def __init__(self, expected_step: _Optional[int] = ..., part_ids: _Optional[_Iterable[str]] = ..., learning_rate: _Optional[float] = ..., request_id: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class StepOptimizerResponse(_message.Message):
     __slots__ = ("step", "outcome", "skipped_reason", "grad_norm", "learning_rate", "duration", "skipped_count", "consecutive_skipped_count")
@@ -486,10 +524,12 @@ class StepOptimizerResponse(_message.Message):
     def __init__(self, step: _Optional[int] = ..., outcome: _Optional[_Union[StepOptimizerResponse.Outcome, str]] = ..., skipped_reason: _Optional[str] = ..., grad_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., skipped_count: _Optional[int] = ..., consecutive_skipped_count: _Optional[int] = ...) -> None: ...
 
 class DiscardGradientsRequest(_message.Message):
-    __slots__ = ("request_id",)
+    __slots__ = ("request_id", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+    adapter: str
+    def __init__(self, request_id: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class DiscardGradientsResponse(_message.Message):
     __slots__ = ("part_ids",)
@@ -498,14 +538,16 @@ class DiscardGradientsResponse(_message.Message):
     def __init__(self, part_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
-    __slots__ = ("checkpoint_id", "request_id", "write_behind")
+    __slots__ = ("checkpoint_id", "request_id", "write_behind", "adapter")
     CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     WRITE_BEHIND_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     checkpoint_id: str
     request_id: str
     write_behind: bool
-    def __init__(self, checkpoint_id: _Optional[str] = ..., request_id: _Optional[str] = ..., write_behind: bool = ...) -> None: ...
+    adapter: str
+    def __init__(self, checkpoint_id: _Optional[str] = ..., request_id: _Optional[str] = ..., write_behind: bool = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class SaveCheckpointResponse(_message.Message):
     __slots__ = ("checkpoint", "step")
@@ -516,12 +558,14 @@ class SaveCheckpointResponse(_message.Message):
     def __init__(self, checkpoint: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
 
 class LoadCheckpointRequest(_message.Message):
-    __slots__ = ("checkpoint", "request_id")
+    __slots__ = ("checkpoint", "request_id", "adapter")
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     checkpoint: str
     request_id: str
-    def __init__(self, checkpoint: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+    adapter: str
+    def __init__(self, checkpoint: _Optional[str] = ..., request_id: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class LoadCheckpointResponse(_message.Message):
     __slots__ = ("step",)
@@ -538,14 +582,16 @@ class CheckpointMetadata(_message.Message):
     def __init__(self, checkpoint: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class PublishWeightsRequest(_message.Message):
-    __slots__ = ("request_id", "engines", "pause_mode")
+    __slots__ = ("request_id", "engines", "pause_mode", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     engines: _containers.RepeatedCompositeFieldContainer[TransferTarget]
     pause_mode: _engine_service_pb2.PauseMode
-    def __init__(self, request_id: _Optional[str] = ..., engines: _Optional[_Iterable[_Union[TransferTarget, _Mapping]]] = ..., pause_mode: _Optional[_Union[_engine_service_pb2.PauseMode, str]] = ...) -> None: ...
+    adapter: str
+    def __init__(self, request_id: _Optional[str] = ..., engines: _Optional[_Iterable[_Union[TransferTarget, _Mapping]]] = ..., pause_mode: _Optional[_Union[_engine_service_pb2.PauseMode, str]] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class TransferTarget(_message.Message):
     __slots__ = ("engine_id", "address")
@@ -618,3 +664,37 @@ class WakeResponse(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     step: int
     def __init__(self, step: _Optional[int] = ...) -> None: ...
+
+class CreateAdapterRequest(_message.Message):
+    __slots__ = ("adapter", "rank", "alpha", "targets", "learning_rate", "request_id")
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ALPHA_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    adapter: str
+    rank: int
+    alpha: float
+    targets: _containers.RepeatedScalarFieldContainer[str]
+    learning_rate: float
+    request_id: str
+    def __init__(self, adapter: _Optional[str] = ..., rank: _Optional[int] = ..., alpha: _Optional[float] = ..., targets: _Optional[_Iterable[str]] = ..., learning_rate: _Optional[float] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class CreateAdapterResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: TrainedAdapter
+    def __init__(self, adapter: _Optional[_Union[TrainedAdapter, _Mapping]] = ...) -> None: ...
+
+class DeleteAdapterRequest(_message.Message):
+    __slots__ = ("adapter", "request_id")
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    adapter: str
+    request_id: str
+    def __init__(self, adapter: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class DeleteAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

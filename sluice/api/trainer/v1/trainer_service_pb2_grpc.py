@@ -127,6 +127,16 @@ class TrainerServiceStub(object):
                 request_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.WakeRequest.SerializeToString,
                 response_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.WakeResponse.FromString,
                 _registered_method=True)
+        self.CreateAdapter = channel.unary_unary(
+                '/sluice.api.trainer.v1.TrainerService/CreateAdapter',
+                request_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.CreateAdapterRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.CreateAdapterResponse.FromString,
+                _registered_method=True)
+        self.DeleteAdapter = channel.unary_unary(
+                '/sluice.api.trainer.v1.TrainerService/DeleteAdapter',
+                request_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.DeleteAdapterRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.DeleteAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class TrainerServiceServicer(object):
@@ -274,6 +284,23 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateAdapter(self, request, context):
+        """Begins another adapter on the frozen base of a trainer with `lora`: its numbers, gradients,
+        optimizer, steps, checkpoints and versions are its own. Calls that name it are about it alone.
+        It lives until DeleteAdapter or the end of the trainer's process; ranks that restart have it
+        as it was saved last. RESOURCE_EXHAUSTED / ADAPTER_LIMIT where there are `lora.max_adapters`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteAdapter(self, request, context):
+        """Forgets an adapter, its gradients and its batches. Its checkpoints and versions stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -366,6 +393,16 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.Wake,
                     request_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.WakeRequest.FromString,
                     response_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.WakeResponse.SerializeToString,
+            ),
+            'CreateAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateAdapter,
+                    request_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.CreateAdapterRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.CreateAdapterResponse.SerializeToString,
+            ),
+            'DeleteAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteAdapter,
+                    request_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.DeleteAdapterRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.DeleteAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -856,6 +893,60 @@ class TrainerService(object):
             '/sluice.api.trainer.v1.TrainerService/Wake',
             sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.WakeRequest.SerializeToString,
             sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.WakeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.trainer.v1.TrainerService/CreateAdapter',
+            sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.CreateAdapterRequest.SerializeToString,
+            sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.CreateAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.trainer.v1.TrainerService/DeleteAdapter',
+            sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.DeleteAdapterRequest.SerializeToString,
+            sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.DeleteAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -245,7 +245,7 @@ class WrittenTensor(_message.Message):
     def __init__(self, dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class FollowResponse(_message.Message):
-    __slots__ = ("sequence", "add_rows", "drop_batch", "compute_logprobs", "compute_advantages", "set_columns", "read_columns", "forward_backward", "step", "discard", "save", "load", "publish", "shutdown", "compute_values", "open_transfer", "send_weights", "describe", "measure", "sleep", "wake", "write_weights", "welcome")
+    __slots__ = ("sequence", "add_rows", "drop_batch", "compute_logprobs", "compute_advantages", "set_columns", "read_columns", "forward_backward", "step", "discard", "save", "load", "publish", "shutdown", "compute_values", "open_transfer", "send_weights", "describe", "measure", "sleep", "wake", "write_weights", "welcome", "add_adapter", "drop_adapter", "adapter")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ADD_ROWS_FIELD_NUMBER: _ClassVar[int]
     DROP_BATCH_FIELD_NUMBER: _ClassVar[int]
@@ -269,6 +269,9 @@ class FollowResponse(_message.Message):
     WAKE_FIELD_NUMBER: _ClassVar[int]
     WRITE_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
+    ADD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    DROP_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     add_rows: AddRows
     drop_batch: DropBatch
@@ -292,7 +295,10 @@ class FollowResponse(_message.Message):
     wake: WakeCommand
     write_weights: WriteWeightsCommand
     welcome: RankWelcome
-    def __init__(self, sequence: _Optional[int] = ..., add_rows: _Optional[_Union[AddRows, _Mapping]] = ..., drop_batch: _Optional[_Union[DropBatch, _Mapping]] = ..., compute_logprobs: _Optional[_Union[LogprobsCommand, _Mapping]] = ..., compute_advantages: _Optional[_Union[AdvantagesCommand, _Mapping]] = ..., set_columns: _Optional[_Union[SetColumns, _Mapping]] = ..., read_columns: _Optional[_Union[ReadColumns, _Mapping]] = ..., forward_backward: _Optional[_Union[GradientsCommand, _Mapping]] = ..., step: _Optional[_Union[StepCommand, _Mapping]] = ..., discard: _Optional[_Union[DiscardCommand, _Mapping]] = ..., save: _Optional[_Union[SaveCommand, _Mapping]] = ..., load: _Optional[_Union[LoadCommand, _Mapping]] = ..., publish: _Optional[_Union[PublishCommand, _Mapping]] = ..., shutdown: _Optional[_Union[ShutdownCommand, _Mapping]] = ..., compute_values: _Optional[_Union[ValuesCommand, _Mapping]] = ..., open_transfer: _Optional[_Union[OpenTransferCommand, _Mapping]] = ..., send_weights: _Optional[_Union[SendWeightsCommand, _Mapping]] = ..., describe: _Optional[_Union[DescribeCommand, _Mapping]] = ..., measure: _Optional[_Union[MeasureCommand, _Mapping]] = ..., sleep: _Optional[_Union[SleepCommand, _Mapping]] = ..., wake: _Optional[_Union[WakeCommand, _Mapping]] = ..., write_weights: _Optional[_Union[WriteWeightsCommand, _Mapping]] = ..., welcome: _Optional[_Union[RankWelcome, _Mapping]] = ...) -> None: ...
+    add_adapter: AddAdapter
+    drop_adapter: DropAdapter
+    adapter: str
+    def __init__(self, sequence: _Optional[int] = ..., add_rows: _Optional[_Union[AddRows, _Mapping]] = ..., drop_batch: _Optional[_Union[DropBatch, _Mapping]] = ..., compute_logprobs: _Optional[_Union[LogprobsCommand, _Mapping]] = ..., compute_advantages: _Optional[_Union[AdvantagesCommand, _Mapping]] = ..., set_columns: _Optional[_Union[SetColumns, _Mapping]] = ..., read_columns: _Optional[_Union[ReadColumns, _Mapping]] = ..., forward_backward: _Optional[_Union[GradientsCommand, _Mapping]] = ..., step: _Optional[_Union[StepCommand, _Mapping]] = ..., discard: _Optional[_Union[DiscardCommand, _Mapping]] = ..., save: _Optional[_Union[SaveCommand, _Mapping]] = ..., load: _Optional[_Union[LoadCommand, _Mapping]] = ..., publish: _Optional[_Union[PublishCommand, _Mapping]] = ..., shutdown: _Optional[_Union[ShutdownCommand, _Mapping]] = ..., compute_values: _Optional[_Union[ValuesCommand, _Mapping]] = ..., open_transfer: _Optional[_Union[OpenTransferCommand, _Mapping]] = ..., send_weights: _Optional[_Union[SendWeightsCommand, _Mapping]] = ..., describe: _Optional[_Union[DescribeCommand, _Mapping]] = ..., measure: _Optional[_Union[MeasureCommand, _Mapping]] = ..., sleep: _Optional[_Union[SleepCommand, _Mapping]] = ..., wake: _Optional[_Union[WakeCommand, _Mapping]] = ..., write_weights: _Optional[_Union[WriteWeightsCommand, _Mapping]] = ..., welcome: _Optional[_Union[RankWelcome, _Mapping]] = ..., add_adapter: _Optional[_Union[AddAdapter, _Mapping]] = ..., drop_adapter: _Optional[_Union[DropAdapter, _Mapping]] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class RankWelcome(_message.Message):
     __slots__ = ("meeting",)
@@ -537,3 +543,21 @@ class SleepCommand(_message.Message):
 class WakeCommand(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class AddAdapter(_message.Message):
+    __slots__ = ("name", "rank", "alpha", "targets")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ALPHA_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    rank: int
+    alpha: float
+    targets: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., rank: _Optional[int] = ..., alpha: _Optional[float] = ..., targets: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class DropAdapter(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
