@@ -291,6 +291,9 @@ bench-colocated: $(VENV)/.dev  ## shared devices: what sleep frees, and weights 
 bench-models: $(VENV)/.dev  ## resident memory of trainer ranks: load, step, checkpoint, publication
 	$(RUN) -m benchmarks.models
 
+bench-adapters: $(VENV)/.dev  ## an adapter among 1, 10 and 100 on one base: time of its step, bytes held
+	$(RUN) -m benchmarks.adapters
+
 WHEELS_PYTHON ?= 3.12
 WHEELS_ALSO ?=
 WHEELS ?= build/accelerator-wheels/$(WHEELS_PYTHON)
@@ -305,4 +308,4 @@ clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 .PHONY: help site observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-node test-pages test-trackers proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-ray test-slurm compose-smoke test-compose \
-	verify bench bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-fleet bench-demo bench-training bench-checkpoint bench-colocated bench-algorithms bench-router bench-router-simulation clean
+	verify bench bench-adapters bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-fleet bench-demo bench-training bench-checkpoint bench-colocated bench-algorithms bench-router bench-router-simulation clean

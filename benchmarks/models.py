@@ -8,7 +8,8 @@ high-water mark, which is started anew before each part. glibc raises by itself 
 freed memory goes back to the kernel, and would keep what layers were gathered in: it is told not
 to. One line a count of ranks and backend, in bytes per parameter of the whole model, of the rank
 that has the most; `save` and `export` are what comes on top of what is resident before. Last line:
-the same of `fsdp`, in short.
+the same of `fsdp`, in short, and what Megatron's ranks take. `async` is a checkpoint whose state is
+copied before it is written, as a save that other calls overtake has it.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ RANK_ENVIRONMENT = {
     "SLUICE_DEVICE": "cpu",
     "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
 }
+PARTS = ("load", "step", "save", "async", "export")
 MIB = 2**20
 
 
@@ -121,11 +123,17 @@ def rank_main(flags: argparse.Namespace) -> int:
         backend.forward_backward([rows], loss)
         backend.step(normalizer=ROWS * world * (LENGTH - PROMPT), learning_rate=None)
     found["step"] = meter.peak() - base
-    for name in ("checkpoint", "published"):
+    for name in ("checkpoint", "overtaken", "published"):
         (flags.folder / name).mkdir(exist_ok=True)
     before = meter.start()
     backend.save_checkpoint(flags.folder / "checkpoint")
     found["save"] = meter.peak() - before
+    before = meter.start()
+    staged = backend.stage_checkpoint(flags.folder / "overtaken")
+    staged.keep()
+    staged.write()
+    found["async"] = meter.peak() - before
+    del staged
     before = meter.start()
     shards = backend.write_shards(flags.folder / "published")
     found["export"] = meter.peak() - before
@@ -214,17 +222,26 @@ def main() -> int:
         for backend in flags.backends:
             for world in flags.ranks:
                 each = found[backend, world] = measure(backend, world, model)
-                parts = [f"{n}={each[n] / count:.1f}" for n in ("load", "step", "save", "export")]
+                parts = [f"{n}={each[n] / count:.1f}" for n in PARTS]
                 print(
                     f"{backend} ranks={world} {' '.join(parts)} (bytes per parameter)", flush=True
                 )
-    own = {world: each for (backend, world), each in found.items() if backend == "fsdp"}
+    own, megatron = (
+        {world: each for (backend, world), each in found.items() if backend == name}
+        for name in ("fsdp", "megatron")
+    )
     last = own[max(own)]
     parts = [f"fsdp{w}_load={own[w]['load'] / count:.1f}" for w in (2, 4) if w in own]
     parts += [f"fsdp2_step={own[2]['step'] / count:.1f}"] if 2 in own else []
+    parts += [
+        f"megatron{world}_{name}={megatron[world][name] / count:.1f}"
+        for world in (2, 4)
+        if world in megatron
+        for name in ("load", "step")
+    ]
     print(
         f"memory: {' '.join(parts)} save_extra={last['save'] / count:.2f} "
-        f"export_extra_mib={last['export'] / MIB:.0f} "
+        f"async_extra={last['async'] / count:.2f} export_extra_mib={last['export'] / MIB:.0f} "
         f"largest_tensor_mib={last['tensor'] / MIB:.0f}"
     )
     return 0

@@ -37,15 +37,15 @@ def make_adapter(
 
 
 def import_adapter(
-    store: WeightStore, folder: Path, base_digest: str, parent: int | None = None
+    store: WeightStore, folder: Path, base_digest: str, parent: int | None = None, line: str = ""
 ) -> StoredVersion:
-    """Publishes a peft folder as a version."""
+    """Publishes a peft folder as a version, of one adapter of several where `line` names it."""
     spec = decode_adapter_config((folder / ADAPTER_CONFIG).read_bytes(), base_digest)
     staging = store.allocate(parent)
     shutil.copyfile(folder / ADAPTER_FILE, staging.directory / ADAPTER_FILE)
     shard = describe_shard(staging.directory / ADAPTER_FILE)
     try:
-        return store.commit(staging, [shard], [], 0, adapter=spec)
+        return store.commit(staging, [shard], [], 0, adapter=spec, line=line)
     except BaseException:
         store.abort(staging)
         raise

@@ -299,6 +299,12 @@ def _trainer(name: str, shown: Shown) -> Sequence[pb_message.Message]:
         ],
         "SaveCheckpoint": [trainer_pb.SaveCheckpointRequest(checkpoint_id="fuzz")],
         "LoadCheckpoint": [trainer_pb.LoadCheckpointRequest(checkpoint="checkpoints/fuzz")],
+        "CreateAdapter": [
+            trainer_pb.CreateAdapterRequest(
+                adapter="fuzz", rank=2, alpha=4.0, targets=["q_proj"], learning_rate=0.1
+            )
+        ],
+        "DeleteAdapter": [trainer_pb.DeleteAdapterRequest(adapter="fuzz")],
         "PublishWeights": [
             trainer_pb.PublishWeightsRequest(
                 request_id="fuzz",

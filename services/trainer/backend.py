@@ -172,6 +172,7 @@ class TrainingBackend(ABC):
 
     def delete_adapter(self, name: str) -> None:
         """Forget an adapter that `create_adapter` began, if there is one."""
+        raise NotImplementedError(f"{type(self).__name__} has one adapter only")
 
     def use_adapter(self, name: str) -> None:
         """From here on all calls are about this adapter; empty is the policy of the settings."""

@@ -203,10 +203,9 @@ class WeightStore:
         kept by `retain` for as long as this version. Without deltas it has no effect. `adapter`
         says that the tensors are one, and `line` which of several. Raises MixedKindsError,
         InvalidAdapterError, DuplicateTensorError, DuplicateFileError, MissingTensorError,
-        UnexpectedTensorError,
-        MissingFileError, InvalidCheckpointError, StagingLostError, VersionExistsError, or
-        VersionNotFoundError for a base that is gone; then the staging directory stays for a
-        correction or an abort.
+        UnexpectedTensorError, MissingFileError, InvalidCheckpointError, StagingLostError,
+        VersionExistsError, or VersionNotFoundError for a base that is gone; then the staging
+        directory stays for a correction or an abort.
         """
         self._check_open(staging, is_adapter=adapter is not None)
         shards, folder = list(shards), self._objects.draft(staging)

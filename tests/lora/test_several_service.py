@@ -1,4 +1,4 @@
-"""Several adapters of one trainer behind its API: apart in all they do, whatever dies or is wrong."""
+"""Several adapters of one trainer behind its API: apart, whatever dies or is wrong."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ import grpc
 import pytest
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
+from services.trainer.config import TrainerConfig
+from services.trainer.controller.trainer import Trainer
+from services.trainer.errors import AdaptersUnsupportedError
 from sluice import faults
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.client import RemoteError, TrainerClient, typed_errors
+from sluice.config import parse_config
+from sluice.runtime.waits import Waits
 from sluice.weights.store import WeightStore
 from tests.patience import PATIENCE
 from tests.service.trainer.harness import (
@@ -30,8 +35,7 @@ from tests.service.trainer.harness import (
     until,
 )
 
-pytestmark = pytest.mark.fast
-
+fast = pytest.mark.fast
 LORA = {"rank": 4, "alpha": 8, "max_adapters": 3}
 REFERENCE = {"lora": LORA, "keep_versions": 1}
 FSDP = {
@@ -129,6 +133,7 @@ async def alone(root: Path, model: Path, seed: int, count: int) -> Digests:
 WRONG = ["../alice", "a/b", "a\0b", "a@3", "base", "policy", ".hidden", "x" * 5000, "é", " "]
 
 
+@fast
 @pytest.mark.parametrize("name", WRONG)
 async def test_a_name_that_is_none_is_refused(client: TrainerClient, name: str) -> None:
     refused = await refusal(client.create_adapter(name))
@@ -137,14 +142,20 @@ async def test_a_name_that_is_none_is_refused(client: TrainerClient, name: str) 
     assert not (await client.get()).adapters
 
 
+@fast
 async def test_an_empty_name_is_no_adapter(client: TrainerClient) -> None:
     for call in (client.create_adapter(""), client.delete_adapter("")):
         assert (await refusal(call)).code == grpc.StatusCode.INVALID_ARGUMENT
 
 
-@pytest.mark.parametrize("name", ["nobody", "../alice", "x\0", "x" * 5000])
+UNKNOWN = [("nobody", "NOT_FOUND"), ("../alice", "NOT_FOUND"), ("x" * 200, "NOT_FOUND")]
+UNKNOWN += [("x\0", "INVALID_ARGUMENT"), ("x" * 5000, "INVALID_ARGUMENT")]
+
+
+@fast
+@pytest.mark.parametrize(("name", "code"), UNKNOWN)
 async def test_calls_about_an_unknown_adapter_are_not_found(
-    client: TrainerClient, name: str
+    client: TrainerClient, name: str, code: str
 ) -> None:
     samples = make_groups("unknown")
     calls: list[Awaitable[Any]] = [
@@ -160,13 +171,15 @@ async def test_calls_about_an_unknown_adapter_are_not_found(
     ]
     for call in calls:
         refused = await refusal(call)
-        assert (refused.code, refused.reason) == (
-            grpc.StatusCode.NOT_FOUND,
-            "ADAPTER_NOT_FOUND",
-        )
-        assert name[:64] in refused.metadata["name"]
+        assert refused.code.name == code
+        if code == "NOT_FOUND":
+            assert refused.reason == "ADAPTER_NOT_FOUND"
+            assert name[:64] in refused.metadata["name"]
+        else:
+            assert refused.metadata["field"].endswith("adapter")
 
 
+@fast
 @pytest.mark.parametrize(
     ("values", "field"),
     [
@@ -196,6 +209,7 @@ async def test_numbers_that_are_none_are_refused(
     assert (await client.create_adapter("alice")).rank == 4  # and nothing of it is left
 
 
+@fast
 async def test_what_is_not_given_is_the_trainers(client: TrainerClient) -> None:
     made = await client.create_adapter("alice")
     assert (made.rank, made.alpha, made.learning_rate) == (4, 8.0, 0.01)
@@ -207,6 +221,7 @@ async def test_what_is_not_given_is_the_trainers(client: TrainerClient) -> None:
     assert (await client.step_optimizer(0, ["whole"], adapter="bob")).learning_rate == 0.5
 
 
+@fast
 async def test_there_are_so_many_and_a_request_counts_once(
     client: TrainerClient, trainer: RunningTrainer
 ) -> None:
@@ -228,6 +243,7 @@ async def test_there_are_so_many_and_a_request_counts_once(
     assert [each.adapter for each in (await client.get()).adapters] == ["alice", "carol", "dave"]
 
 
+@fast
 async def test_parts_steps_and_batches_of_two_never_mix(client: TrainerClient) -> None:
     await client.create_adapter("alice")
     await client.create_adapter("bob")
@@ -268,6 +284,7 @@ async def test_parts_steps_and_batches_of_two_never_mix(client: TrainerClient) -
         await client.delete_batch(batch)
 
 
+@fast
 async def test_a_deleted_adapter_comes_back_as_a_new_one(client: TrainerClient) -> None:
     await client.create_adapter("alice")
     alice = Line(client, "alice", 1)
@@ -280,6 +297,7 @@ async def test_a_deleted_adapter_comes_back_as_a_new_one(client: TrainerClient) 
     assert await Line(client, "alice", 1).digest() == fresh
 
 
+@fast
 async def test_every_line_of_versions_is_kept_by_itself(
     client: TrainerClient, trainer: RunningTrainer
 ) -> None:
@@ -310,6 +328,7 @@ async def test_every_line_of_versions_is_kept_by_itself(
     assert (await Line(client, "bob", 0).stands()).weights == bob
 
 
+@fast
 async def test_a_load_that_is_refused_costs_nobody_a_step(
     client: TrainerClient, trainer: RunningTrainer
 ) -> None:
@@ -354,6 +373,7 @@ async def test_a_load_that_is_refused_costs_nobody_a_step(
     assert ((await bob.stands()).step, await bob.digest()) == (1, before)
 
 
+@fast
 async def test_a_trainer_of_a_model_has_no_adapters(tmp_path: Path, model: Path) -> None:
     with running_trainer(tmp_path, model) as running:
         async with running.client() as client:
@@ -363,6 +383,16 @@ async def test_a_trainer_of_a_model_has_no_adapters(tmp_path: Path, model: Path)
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "ADAPTERS_UNSUPPORTED",
             )
+
+
+@fast
+@pytest.mark.parametrize("name", ["alice", "../alice"])
+def test_a_backend_of_one_adapter_says_so(tmp_path: Path, model: Path, name: str) -> None:
+    values = {"model": str(model), "store": str(tmp_path), "backend": "megatron", "lora": LORA}
+    config = parse_config(TrainerConfig, values)
+    adapters = Trainer(config, Waits()).adapters
+    with pytest.raises(AdaptersUnsupportedError, match="backend megatron trains one adapter"):
+        adapters.settings(name, None, None, ())
 
 
 async def lose(client: TrainerClient, how: str) -> None:

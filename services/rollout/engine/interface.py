@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -225,6 +225,8 @@ class EngineStatus:
 
     `version` may be that of an adapter, and of `base` then too where one asks for it.
 
+    `lines`: of adapters that are held the name, by version, where a trainer has several.
+
     `restorable_version` is one whose directory the engine may read again, to go back to it.
     `deterministic`: a seeded sample is the same to the bit whatever runs beside it.
     """
@@ -239,6 +241,7 @@ class EngineStatus:
     restorable_version: int | None = None
     base: ServedWeights | None = None  # that adapters are put on
     adapters: tuple[ServedWeights, ...] = ()  # that are held, oldest first
+    lines: Mapping[int, str] = field(default_factory=dict)
     last_pause_seconds: float = 0.0
     last_prepare_seconds: float = 0.0
     decode_tokens_total: int = 0

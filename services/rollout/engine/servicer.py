@@ -23,7 +23,7 @@ from services.rollout.engine.interface import (
     TokenScores,
     check_length,
 )
-from services.rollout.engine.versions import named_version
+from services.rollout.engine.versions import held_version
 from services.rollout.engine.weights import EngineWeights, Transfer
 from services.rollout.engine.wire import (
     MediaReader,
@@ -127,19 +127,17 @@ def pick(engine: Engine, bounds: VersionBounds, adapter: str = "") -> int | None
     """
     status, wanted = engine.status(), bounds.exact_version
     if adapter:
-        named = named_version(adapter, status.base)
+        named = held_version(adapter, status)
         if named is None:
-            raise InvalidFieldError("adapter", "is neither `base` nor `policy@<version>`")
+            raise VersionUnavailableError(
+                f"adapter {adapter!r} is not held", serving=status.version, adapter=adapter
+            )
         if wanted is not None and wanted != named:
             raise InvalidFieldError("adapter", f"is not version {wanted}, which is asked for")
         wanted = named
     held = () if status.base is None else (status.base, *status.adapters)
     if wanted is None or wanted not in [weights.version for weights in held]:
         bounds.check(status.version)
-        if adapter:
-            raise VersionUnavailableError(
-                f"adapter {adapter!r} is not held", serving=status.version, exact_version=wanted
-            )
         return None
     bounds.check(wanted)
     return wanted
@@ -466,7 +464,10 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
             transfer_group=self._weights.transfers.group,
             vocabulary=self._vocabulary,
             base=None if status.base is None else weights_to_proto(status.base),
-            adapters=[weights_to_proto(weights) for weights in status.adapters],
+            adapters=[
+                weights_to_proto(weights, status.lines.get(weights.version, ""))
+                for weights in status.adapters
+            ],
             asleep=status.asleep,
         )
 
@@ -485,7 +486,7 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         status = self._engine.status()
         for weights in () if version is None else (status.base, *status.adapters):
             if weights is not None and weights.version == version:
-                return weights_to_proto(weights)
+                return weights_to_proto(weights, status.lines.get(version, ""))
         if status.version is None:
             return None
         return sample_pb2.WeightVersion(version=status.version, digest=status.digest)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from services.rollout.engine.interface import ServedWeights
+from services.rollout.engine.interface import EngineStatus, ServedWeights
 from services.rollout.errors import (
     AdapterBaseError,
     DigestMismatchError,
@@ -16,6 +16,8 @@ from services.rollout.errors import (
     UnfitWeightsError,
     VersionNotPreparedError,
 )
+from sluice.runtime.errors import InvalidFieldError
+from sluice.weights.adapter import check_name
 from sluice.weights.checkpoint import describe_shard, shard_paths
 from sluice.weights.errors import (
     DamagedFileError,
@@ -41,7 +43,8 @@ Version = tuple[int, str]
 
 
 BASE_NAME = "base"
-NAME = "policy@"
+OWN_NAME = "policy"  # of a trainer of one adapter
+NAME = f"{OWN_NAME}@"
 
 
 def adapter_name(version: int) -> str:
@@ -49,14 +52,58 @@ def adapter_name(version: int) -> str:
     return f"{NAME}{version}"
 
 
-def named_version(name: str, base: ServedWeights | None) -> int | None:
-    """Returns the version that `policy@<version>` or `base` names; None for another name."""
-    if name == BASE_NAME and base is not None:
-        return base.version
-    number = name.removeprefix(NAME)
-    if number == name or not (number.isascii() and number.isdigit()) or len(number) > 18:
+def named_line(name: str) -> tuple[str, int | None] | None:
+    """Returns the adapter and the version that `<adapter>@<version>` or `<adapter>` names.
+
+    The one of a trainer of one, `policy`, has the empty name, and always a version; None for what
+    can name nothing.
+    """
+    line, separator, number = name.partition("@")
+    if separator and not (number.isascii() and number.isdigit() and len(number) <= 18):
         return None
-    return int(number)
+    version = int(number) if separator else None
+    if line == OWN_NAME:
+        return None if version is None else ("", version)
+    try:
+        check_name(line)
+    except InvalidAdapterError:
+        return None
+    return line, version
+
+
+def held_version(name: str, status: EngineStatus) -> int | None:
+    """Returns the version that a request means by `name`, of those that are held.
+
+    That is `base`, `<adapter>@<version>`, or `<adapter>` for the newest of it. None where it is
+    not held. Raises InvalidFieldError for what can name nothing.
+    """
+    if name == BASE_NAME and status.base is not None:
+        return status.base.version
+    named = named_line(name)
+    if named is None:
+        raise InvalidFieldError(
+            "adapter", "is neither `base` nor `policy@<version>`, nor an adapter's name"
+        )
+    line, version = named
+    every = [weights.version for weights in status.adapters]
+    if version is not None and not line and status.base is not None:
+        every.append(status.base.version)
+    held = [each for each in every if status.lines.get(each, "") == line]
+    if version is not None:
+        return version if version in held else None
+    return max(held, default=None)
+
+
+def surplus(held: Mapping[int, str], limit: int, used: Collection[int]) -> list[int]:
+    """Chooses which adapters to let go, beyond `limit` and not among those used.
+
+    held: their lines by version, in the order of their commits. What a newer one of its line has
+    replaced goes before what is the newest of its own, the oldest first.
+    """
+    newest = {line: version for version, line in sorted(held.items())}
+    order = sorted(held, key=lambda version: newest[held[version]] == version)  # stable
+    idle = [version for version in order if version not in used]
+    return idle[: max(0, len(held) - limit)]
 
 
 def check_adapter(manifest: Manifest, base: ServedWeights | None) -> AdapterSpec:
@@ -206,6 +253,10 @@ class PreparedVersion(Protocol):
     @property
     def digest(self) -> str: ...
 
+    @property
+    def line(self) -> str:
+        """The adapter of several that it is a version of; else empty."""
+
 
 P = TypeVar("P", bound=PreparedVersion)
 
@@ -226,10 +277,11 @@ class PreparedVersions(Generic[P]):
         return version in self._ready and self._ready[version].digest == digest
 
     def add(self, prepared: P) -> None:
-        """Keeps a version; the oldest beyond PREPARED_LIMIT that is not in use gives way."""
+        """Keeps a version; the oldest of its line beyond PREPARED_LIMIT, not in use, gives way."""
         self._ready.pop(prepared.version, None)
         self._ready[prepared.version] = prepared
-        for oldest in list(self._ready)[:-PREPARED_LIMIT]:
+        own = [number for number, kept in self._ready.items() if kept.line == prepared.line]
+        for oldest in own[:-PREPARED_LIMIT]:
             if oldest != self._in_use:
                 del self._ready[oldest]
 
@@ -241,8 +293,8 @@ class PreparedVersions(Generic[P]):
     def serving(self, version: int) -> Iterator[P]:
         """Yields a version that is about to serve, which others do not displace meanwhile.
 
-        When the block ends without an error, it and all older ones are forgotten. Raises
-        VersionNotPreparedError.
+        When the block ends without an error, it and all older ones of its line are forgotten.
+        Raises VersionNotPreparedError.
         """
         if version not in self._ready:
             raise VersionNotPreparedError(
@@ -250,7 +302,12 @@ class PreparedVersions(Generic[P]):
             )
         self._in_use = version
         try:
-            yield self._ready[version]
-            self._ready = {n: kept for n, kept in self._ready.items() if n > version}
+            serving = self._ready[version]
+            yield serving
+            self._ready = {
+                number: kept
+                for number, kept in self._ready.items()
+                if number > version or kept.line != serving.line
+            }
         finally:
             self._in_use = None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from services.rollout import metrics
-from services.rollout.engine.interface import Engine, IncomingWeights, PauseMode
+from services.rollout.engine.interface import Engine, EngineStatus, IncomingWeights, PauseMode
 from services.rollout.engine.streaming import WeightStream
 from services.rollout.engine.versions import mismatch_of
 from services.rollout.errors import (
@@ -119,6 +119,12 @@ class EngineTransfers:
             await self._engine.leave_transfer()
 
 
+def is_held(status: EngineStatus, version: int, digest: str) -> bool:
+    """Whether it is a version of an adapter of several, which serves those that name it already."""
+    held = [(weights.version, weights.digest) for weights in status.adapters]
+    return version in status.lines and (version, digest) in held
+
+
 def typed_error(version: int, error: WeightStoreError | OSError) -> ServiceError:
     """Returns the typed error for weights that cannot be read or received."""
     match error:
@@ -183,6 +189,8 @@ class EngineWeights:
         status = self._engine.status()
         if (status.version, status.digest) == (version, digest):
             return 0.0
+        if is_held(status, version, digest):
+            return 0.0
         if version in status.prepared_versions and self._ready.get(version) == digest:
             return 0.0
         key = (version, digest)
@@ -233,6 +241,8 @@ class EngineWeights:
         async with self._committing:
             status = self._engine.status()
             if (status.version, status.digest) == (version, digest):
+                return 0.0
+            if is_held(status, version, digest):
                 return 0.0
             if version not in status.prepared_versions:
                 raise VersionNotPreparedError(

@@ -134,8 +134,8 @@ def generation_from_proto(message: pb.GenerateRequest, *, stream: bool) -> Gener
     )
 
 
-def weights_to_proto(weights: ServedWeights) -> sample_pb2.WeightVersion:
-    return sample_pb2.WeightVersion(version=weights.version, digest=weights.digest)
+def weights_to_proto(weights: ServedWeights, line: str = "") -> sample_pb2.WeightVersion:
+    return sample_pb2.WeightVersion(version=weights.version, digest=weights.digest, adapter=line)
 
 
 def pause_mode_from_proto(value: int, field: str) -> PauseMode:

@@ -38,7 +38,7 @@ class TrainerAdapters:
     def settings(
         self, name: str, rank: int | None, alpha: float | None, targets: tuple[str, ...]
     ) -> LoraConfig:
-        """Return what an adapter of that name is to be, of which what is not given is the trainer's.
+        """Return what an adapter of that name is to be; what is not given is the trainer's own.
 
         Raises AdaptersUnsupportedError or InvalidFieldError.
         """

@@ -117,7 +117,9 @@ async def test_requests_pick_adapters_by_name_and_by_version(
         ("policy@\u0661", "INVALID_FIELD"),
         ("../1", "INVALID_FIELD"),
         ("policy@1\0", "INVALID_FIELD"),
-        ("Policy@1", "INVALID_FIELD"),
+        ("Policy@1", "VERSION_UNAVAILABLE"),
+        ("policy", "INVALID_FIELD"),
+        ("alice@", "INVALID_FIELD"),
     ],
 )
 async def test_names_of_nothing_are_refused(

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from services.rollout.engine.interface import ServedWeights
+from services.rollout.engine.versions import surplus
 from services.rollout.errors import UnfitAdapterError
 from sluice.weights.adapter import AdapterSpec, split_name, tensor_names
 from sluice.weights.manifest import Manifest
@@ -40,6 +41,7 @@ class ServingAdapter:
     digest: str
     spec: AdapterSpec
     factors: Mapping[str, Factors]
+    line: str = ""  # its name, where a trainer has several
 
     @property
     def weights(self) -> ServedWeights:
@@ -99,7 +101,7 @@ class AdapterLayers:
         for layer in {split_name(name)[0] for name in tensors}:
             a, b = (tensors[name].to(self._device, copy=True) for name in tensor_names(layer))
             factors[layer] = Factors(a, b)
-        return ServingAdapter(manifest.version, manifest.digest, spec, factors)
+        return ServingAdapter(manifest.version, manifest.digest, spec, factors, manifest.line)
 
     def add(self, adapter: ServingAdapter) -> None:
         """Holds an adapter, for rows that name its version."""
@@ -109,10 +111,9 @@ class AdapterLayers:
             self._hooked.add(name)
 
     def release(self, limit: int, used: Collection[int]) -> list[ServingAdapter]:
-        """Lets go of the oldest beyond `limit` that are not among those used; returns them."""
-        surplus = len(self.held) - limit
-        gone = [version for version in self.held if version not in used][: max(0, surplus)]
-        return [self.held.pop(version) for version in gone]
+        """Lets go of those beyond `limit` that are not among those used; returns them."""
+        lines = {version: adapter.line for version, adapter in self.held.items()}
+        return [self.held.pop(version) for version in surplus(lines, limit, used)]
 
     def share(self, rows: Iterable[Rows], *, whole: bool) -> None:
         """Says whose the rows of the next pass are, in packed order.

@@ -459,11 +459,15 @@ class EngineCore:
     def serve_adapter(self, adapter: ServingAdapter, *, drain: bool) -> list[ServingAdapter]:
         """Serves an adapter from the next step on, to whoever names no version.
 
-        With `drain` what has begun goes on under the weights that it has. Returns the adapters
-        that are let go.
+        One of several serves those alone that name it, and changes nothing for others. With
+        `drain` what has begun goes on under the weights that it has. Returns the adapters that are
+        let go.
         """
         assert self.model is not None
         assert self._batch is not None
+        if adapter.line:
+            self.model.adapters.add(adapter)
+            return self._release_adapters({adapter.version})
         if drain:
             for item in self._begun():
                 item.pinned = True
@@ -477,12 +481,18 @@ class EngineCore:
         self._intake.follow(items, weights)
         self._batch.mark()
 
-    def _release_adapters(self) -> list[ServingAdapter]:
-        """Lets go of the oldest adapters that nobody uses, beyond the limit."""
+    def _release_adapters(self, new: Collection[int] = ()) -> list[ServingAdapter]:
+        """Lets go of adapters that nobody uses, beyond the limit."""
         assert self.model is not None
         assert self.version is not None
-        used = {item.prompt.served.version for item in self._live.values()}
+        used = {*new, *(item.prompt.served.version for item in self._live.values())}
         return self.model.adapters.release(self.config.max_adapters, used | {self.version.version})
+
+    @property
+    def lines(self) -> dict[int, str]:
+        """The names of adapters that are held, by version, of those that have one."""
+        held = {} if self.model is None else self.model.adapters.held
+        return {version: adapter.line for version, adapter in held.items() if adapter.line}
 
     @property
     def adapters(self) -> list[ServedWeights]:

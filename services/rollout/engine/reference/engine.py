@@ -427,7 +427,7 @@ class ReferenceEngine(Engine):
             raise AdapterBaseError(
                 f"the base of version {adapter.version} serves no more", version=adapter.version
             )
-        if mode is PauseMode.ABORT:
+        if mode is PauseMode.ABORT and not adapter.line:
             self._core.abort_running()
         gone = self._core.serve_adapter(adapter, drain=mode is PauseMode.WAIT)
         return time.monotonic() - began, gone
@@ -498,6 +498,7 @@ class ReferenceEngine(Engine):
             transfer_ranks=1,
             base=core.base,
             adapters=tuple(core.adapters),
+            lines=core.lines,
             asleep=core.asleep,
         )
 

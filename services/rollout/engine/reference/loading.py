@@ -42,6 +42,7 @@ class PreparedWeights:
     digest: str
     parameters: dict[str, torch.nn.Parameter]
     owned: bool = False
+    line: str = ""
 
 
 def fit_received(

@@ -26,6 +26,7 @@ from services.rollout.engine.versions import (
     check_adapter,
     checked_manifest,
     reading,
+    surplus,
 )
 from services.rollout.errors import EngineFailedError, UnfitAdapterError, VersionUnavailableError
 from sluice.weights.adapter import (
@@ -56,6 +57,7 @@ class DiskAdapter:
     digest: str
     spec: AdapterSpec
     directory: Path
+    line: str = ""  # the adapter of several that it is a version of
 
     @property
     def name(self) -> str:
@@ -103,7 +105,7 @@ class AdapterFolders:
             (folder / ADAPTER_CONFIG).write_bytes(
                 encode_adapter_config(replace(spec, targets=targets))
             )
-        return DiskAdapter(version, digest, spec, folder)
+        return DiskAdapter(version, digest, spec, folder, manifest.line)
 
     def remove(self, adapter: DiskAdapter) -> None:
         """Removes a folder."""
@@ -233,9 +235,10 @@ class ServerAdapters:
         return base
 
     async def serve(self, client: SglangClient, adapter: DiskAdapter, seconds: float) -> None:
-        """Loads an adapter and serves it; the oldest beyond the limit that nobody uses goes.
+        """Loads an adapter and serves it; of those beyond the limit what nobody uses goes.
 
-        Raises UnfitAdapterError where SGLang refuses it.
+        One of several serves those alone that name it. Raises UnfitAdapterError where SGLang
+        refuses it.
         """
         body = {"lora_name": adapter.name, "lora_path": str(adapter.directory)}
         try:
@@ -246,13 +249,16 @@ class ServerAdapters:
                 await client.post("/load_lora_adapter", body, seconds)
         except SGLangRefusedError as error:
             raise UnfitAdapterError(str(error), version=adapter.version) from error
-        self.held[adapter.version] = self.current = adapter
-        await self._let_go(client, seconds)
+        self.held[adapter.version] = adapter
+        if not adapter.line:
+            self.current = adapter
+        await self._let_go(client, adapter, seconds)
 
-    async def _let_go(self, client: SglangClient, seconds: float) -> None:
-        surplus = len(self.held) - self._limit
-        idle = [one for one in self.held.values() if not self._uses[one.version]]
-        for adapter in [one for one in idle if one is not self.current][: max(0, surplus)]:
+    async def _let_go(self, client: SglangClient, new: DiskAdapter, seconds: float) -> None:
+        lines = {version: one.line for version, one in self.held.items()}
+        used = {version for version in self.held if self._uses[version]} | {new.version}
+        used |= set() if self.current is None else {self.current.version}
+        for adapter in [self.held[version] for version in surplus(lines, self._limit, used)]:
             del self.held[adapter.version]  # no request finds it from here on
             try:
                 await self._unload(client, adapter, seconds)
@@ -264,13 +270,16 @@ class ServerAdapters:
         await client.post("/unload_lora_adapter", {"lora_name": adapter.name}, seconds)
 
     async def restore(self, client: SglangClient, seconds: float) -> None:
-        """Gives a new server the newest adapter; the others are gone with the one before it.
+        """Gives a new server the newest adapter of each line; the others are gone.
 
         Raises EngineFailedError.
         """
-        adapter, self.held = self.current, {}
+        newest = {one.line: one for one in self.held.values() if one.line}
+        if self.current is not None:
+            newest[""] = self.current
+        self.held = {}
         self._uses.clear()
-        if adapter is not None:
+        for adapter in newest.values():
             try:
                 await self.serve(client, adapter, seconds)
             except UnfitAdapterError as error:

@@ -265,7 +265,7 @@ class SglangEngine(Engine):
         if not self._replica.is_up:
             raise EngineFailedError("SGLang is being restarted")
         self._pause_seconds = 0.0
-        if mode is PauseMode.ABORT and self._paused is None:
+        if mode is PauseMode.ABORT and self._paused is None and not adapter.line:
             self._gate.shut()
             try:
                 self._pause_seconds = await self._timed(self._abort_and_serve(adapter))
@@ -335,6 +335,7 @@ class SglangEngine(Engine):
             deterministic=bool(capabilities and capabilities.is_seeded),
             base=base if capabilities and capabilities.lora_rank else None,
             adapters=tuple(one.weights for one in adapters.held.values()) if base else (),
+            lines={v: one.line for v, one in adapters.held.items() if one.line},
             asleep=self._is_asleep,
             extra={"restarts_total": self._replica.restart_count},
         )

@@ -54,6 +54,7 @@ class DiskVersion:
     tensors: Mapping[str, TensorEntry | StoredTensor]
     config: Mapping[str, Any]  # config.json
     images: ImageReader
+    line: str = ""
 
     @property
     def tag(self) -> str:
