@@ -98,10 +98,11 @@ def transformer_config(text: dict[str, Any], kind: str) -> Any:
         num_query_groups=text["num_key_value_heads"],
         kv_channels=text.get("head_dim"),
         **common,
-        **(linear_attention(text) if kind.startswith("qwen3_5") else {}),
+        **(linear_attention(text) if kind.startswith(RECURRENT) else {}),
     )
 
 
+RECURRENT = ("qwen3_next", "qwen3_5")
 PLAIN: dict[str, Any] = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
@@ -163,7 +164,7 @@ def experts(text: dict[str, Any], kind: str) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "allgather",
         "moe_shared_expert_intermediate_size": shared or None,
-        "moe_shared_expert_gate": kind.startswith("qwen3_5"),
+        "moe_shared_expert_gate": kind.startswith(RECURRENT),
         "moe_router_pre_softmax": kind == "qwen3_moe" and not text["norm_topk_prob"],
         "moe_router_score_function": "sigmoid" if deepseek else "softmax",
         "moe_router_enable_expert_bias": deepseek,
@@ -190,14 +191,14 @@ def layers(config: Any, text: dict[str, Any], kind: str) -> Any:
         )
         if config.multi_latent_attention:
             spec.submodules.self_attention.submodules.core_attention = _Attention
-        if any(sparse) or kind.startswith("qwen3_5"):
+        if any(sparse) or kind.startswith(RECURRENT):
             spec.submodules.sharded_state_dict_keys_map = {}  # plain names, as they were written
-        if kind.startswith("qwen3_5"):
+        if kind.startswith(RECURRENT):
             _center(spec.submodules)
-        if kind.startswith("qwen3_5") and text["layer_types"][index] == "linear_attention":
+        if kind.startswith(RECURRENT) and text["layer_types"][index] == "linear_attention":
             spec.submodules.self_attention = _delta_net()
         specs.append(spec)
-    norm = _ZeroCentered if kind.startswith("qwen3_5") else specs[0].submodules.input_layernorm
+    norm = _ZeroCentered if kind.startswith(RECURRENT) else specs[0].submodules.input_layernorm
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 

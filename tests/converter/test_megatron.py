@@ -33,6 +33,7 @@ CASES = {
     "qwen3": ConvertOptions(layout=Layout(tensor=2, pipeline=2)),
     "qwen3_moe": ConvertOptions(layout=Layout(expert=2), plain_norms=True),
     "qwen3_30b": ConvertOptions(layout=Layout(expert=2), plain_norms=True),
+    "qwen3_next": ConvertOptions(layout=Layout(tensor=2), plain_norms=True),
     "qwen3_5": ConvertOptions(layout=Layout(tensor=2), plain_norms=True),
     "qwen3_5_vl_moe": ConvertOptions(layout=Layout(expert=2), plain_norms=True),
     "deepseek_v3": ConvertOptions(layout=Layout(expert=2), plain_norms=True),

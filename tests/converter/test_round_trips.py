@@ -25,7 +25,14 @@ LAYOUTS = {
     "TP2xPP2": Layout(tensor=2, pipeline=2),
     "EP2": Layout(expert=2),
 }
-SPARSE = ("qwen3_moe", "qwen3_30b", "qwen3_5_vl_moe", "deepseek_v3", "deepseek_v3_direct")
+SPARSE = (
+    "qwen3_next",
+    "qwen3_moe",
+    "qwen3_30b",
+    "qwen3_5_vl_moe",
+    "deepseek_v3",
+    "deepseek_v3_direct",
+)
 CASES = [
     (name, layout)
     for name in HUGGING_FACE

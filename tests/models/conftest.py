@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_unconfigure() -> None:
-    if SUMMARY.proofs or SUMMARY.mismatches:
+    if SUMMARY.proofs or SUMMARY.megatron or SUMMARY.mismatches:
         SUMMARY.write(RESULTS)
         print(SUMMARY.line())
 

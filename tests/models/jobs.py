@@ -10,9 +10,8 @@ import torch
 
 from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import Engine, PauseMode, create_engine
-from services.trainer.backend import Row
+from services.trainer.backend import Row, TrainingBackend
 from services.trainer.backends.fsdp import families
-from services.trainer.backends.fsdp.backend import FsdpBackend
 from sluice.weights.checkpoint import companion_files
 from sluice.weights.store import WeightStore
 from tests.contract.engine.cases import complete, request_of
@@ -59,10 +58,10 @@ ROUNDS, PROMPTS, SAMPLES, LENGTH = 3, 3, 4, 20
 def roll_out(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Three steps of GRPO: publish, have the engine take it, sample, score, train."""
     backend = open_backend(rank, world, arguments)
-    return asyncio.run(_roll_out(backend, Path(arguments["model"]), Path(arguments["out"])))
+    return asyncio.run(roll_out_by(backend, Path(arguments["model"]), Path(arguments["out"])))
 
 
-async def _roll_out(backend: FsdpBackend, model: Path, out: Path) -> dict[str, Any]:
+async def roll_out_by(backend: TrainingBackend, model: Path, out: Path) -> dict[str, Any]:
     store = WeightStore(out / "weights", durable=False)
     engine = create_engine("reference", EngineConfig(threads=1, prefill_chunk_tokens=16))
     mismatches, versions, norms = [], [], []

@@ -65,13 +65,15 @@ class Summary:
     proofs: list[Proof] = field(default_factory=list)
     mismatches: dict[str, float] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # how it is packed and served
+    megatron: list[Proof] = field(default_factory=list)  # of layouts, beside tests/megatron
 
     def line(self) -> str:
         types = {case.name: case.model_type for case in CASES}
         rolled = {types[c] for c, gap in self.mismatches.items() if gap <= MAX_MISMATCH}
         families = rolled & {types[proof.case] for proof in self.proofs if proof.holds}
-        logprob = max((max(p.logprob, p.reloaded) for p in self.proofs), default=0.0)
-        gradient = max((p.gradient for p in self.proofs), default=0.0)
+        logprobs = [max(p.logprob, p.reloaded) for p in self.proofs]
+        logprob = max([*logprobs, *(p.logprob for p in self.megatron)], default=0.0)
+        gradient = max((p.gradient for p in (*self.proofs, *self.megatron)), default=0.0)
         return (
             f"models: fsdp_families={len(families)} megatron_families={count_megatron_families()} "
             f"max_logprob_diff={logprob:.1e} max_grad_rel={gradient:.1e} "
@@ -135,7 +137,7 @@ def _reload(model: Model, out: Path) -> float:
     stored = _tensors(published)
     assert stored.keys() == _tensors(model.directory).keys()
     shutil.copy(model.directory / "config.json", published)
-    if len(list(published.glob("*.safetensors"))) > 1:
+    if not (published / "model.safetensors").exists():
         index = {n: f.name for f in published.glob("*.safetensors") for n in load_file(f)}
         text = json.dumps({"metadata": {}, "weight_map": index})
         (published / "model.safetensors.index.json").write_text(text)

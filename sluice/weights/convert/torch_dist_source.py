@@ -223,10 +223,12 @@ class TorchDistSource:
             return self._key_rows(self._keys[place.key], place, first, last)
         row = 0
         for name, (_, _, rows) in zip(binding.section_keys, binding.sections(), strict=True):
-            if row == first:
-                return self._key_rows(self._keys[f"{place.key}.{name}"], place, 0, last - first)
+            if row <= first < row + rows:
+                return self._key_rows(
+                    self._keys[f"{place.key}.{name}"], place, first - row, last - row
+                )
             row += rows
-        raise AssertionError("a section is one run")
+        raise AssertionError("a run is of one section")
 
     def _key_rows(self, stored: StoredKey, place: Place, first: int, last: int) -> Pieces | None:
         lead, parts = len(place.lead), []

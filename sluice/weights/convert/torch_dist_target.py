@@ -30,6 +30,7 @@ from sluice.weights.convert.torch_dist_source import Naming, Place, chunk_name
 from sluice.weights.convert.work import Group, OutputFile, TensorTask
 from sluice.weights.errors import InvalidCheckpointError, MixedTypesError
 from sluice.weights.rules.packing import (
+    BY_SECTION,
     Partition,
     RowCopy,
     pack,
@@ -268,17 +269,20 @@ class ToTorchDist:
         """(key, shape of the whole, offsets, content) of a rank's share; one for each section."""
         whole = (self._padded if binding.padded else binding.shape[0], *binding.shape[1:])
         runs = row_runs(binding, partition)
-        if binding.pack not in (Pack.GATED, Pack.SECTIONS):
+        if binding.pack not in BY_SECTION:
             share = share_shape(binding, partition)
             axis = 1 if binding.cut is ShardAxis.COLUMNS else 0
             start = [0] * len(whole)
             start[axis] = partition.rank * share[axis] if partition.size > 1 else 0
             yield place.key, whole, tuple(start), self._content(binding, runs, partition, share)
             return
-        row = 0
-        for index, ((_, _, rows), run) in enumerate(zip(binding.sections(), runs, strict=True)):
-            first = partition.rank * run.rows
-            content = self._content(binding, (run,), partition, (run.rows, *whole[1:]))
+        row, sections = 0, binding.sections()
+        count = len(runs) // len(sections)
+        for index, (_, _, rows) in enumerate(sections):
+            own = runs[index * count : (index + 1) * count]
+            height = rows // partition.size
+            first = partition.rank * height
+            content = self._content(binding, own, partition, (height, *whole[1:]))
             rest = (0,) * (len(whole) - 1)
             if binding.section_keys:
                 key = f"{place.key}.{binding.section_keys[index]}"

@@ -18,6 +18,10 @@ if TYPE_CHECKING:  # shapes are read by processes that have no torch
     import torch
 
 
+# Of these a rank has its rows of every section
+BY_SECTION = (Pack.GATED, Pack.SECTIONS, Pack.GROUPED_SECTIONS)
+
+
 class PartitionError(ValueError):
     """A tensor cannot be divided over so many ranks."""
 
@@ -66,7 +70,7 @@ def row_runs(binding: Binding, partition: Partition) -> tuple[RowCopy, ...]:
     """
     if binding.cut is not ShardAxis.ROWS:
         return tuple(_place((0, 0, source.part[0]) for source in binding.sources))
-    if binding.pack in (Pack.GATED, Pack.SECTIONS):
+    if binding.pack in BY_SECTION:
         return tuple(_place(_section_shares(binding, partition)))
     whole = tuple(_place(_whole(binding)))
     rows = partition.padded_vocab if binding.padded else binding.shape[0]
@@ -197,7 +201,13 @@ def _heads(
 def _section_shares(binding: Binding, partition: Partition) -> Iterator[tuple[int, int, int]]:
     for source, start, rows in binding.sections():
         step = _divide(binding, rows, partition)
-        yield source, start + partition.rank * step, step
+        if binding.pack is not Pack.GROUPED_SECTIONS:
+            yield source, start + partition.rank * step, step
+            continue
+        groups = _divide(binding, binding.groups, partition)
+        stride, width = binding.sources[source].part[0] // binding.groups, rows // binding.groups
+        for group in range(partition.rank * groups, (partition.rank + 1) * groups):
+            yield source, group * stride + start // binding.groups, width
 
 
 def _place(parts: Iterator[tuple[int, int, int]]) -> Iterator[RowCopy]:

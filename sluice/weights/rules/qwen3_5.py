@@ -1,4 +1,4 @@
-"""Qwen3.5, dense and mixture of experts, with and without a vision tower.
+"""Qwen3-Next, and Qwen3.5, dense and mixture of experts, with and without a vision tower.
 
 Most layers are Gated DeltaNet (linear attention), the others softmax attention whose output is
 gated. Norms are stored around zero on both sides, but for the one after the linear attention,
@@ -14,6 +14,7 @@ from sluice.weights.rules.common import (
     ATTENTION,
     EITHER_EXPERTS,
     ENDS,
+    EXPERTS,
     GATED_MLP,
     NORMS,
     QK_NORM,
@@ -46,6 +47,28 @@ def _linear(name: str, source: SourceTensor, **more: object) -> WeightRule:
     )
 
 
+_SECTIONS = ("query", "key", "value", "z", "beta", "alpha")
+_BY_KEY_HEAD = WeightRule(  # a key head's rows of all sections stand together
+    megatron=f"{_MEGATRON}in_proj.weight",
+    sources=(
+        SourceTensor(
+            f"{_HF}linear_attn.in_proj_qkvz.weight",
+            (f"{_QKV_ROWS}+{_VALUES}", "hidden"),
+            sections=(*_QKV, _VALUES),
+        ),
+        SourceTensor(
+            f"{_HF}linear_attn.in_proj_ba.weight",
+            ("2*linear_value_heads", "hidden"),
+            sections=("linear_value_heads", "linear_value_heads"),
+        ),
+    ),
+    stage=Stage.LAYER,
+    pack=Pack.GROUPED_SECTIONS,
+    groups="linear_key_heads",
+    cut=ShardAxis.ROWS,
+    layers=Layers.LINEAR_ATTENTION,
+    section_keys=_SECTIONS,
+)
 DELTA_NET = (
     WeightRule(
         megatron=f"{_MEGATRON}in_proj.weight",
@@ -61,7 +84,7 @@ DELTA_NET = (
         pack=Pack.SECTIONS,
         cut=ShardAxis.ROWS,
         layers=Layers.LINEAR_ATTENTION,
-        section_keys=("query", "key", "value", "z", "beta", "alpha"),
+        section_keys=_SECTIONS,
     ),
     _linear(
         "conv1d.weight",
@@ -106,7 +129,8 @@ def _gated(rule: WeightRule) -> WeightRule:
     return replace(rule, sources=(query, *others), pack=Pack.GATED_QKV, layers=Layers.ATTENTION)
 
 
-_TEXT = (*ENDS, *NORMS, *(_gated(rule) for rule in (*ATTENTION, *QK_NORM)), *DELTA_NET)
+_ATTENTION = (*ENDS, *NORMS, *(_gated(rule) for rule in (*ATTENTION, *QK_NORM)))
+_TEXT = (*_ATTENTION, *DELTA_NET)
 _DENSE = (*_TEXT, *GATED_MLP)
 _SPARSE = (*_TEXT, *EITHER_EXPERTS, *SHARED_EXPERT)
 _SIZES = {
@@ -125,6 +149,23 @@ _FLAGS: dict[str, str | bool] = {
 _FOREIGN = ("mtp.*", "model.mtp.*")
 _PRECISE = ("*.linear_attn.A_log", "*.linear_attn.norm.weight")
 
+QWEN3_NEXT = Family(
+    name="qwen3_next",
+    architectures=("Qwen3NextForCausalLM", "Qwen3NextForTokenClassification"),
+    rules=(
+        *_ATTENTION,
+        _BY_KEY_HEAD,
+        *DELTA_NET[1:],
+        *GATED_MLP,
+        *EXPERTS,
+        *SHARED_EXPERT,
+    ),
+    defaults={"head_dim": 256, "linear_conv_kernel_dim": 4, "full_attention_interval": 4},
+    flags=_FLAGS,
+    sizes={**_SIZES, **_SHARED},
+    foreign=_FOREIGN,
+    full_precision=_PRECISE,
+)
 QWEN3_5 = Family(
     name="qwen3_5",
     architectures=("Qwen3_5ForCausalLM",),

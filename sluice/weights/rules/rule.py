@@ -28,6 +28,7 @@ class Pack(StrEnum):
     GATED_QKV = "gated_qkv"  # the same; a query head's gate follows it in HF, all heads here
     GATED = "gated"  # on every tensor-parallel rank: [its gate rows, its up rows]
     SECTIONS = "sections"  # on every tensor-parallel rank: [its rows of each section]
+    GROUPED_SECTIONS = "grouped_sections"  # the same; HF has the sections of one group together
     SHIFTED = "shifted"  # [source - 1]: a norm's weight, stored around zero
 
 
@@ -74,7 +75,8 @@ class WeightRule:
     with a leading "!". `padded`: rows are filled up with zeros to the padded vocabulary.
     `alias`: a second home of a tensor that another rule exports (a tied output layer).
     `copies`: HF tensors that a checkpoint may hold beside the source and that must equal it.
-    `groups` and `heads` are sizes: the KV groups and the query heads of Pack.QKV.
+    `groups` and `heads` are sizes: the KV groups and the query heads of Pack.QKV; the groups of
+    Pack.GROUPED_SECTIONS.
     `section_keys`: Megatron's checkpoints hold every section as a tensor of its own, so named.
     """
 

@@ -15,7 +15,13 @@ from sluice.weights.rules.llama import LLAMA
 from sluice.weights.rules.qwen2 import QWEN2
 from sluice.weights.rules.qwen2_5_vl import QWEN2_5_VL
 from sluice.weights.rules.qwen3 import QWEN3
-from sluice.weights.rules.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_VL, QWEN3_5_VL_MOE
+from sluice.weights.rules.qwen3_5 import (
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_VL,
+    QWEN3_5_VL_MOE,
+    QWEN3_NEXT,
+)
 from sluice.weights.rules.qwen3_moe import QWEN3_MOE
 from sluice.weights.rules.qwen3_vl import QWEN3_VL
 from sluice.weights.rules.rule import Family, Pack, ShardAxis, SourceTensor, Stage, WeightRule
@@ -28,6 +34,7 @@ FAMILIES = (
     QWEN3_MOE,
     QWEN2_5_VL,
     QWEN3_VL,
+    QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,
     QWEN3_5_VL,

@@ -185,6 +185,22 @@ HUGGING_FACE: dict[str, Described] = {  # name -> (config class, model class, ar
             **MARKS,
         },
     ),
+    "qwen3_next": (  # Qwen3-Next-80B-A3B: 16 heads on 2, 16 key and 32 value heads; one layer dense
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            **TEXT,
+            **LINEAR,
+            **SPARSE,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 28,
+            "mlp_only_layers": [1],
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "linear_num_value_heads": 4,
+        },
+    ),
     "qwen3_5": (  # Qwen3.5-27B: 24 heads on 4, 16 key and 48 value heads in linear attention
         "Qwen3_5TextConfig",
         "Qwen3_5ForCausalLM",

@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from sluice.weights.errors import InvalidCheckpointError
-from sluice.weights.rules.packing import InexactTensorError, Partition, PartitionError, pack, unpack
+from sluice.weights.rules.packing import (
+    BY_SECTION,
+    InexactTensorError,
+    Partition,
+    PartitionError,
+    pack,
+    unpack,
+)
 from sluice.weights.rules.rule import Family, Layers, Pack, ShardAxis, Stage, WeightRule
 from sluice.weights.rules.shape import read_shape
 from sluice.weights.rules.weight_map import WeightMap, family_of
@@ -68,7 +75,7 @@ def mutations(rule: WeightRule) -> Iterator[tuple[str, tuple[WeightRule, ...]]]:
         "source": {"sources": (replace(rule.sources[0], name="x"), *rule.sources[1:])},
         "cut": {"cut": OTHER_CUT[rule.cut]},
     }
-    if rule.pack in (Pack.QKV, Pack.GATED_QKV, Pack.GATED, Pack.SECTIONS):
+    if rule.pack in (Pack.QKV, Pack.GATED_QKV, *BY_SECTION):
         changes["pack"] = {"pack": Pack.ONE}
         if len(rule.sources) > 1:
             changes["order"] = {"sources": rule.sources[::-1]}
@@ -76,6 +83,9 @@ def mutations(rule: WeightRule) -> Iterator[tuple[str, tuple[WeightRule, ...]]]:
             changes["sections"] = {"sources": (replace(rule.sources[0], sections=()),)}
     if rule.pack is Pack.GATED_QKV:
         changes["gate"] = {"pack": Pack.QKV}
+    if rule.pack is Pack.GROUPED_SECTIONS:
+        changes["grouping"] = {"pack": Pack.SECTIONS}
+        changes["groups"] = {"groups": "one"}
     if rule.pack is Pack.SHIFTED:
         changes["shift"] = {"pack": Pack.ONE}
     if rule.pack is Pack.QKV:
@@ -164,6 +174,24 @@ def test_linear_attention_is_cut_section_by_section() -> None:
     halves = [part.chunk(2) for part in conv.split([16, 16, 36])]
     binding = weights.binding("decoder.layers.0.self_attention.conv1d.weight")
     assert torch.equal(share(binding, Partition(0, 2)), torch.cat([half[0] for half in halves]))
+
+
+def test_linear_attention_that_lies_by_key_head_is_cut_section_by_section() -> None:
+    """2 key heads of 8 rows, each with 2 value heads of 6: [q k v z | q k v z], [b a | b a]."""
+    weights = weights_of("qwen3_next")
+    prefix = "model.layers.0.linear_attn."
+    qkvz, ba = (hf(weights, f"{prefix}in_proj_{name}.weight") for name in ("qkvz", "ba"))
+    by_head = [
+        (*wide.split([8, 8, 12, 12]), *narrow.split([2, 2]))
+        for wide, narrow in zip(qkvz.chunk(2), ba.chunk(2), strict=True)
+    ]
+    binding = weights.binding("decoder.layers.0.self_attention.in_proj.weight")
+    for rank in (0, 1):
+        assert torch.equal(share(binding, Partition(rank, 2)), torch.cat(by_head[rank]))
+    whole = [torch.cat(both) for both in zip(*by_head, strict=True)]
+    assert torch.equal(share(binding, Partition()), torch.cat(whole))
+    with pytest.raises(PartitionError, match="does not divide over 4"):
+        share(binding, Partition(0, 4))
 
 
 def test_fused_gate_and_up_are_cut_one_by_one() -> None:

@@ -22,6 +22,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from sluice import platform
 from sluice.algo.collectives import Collectives, gather_tokens
+from sluice.algo.delta_rule import PackChunks
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class PackRuns(PackedSeqParams):  # type: ignore[misc]  # Megatron hands it thro
     None without context parallelism; else `context` gathers them. deep: float[tokens, 1, hidden]
     each, what images add behind the first layers: here, so that every pass through a layer, also
     one that is made again, finds that of its own pack. positions: int64[1, tokens] of this rank's.
+    chunks: of the pack's rows, made by the first layer that needs them.
     """
 
     runs: tuple[KeyRange, ...] = ()
@@ -48,6 +50,7 @@ class PackRuns(PackedSeqParams):  # type: ignore[misc]  # Megatron hands it thro
     context: Collectives | None = None
     deep: tuple[torch.Tensor, ...] = ()
     positions: torch.Tensor | None = None
+    chunks: PackChunks | None = None
     cache: dict[str, torch.Tensor] = field(default_factory=dict)
 
 

@@ -207,7 +207,7 @@ def adapt(
 
     Raises InvalidAdapterError, or ValueError for a layout that has none.
     """
-    if uses_transformer_engine(config):
+    if uses_transformer_engine(config, policy.source):
         raise ValueError("lora needs megatron.layer_spec local: others fuse norms into layers")
     for model in policy.models:
         model.requires_grad_(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +19,15 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    get_transformer_layer_offset,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from services.trainer.backends.megatron.attention import PackAttention
 from services.trainer.backends.megatron.config import MegatronConfig
+from services.trainer.backends.megatron.delta_net import WIDE, DeltaNet, delta_net_spec
 from services.trainer.backends.megatron.head import OutputHead, place_value_head
 from services.trainer.backends.megatron.latent import (
     LatentPackAttention,
@@ -46,19 +51,22 @@ from sluice.vision import VisionTower, part_of
 class RMSNorm(torch.nn.Module):
     """Normalises in float32 and multiplies by the weight in the input's dtype, as HF models do.
 
+    Where the model's norms are stored around zero, one is added to the weight, all in float32.
     Under sequence parallelism each rank sees part of the tokens, so the weight is marked for
     Megatron to sum its gradient over tensor-parallel ranks.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self._around_zero = eps, config.layernorm_zero_centered_gamma
         ones = torch.ones(hidden_size, dtype=config.params_dtype, device=current_device())
         self.weight = torch.nn.Parameter(ones)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         normed = torch.nn.functional.rms_norm(hidden.float(), hidden.shape[-1:], None, self.eps)
+        if self._around_zero:
+            return (normed * (1 + self.weight.float())).to(hidden.dtype)
         return normed.to(hidden.dtype) * self.weight
 
 
@@ -178,7 +186,12 @@ def decoder_spec(
         normalization="RMSNorm",
         vp_stage=vp_stage,
     )
-    for layer in block.layer_specs:
+    offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    # One spec stands for all layers of its kind.
+    block.layer_specs = [copy.deepcopy(layer) for layer in block.layer_specs]
+    for index, layer in enumerate(block.layer_specs, offset):
+        if config.linear_attention_freq and config.linear_attention_freq[index]:
+            layer.submodules.self_attention = delta_net_spec()
         if sandwich:
             layer.module = SandwichLayer
         _adapt_layer(layer.submodules, config, transformer_engine)
@@ -189,12 +202,16 @@ def decoder_spec(
 
 def _adapt_layer(layer: Any, config: TransformerConfig, transformer_engine: bool) -> None:
     attention = layer.self_attention.submodules
-    latent = config.multi_latent_attention
-    attention.core_attention = LatentPackAttention if latent else PackAttention
+    latent, linear = config.multi_latent_attention, layer.self_attention.module is DeltaNet
+    if not linear:
+        attention.core_attention = LatentPackAttention if latent else PackAttention
     if transformer_engine:
         return
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    if latent:
+    if linear:
+        renamed = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
+        layer.sharded_state_dict_keys_map = {**layer.sharded_state_dict_keys_map, **renamed}
+    elif latent:
         layer.self_attention.module = LatentSelfAttention
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
     elif config.qk_layernorm:
@@ -411,15 +428,18 @@ def create_policy(
 
 
 def _narrow(core: TransformerConfig, chunk: torch.nn.Module) -> torch.nn.Module:
-    """Float16Module, but the biases of routers stay as wide as they are."""
+    """Float16Module, but biases of routers and some parameters stay as wide as they are."""
     biases = [
         (module, module.expert_bias)
         for module in chunk.modules()
         if getattr(module, "expert_bias", None) is not None
     ]
+    wide = [(p, p.data) for name, p in chunk.named_parameters() if name.endswith(WIDE)]
     narrow: torch.nn.Module = Float16Module(core, chunk)
     for module, bias in biases:
         module.expert_bias = bias
+    for parameter, values in wide:
+        parameter.data = values
     return narrow
 
 
@@ -447,7 +467,7 @@ def _build(
             padded_vocab=padded_vocab,
             tied=source.tied,
             value_head=source.value_head,
-            transformer_engine=uses_transformer_engine(config),
+            transformer_engine=uses_transformer_engine(config, source),
             rotary=rotary,
             pre_process=first,
             post_process=parallel_state.is_pipeline_last_stage(

@@ -32,7 +32,9 @@ DTYPES = {
 CRITIC = "ForTokenClassification"
 TOWER = "vision_model."  # before the names of the tower's parameters
 # whose layers this backend builds
-FAMILIES = {"deepseek_v3", "glm4", "llama", "qwen2", "qwen3", "qwen3_moe", *vision.FAMILIES}
+RECURRENT = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}  # gated delta nets in most of their layers
+PLAIN = {"deepseek_v3", "glm4", "llama", "qwen2", "qwen3", "qwen3_moe"}
+FAMILIES = {*PLAIN, *RECURRENT, *vision.FAMILIES}
 LATENT = {"deepseek_v3"}  # whose attention is over latents
 SANDWICH = {"glm4"}  # norms before and behind attention and MLP, rotated by pairs
 
@@ -76,6 +78,11 @@ class ModelSource:
         if rope["rope_type"] == "default" or not factor or rope["factor"] <= 1:
             return scale
         return scale * float(0.1 * factor * math.log(rope["factor"]) + 1.0) ** 2
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether layers are gated delta nets, attention gated and norms around zero."""
+        return self.weights.family.name in RECURRENT
 
     @property
     def sandwich(self) -> bool:
@@ -151,6 +158,8 @@ def transformer_config(
     _check_layout(shape, config)
     if source.latent and config.tensor > 1 and not config.sequence_parallel:
         raise LayoutError("latent attention with tensor > 1 needs sequence_parallel")
+    if source.recurrent:
+        _check_recurrent(shape, config)
     names = {binding.megatron for binding in source.weights.bindings()}
     kind = MLATransformerConfig if source.latent else TransformerConfig
     return kind(
@@ -168,7 +177,7 @@ def transformer_config(
         activation_func=torch.nn.functional.silu,
         add_bias_linear=every_bias,
         add_qkv_bias="attention_bias" in shape.flags,
-        qk_layernorm="decoder.layers.0.self_attention.q_layernorm.weight" in names,
+        qk_layernorm=any(name.endswith("self_attention.q_layernorm.weight") for name in names),
         mrope_section=[shape.head_dim // 2, 0, 0],  # see rotary.py
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -177,6 +186,7 @@ def transformer_config(
         **_parallelism(config),
         **_experts(source, config),
         **_latent(hf_config, source.latent),
+        **_recurrent(source),
     )
 
 
@@ -204,6 +214,33 @@ def _latent(hf_config: Any, latent: bool) -> dict[str, Any]:
         "qk_pos_emb_head_dim": hf_config.qk_rope_head_dim,
         "v_head_dim": hf_config.v_head_dim,
         "rope_type": "rope",  # whose module takes nothing to build; LatentRotary replaces it
+    }
+
+
+def _check_recurrent(shape: ModelShape, config: MegatronConfig) -> None:
+    if config.context > 1:
+        raise LayoutError("gated delta nets know no context parallelism: context must be 1")
+    keys, values = shape.sizes["linear_key_heads"], shape.sizes["linear_value_heads"]
+    if not keys or values % keys:
+        raise UnsupportedFeatureError(f"{values} value heads are no multiple of {keys} key heads")
+    if keys % config.tensor:
+        raise LayoutError(f"{keys} key heads do not divide over {config.tensor} tensor ranks")
+
+
+def _recurrent(source: ModelSource) -> dict[str, Any]:
+    if not source.recurrent:
+        return {}
+    shape = source.shape
+    return {
+        "layernorm_zero_centered_gamma": True,
+        "attention_output_gate": True,
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(i in shape.linear_layers) for i in range(shape.layers)],
+        "linear_conv_kernel_dim": shape.sizes["linear_kernel"],
+        "linear_key_head_dim": shape.sizes["linear_key_dim"],
+        "linear_value_head_dim": shape.sizes["linear_value_dim"],
+        "linear_num_key_heads": shape.sizes["linear_key_heads"],
+        "linear_num_value_heads": shape.sizes["linear_value_heads"],
     }
 
 
@@ -285,18 +322,23 @@ def _experts(source: ModelSource, config: MegatronConfig) -> dict[str, Any]:
         "moe_ffn_hidden_size": shape.moe_ffn,
         "moe_layer_freq": [int(layer in shape.sparse_layers) for layer in range(shape.layers)],
         "moe_router_topk": hf_config.num_experts_per_tok,
-        **(_biased_router(source) if source.latent else _softmax_router(hf_config)),
+        **(_biased_router(source) if source.latent else _softmax_router(source)),
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": uses_transformer_engine(config),
+        "moe_grouped_gemm": uses_transformer_engine(config, source),
         "moe_enable_routing_replay": config.routing_replay != "off",
     }
 
 
-def _softmax_router(hf_config: Any) -> dict[str, Any]:
+def _softmax_router(source: ModelSource) -> dict[str, Any]:
     # Softmax over the chosen experts equals softmax over all, normalised over the chosen.
-    return {"moe_router_pre_softmax": not hf_config.norm_topk_prob}
+    options: dict[str, Any] = {
+        "moe_router_pre_softmax": not getattr(source.hf_config, "norm_topk_prob", True)
+    }
+    if shared := source.shape.sizes.get("shared_ffn"):
+        options |= {"moe_shared_expert_intermediate_size": shared, "moe_shared_expert_gate": True}
+    return options
 
 
 def _biased_router(source: ModelSource) -> dict[str, Any]:
@@ -315,8 +357,12 @@ def _biased_router(source: ModelSource) -> dict[str, Any]:
     }
 
 
-def uses_transformer_engine(config: MegatronConfig) -> bool:
+def uses_transformer_engine(config: MegatronConfig, source: ModelSource | None = None) -> bool:
     """Says whether layers are built on TransformerEngine; LayoutError where it is missing."""
+    if source is not None and source.recurrent:
+        if config.layer_spec == "transformer_engine":
+            raise LayoutError("layer_spec transformer_engine: gated delta nets are local layers")
+        return False
     if config.layer_spec == "local":
         return False
     available = upstream.has_transformer_engine()

@@ -56,6 +56,8 @@ def load() -> ModuleType:
     if not has_transformer_engine():  # this module alone takes it for installed then
         latent = importlib.import_module("megatron.core.transformer.multi_latent_attention")
         vars(latent)["HAVE_TE"] = False
+    delta_net = importlib.import_module("megatron.core.ssm.gated_delta_net")
+    vars(delta_net)["HAVE_FLA"] = True  # asked for to build one; delta_net.py computes it itself
     return core
 
 

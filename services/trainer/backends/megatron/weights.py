@@ -22,7 +22,7 @@ from sluice.weights.checkpoint import shard_paths
 from sluice.weights.errors import DuplicateTensorError
 from sluice.weights.manifest import ShardFile
 from sluice.weights.rules.packing import Slice, pack, source_slices, unpack
-from sluice.weights.rules.rule import ShardAxis
+from sluice.weights.rules.rule import Pack, ShardAxis
 from sluice.weights.rules.weight_map import Binding, rule_name
 from sluice.weights.shards import PendingShard, ShardWrite
 
@@ -134,7 +134,10 @@ def load_hf(
             for copy in binding.copies:
                 if copy.name in available:
                     _check_copy(checkpoint, slices[0], copy.name, parts[0])
-            tensor.parameter.copy_(pack(binding, parts, partition))
+            if binding.pack is Pack.SHIFTED:  # what is to be trained may be rounded
+                tensor.parameter.copy_(parts[0].float() - 1)
+            else:
+                tensor.parameter.copy_(pack(binding, parts, partition))
         return checkpoint.bytes_read
 
 

@@ -1,0 +1,137 @@
+"""What ranks of the Megatron backend do with models of the families that only tests/models has."""
+
+from __future__ import annotations
+
+import asyncio
+import unittest.mock
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from services.trainer.backend import MicroBatch, Row
+from services.trainer.backends.megatron import backend as megatron_backend  # adapts Megatron
+from services.trainer.backends.megatron import delta_net
+from services.trainer.backends.megatron.backend import MegatronBackend
+from services.trainer.backends.megatron.weights import LocalTensor
+from sluice.algo.delta_rule import PackChunks
+from sluice.weights.rules.rule import Pack
+from tests.contract.training_backend.cases import PPO
+from tests.fsdp.jobs import NORMALIZER, OPTIM, rows_of
+from tests.megatron import jobs
+from tests.megatron.jobs import clean_up, open_error, save_tensors
+from tests.models.jobs import roll_out_by
+
+assert megatron_backend
+__all__ = ["clean_up", "continue_from", "open_error", "prove", "roll_out"]
+
+
+def open_backend(rank: int, world: int, arguments: dict[str, Any]) -> MegatronBackend:
+    trainer = {"optim": OPTIM, **arguments.get("trainer", {})}
+    return jobs.open_backend(rank, world, {**arguments, "trainer": trainer})
+
+
+def batches_of(rows: list[Row], backend: MegatronBackend) -> list[MicroBatch]:
+    """Whole groups by data rank, in three micro-batches, of which the last is empty."""
+    mesh = backend.mesh
+    groups = sorted({row.group_id for row in rows})
+    mine = [row for row in rows if groups.index(row.group_id) % mesh.data_size == mesh.data_rank]
+    half = (len(mine) + 1) // 2
+    return [mine[:half], mine[half:], []]
+
+
+def _run_step(backend: MegatronBackend, step: int) -> float:
+    batches = batches_of(rows_of(step), backend)
+    sums = [backend.forward_backward(part, PPO) for part in (batches[:1], batches[1:])]
+    total = sum(each.loss for each in sums) if backend.mesh.reports else 0.0
+    whole = torch.tensor(total, dtype=torch.float64)
+    dist.all_reduce(whole)
+    return float(whole)
+
+
+def _gradient(tensor: LocalTensor) -> torch.Tensor:
+    """A gradient knows nothing of how its tensor is stored."""
+    gradient: torch.Tensor = tensor.parameter.main_grad  # type: ignore[attr-defined]
+    return gradient.double() - 1 if tensor.binding.pack is Pack.SHIFTED else gradient
+
+
+def prove(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs and gradients of a batch, steps, then what is published and its log-probs.
+
+    broken: what of the delta nets is made wrong, see `_break`.
+    """
+    out = Path(arguments["out"])
+    backend = open_backend(rank, world, arguments)
+    try:
+        with _break(arguments.get("broken")):
+            return _prove(backend, rank, out, arguments["steps"])
+    finally:
+        backend.close()
+
+
+def _prove(backend: MegatronBackend, rank: int, out: Path, count: int) -> dict[str, Any]:
+    _score(backend, rank, out / "logprobs")
+    _run_step(backend, 0)
+    backend._stepper.reduce(1.0)  # type: ignore[union-attr]
+    save_tensors(backend._policy.tensors, out / f"gradients-{rank}.safetensors", _gradient)
+    backend.discard_gradients()
+    steps = []
+    for step in range(count):
+        loss = _run_step(backend, step)
+        outcome = backend.step(normalizer=NORMALIZER, learning_rate=None)
+        steps.append({"loss": loss, "grad_norm": outcome.grad_norm})
+    backend.write_shards(out / "published")
+    (out / "checkpoint").mkdir(exist_ok=True)
+    backend.save_checkpoint(out / "checkpoint")
+    _score(backend, rank, out / "trained")
+    return {"steps": steps}
+
+
+def _score(backend: MegatronBackend, rank: int, stem: Path) -> None:
+    batches = batches_of(rows_of(0), backend)
+    scored = backend.compute_logprobs(batches, model="policy", temperature=1.0)
+    if backend.mesh.reports and scored:
+        save_file(scored, f"{stem}-{rank}.safetensors")
+
+
+def _break(what: str | None) -> AbstractContextManager[object]:
+    if what is None:
+        return nullcontext()
+    if what == "norm":  # each tensor rank keeps the gradient that its own heads give
+        return unittest.mock.patch.object(
+            delta_net, "copy_to_tensor_model_parallel_region", lambda weight: weight
+        )
+    right = PackChunks.lay_out
+
+    def lay_out(lengths: list[int], device: torch.device) -> PackChunks:
+        """A pack whose rows are one to the rule, or to the convolution."""
+        apart, whole = right(lengths, device), right([sum(lengths)], device)
+        if what == "convolution":
+            return PackChunks(apart.size, apart.counts, apart.tokens, apart.places, whole.positions)
+        return PackChunks(whole.size, whole.counts, whole.tokens, whole.places, apart.positions)
+
+    return unittest.mock.patch.object(PackChunks, "lay_out", lay_out)
+
+
+def continue_from(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs by a checkpoint, and the norm of the next step."""
+    backend, out = open_backend(rank, world, arguments), Path(arguments["out"])
+    backend.load_checkpoint(Path(arguments["checkpoint"]))
+    _score(backend, rank, out / "resumed")
+    _run_step(backend, 0)
+    outcome = backend.step(normalizer=NORMALIZER, learning_rate=None)
+    backend.close()
+    return {"grad_norm": outcome.grad_norm}
+
+
+def roll_out(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Three steps of GRPO: publish, have the engine take it, sample, score, train."""
+    backend = open_backend(rank, world, arguments)
+    try:
+        made = roll_out_by(backend, Path(arguments["model"]), Path(arguments["out"]))
+        return asyncio.run(made)
+    finally:
+        backend.close()

@@ -1,0 +1,215 @@
+"""Families with gated delta nets train on Megatron as plain transformers says, in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from sluice.weights.convert.conversion import convert
+from sluice.weights.convert.options import ConvertOptions
+from sluice.weights.convert.verify import compare
+from tests.contract.training_backend.cases import Model
+from tests.fsdp.oracle import STEPS, Expected, expect, logprob_difference, read_ranks
+from tests.megatron.comparison import GRADIENT_TOLERANCE, LOGPROB_TOLERANCE
+from tests.models.families import CASES, Case, build
+from tests.models.proof import (
+    MAX_GRADIENT_DIFF,
+    MAX_LOGPROB_DIFF,
+    MAX_MISMATCH,
+    Proof,
+    Summary,
+    prove,
+)
+from tests.rank_pool import Pool
+
+BY_NAME = {case.name: case for case in CASES}
+DENSE, NEXT, SPARSE = (BY_NAME[name] for name in ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text"))
+# Deeper ones amplify: there plain transformers in float32 is 2e-5 from itself in float64.
+DEEP = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+DEEP_DENSE = replace(DENSE, settings={**DENSE.settings, **DEEP}, of="deep")
+DEEP_NEXT = replace(NEXT, settings={**NEXT.settings, **DEEP, "mlp_only_layers": [1]}, of="deep")
+SCATTERED = {"tensor": 2, "sequence_parallel": True}
+fast = pytest.mark.fast
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Pool]:
+    pool = Pool("tests.models.megatron_jobs")
+    yield pool
+    pool.close()
+
+
+class Known:
+    """Models and what plain transformers says of them, each made once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._made = root, dict[str, tuple[Model, Expected]]()
+
+    def __call__(self, case: Case) -> tuple[Model, Expected]:
+        if case.name not in self._made:
+            model = build(case, self._root / case.name)
+            self._made[case.name] = model, expect(model, STEPS)
+        return self._made[case.name]
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Known:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return Known(tmp_path_factory.mktemp("models"))
+
+
+LAYOUTS = [
+    pytest.param(DENSE, 1, {}, id="dense-single"),
+    pytest.param(DENSE, 2, {"tensor": 2}, id="dense-TP2", marks=fast),
+    pytest.param(DENSE, 2, SCATTERED, id="dense-TP2+SP"),
+    pytest.param(DENSE, 2, {"pipeline": 2}, id="dense-PP2"),
+    pytest.param(DENSE, 2, {}, id="dense-DP2"),
+    pytest.param(NEXT, 1, {}, id="next-single"),
+    pytest.param(NEXT, 2, SCATTERED, id="next-TP2+SP", marks=fast),
+    pytest.param(NEXT, 2, {"pipeline": 2}, id="next-PP2"),
+    pytest.param(NEXT, 2, {"expert": 2}, id="next-EP2"),
+    pytest.param(SPARSE, 1, {}, id="sparse-single"),
+    pytest.param(SPARSE, 2, SCATTERED, id="sparse-TP2+SP"),
+    pytest.param(SPARSE, 2, {"pipeline": 2}, id="sparse-PP2"),
+    pytest.param(SPARSE, 2, {"expert": 2}, id="sparse-EP2"),
+]
+DEEP_LAYOUTS = [
+    pytest.param(DEEP_DENSE, 2, {"pipeline": 2, "virtual_pipeline": 2}, id="dense-PP2xVPP2"),
+    pytest.param(DEEP_DENSE, 2, {"tensor": 2, "recompute": "full"}, id="dense-TP2-recompute"),
+    pytest.param(DEEP_NEXT, 2, {"pipeline": 2, "first_stage_layers": 1}, id="next-PP2-1+3"),
+    pytest.param(
+        DEEP_NEXT,
+        4,
+        {**SCATTERED, "pipeline": 2, "expert": 2, "expert_tensor": 1},
+        id="next-TP2+SPxPP2xEP2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "world", "layout"), LAYOUTS)
+def test_a_layout_trains_as_plain_transformers(
+    case: Case,
+    world: int,
+    layout: dict[str, Any],
+    ranks: Pool,
+    known: Known,
+    summary: Summary,
+    tmp_path: Path,
+) -> None:
+    proof = _prove(ranks, known, case, world, layout, tmp_path)
+    summary.megatron.append(proof)
+    assert proof.logprob <= MAX_LOGPROB_DIFF
+    assert proof.gradient <= MAX_GRADIENT_DIFF
+    assert proof.norm <= 1e-3
+    assert proof.reloaded <= LOGPROB_TOLERANCE  # behind five steps rounding is amplified
+
+
+@pytest.mark.parametrize(("case", "world", "layout"), DEEP_LAYOUTS)
+def test_a_deeper_model_in_more_layouts(
+    case: Case, world: int, layout: dict[str, Any], ranks: Pool, known: Known, tmp_path: Path
+) -> None:
+    proof = _prove(ranks, known, case, world, layout, tmp_path)
+    assert max(proof.logprob, proof.reloaded) <= LOGPROB_TOLERANCE
+    assert proof.gradient <= GRADIENT_TOLERANCE
+    assert proof.norm <= 5e-3
+
+
+def _prove(
+    ranks: Pool,
+    known: Known,
+    case: Case,
+    world: int,
+    layout: dict[str, Any],
+    out: Path,
+    **more: Any,
+) -> Proof:
+    model, expected = known(case)
+    layout = {"distributed_optimizer": False, **layout}
+    return prove(ranks, case, model, expected, out, world, layout=layout, **more)
+
+
+@pytest.mark.parametrize("case", [DENSE, NEXT, SPARSE], ids=lambda case: case.name)
+def test_a_family_rolls_out_what_it_trains(
+    case: Case, ranks: Pool, known: Known, tmp_path: Path
+) -> None:
+    model, _ = known(case)
+    (answer,) = ranks.run("roll_out", 1, model=str(model.directory), layout={}, out=str(tmp_path))
+    assert answer["versions"] == [1, 2, 3]
+    assert all(norm > 0 for norm in answer["norms"])
+    assert answer["mismatch"] <= MAX_MISMATCH
+
+
+@pytest.mark.parametrize(
+    ("broken", "logprob", "gradient"),
+    [("rule", 1e3, 1e3), ("convolution", 1e3, 1e3), ("norm", 0, 1e2)],
+)
+def test_what_is_broken_is_seen(
+    broken: str, logprob: float, gradient: float, ranks: Pool, known: Known, tmp_path: Path
+) -> None:
+    """States that go on into the next row, and gradients of one rank's heads only."""
+    proof = _prove(ranks, known, DENSE, 2, {"tensor": 2}, tmp_path, broken=broken)
+    assert proof.logprob >= logprob * MAX_LOGPROB_DIFF
+    assert proof.gradient >= gradient * MAX_GRADIENT_DIFF
+    if broken == "norm":
+        assert proof.logprob <= MAX_LOGPROB_DIFF
+
+
+@pytest.mark.parametrize("case", [DEEP_DENSE, DEEP_NEXT], ids=lambda case: case.name)
+def test_a_checkpoint_goes_on_in_another_layout_and_becomes_the_model_again(
+    case: Case, ranks: Pool, known: Known, tmp_path: Path
+) -> None:
+    model, _ = known(case)
+    _prove(ranks, known, case, 2, SCATTERED, tmp_path)
+    trained = read_ranks(tmp_path, "trained")
+    norms = []
+    for name, layout in (("same", SCATTERED), ("other", {"pipeline": 2})):
+        (tmp_path / name).mkdir()
+        answers = ranks.run(
+            "continue_from",
+            2,
+            model=str(model.directory),
+            layout={"distributed_optimizer": False, **layout},
+            checkpoint=str(tmp_path / "checkpoint"),
+            out=str(tmp_path / name),
+        )
+        assert logprob_difference(read_ranks(tmp_path / name, "resumed"), trained) <= 2e-6
+        norms.append(answers[0]["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    options = ConvertOptions(to="hf", model=model.directory, sync=False)
+    convert(tmp_path / "checkpoint", tmp_path / "back", options)
+    assert compare(tmp_path / "published", tmp_path / "back").same
+
+
+@fast
+@pytest.mark.parametrize(
+    ("case", "world", "layout", "text"),
+    [
+        (DENSE, 2, {"context": 2}, "no context parallelism"),
+        (DENSE, 4, {"tensor": 4}, "2 key heads do not divide over 4"),
+        (DENSE, 1, {"layer_spec": "transformer_engine"}, "are local layers"),
+        (NEXT, 2, {"tensor": 2}, "need sequence_parallel"),
+    ],
+)
+def test_a_layout_that_is_not_computed_is_refused(
+    case: Case,
+    world: int,
+    layout: dict[str, Any],
+    text: str,
+    ranks: Pool,
+    tmp_path: Path,
+) -> None:
+    model = build(case, tmp_path / "model")
+    answers = ranks.run(
+        "open_error", world, model=str(model.directory), layout=layout, out=str(tmp_path)
+    )
+    for answer in answers:
+        assert text in answer["text"]
