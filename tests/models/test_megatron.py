@@ -20,7 +20,6 @@ from tests.models.families import CASES, Case, build
 from tests.models.proof import (
     MAX_GRADIENT_DIFF,
     MAX_LOGPROB_DIFF,
-    MAX_MISMATCH,
     Proof,
     Summary,
     prove,
@@ -145,7 +144,7 @@ def test_a_family_rolls_out_what_it_trains(
     (answer,) = ranks.run("roll_out", 1, model=str(model.directory), layout={}, out=str(tmp_path))
     assert answer["versions"] == [1, 2, 3]
     assert all(norm > 0 for norm in answer["norms"])
-    assert answer["mismatch"] <= MAX_MISMATCH
+    assert answer["mismatch"] <= LOGPROB_TOLERANCE  # three large steps amplify what rounding does
 
 
 @pytest.mark.parametrize(
@@ -171,7 +170,10 @@ def test_a_checkpoint_goes_on_in_another_layout_and_becomes_the_model_again(
     _prove(ranks, known, case, 2, SCATTERED, tmp_path)
     trained = read_ranks(tmp_path, "trained")
     norms = []
-    for name, layout in (("same", SCATTERED), ("other", {"pipeline": 2})):
+    for name, layout, most in (
+        ("same", SCATTERED, 0.0),
+        ("other", {"pipeline": 2}, LOGPROB_TOLERANCE),
+    ):
         (tmp_path / name).mkdir()
         answers = ranks.run(
             "continue_from",
@@ -181,9 +183,9 @@ def test_a_checkpoint_goes_on_in_another_layout_and_becomes_the_model_again(
             checkpoint=str(tmp_path / "checkpoint"),
             out=str(tmp_path / name),
         )
-        assert logprob_difference(read_ranks(tmp_path / name, "resumed"), trained) <= 2e-6
+        assert logprob_difference(read_ranks(tmp_path / name, "resumed"), trained) <= most
         norms.append(answers[0]["grad_norm"])
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
     options = ConvertOptions(to="hf", model=model.directory, sync=False)
     convert(tmp_path / "checkpoint", tmp_path / "back", options)
     assert compare(tmp_path / "published", tmp_path / "back").same
