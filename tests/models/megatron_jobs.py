@@ -76,7 +76,8 @@ def _prove(backend: MegatronBackend, rank: int, out: Path, count: int) -> dict[s
     _score(backend, rank, out / "logprobs")
     _run_step(backend, 0)
     backend._stepper.reduce(1.0)  # type: ignore[union-attr]
-    save_tensors(backend._policy.tensors, out / f"gradients-{rank}.safetensors", _gradient)
+    trained = [tensor for tensor in backend._policy.tensors if tensor.parameter.requires_grad]
+    save_tensors(trained, out / f"gradients-{rank}.safetensors", _gradient)
     backend.discard_gradients()
     steps = []
     for step in range(count):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from sluice.weights.convert.conversion import convert
 from sluice.weights.convert.options import ConvertOptions
@@ -189,6 +192,51 @@ def test_a_checkpoint_goes_on_in_another_layout_and_becomes_the_model_again(
     options = ConvertOptions(to="hf", model=model.directory, sync=False)
     convert(tmp_path / "checkpoint", tmp_path / "back", options)
     assert compare(tmp_path / "published", tmp_path / "back").same
+
+
+MTP = {
+    "qwen3_next": ("mtp.fc.weight", "mtp.layers.0.mlp.gate.weight", "mtp.norm.weight"),
+    "deepseek_v3": ("model.layers.2.eh_proj.weight", "model.layers.2.enorm.weight"),
+}
+
+
+@pytest.mark.parametrize("name", MTP)
+@pytest.mark.parametrize("world", [1, 2])
+def test_layers_of_multi_token_prediction_go_through_bit_for_bit(
+    name: str, world: int, ranks: Pool, known: Known, tmp_path: Path
+) -> None:
+    """They are not trained, and engines that have them look for them in every version."""
+    case = BY_NAME[name]
+    model, expected = known(case)
+    shutil.copytree(model.directory, tmp_path / "model")
+    file = tmp_path / "model/model.safetensors"
+    generator = torch.Generator().manual_seed(5)
+    more = {
+        kept: torch.randn((2 + index, 33), generator=generator).bfloat16()
+        for index, kept in enumerate(MTP[name])
+    }
+    save_file({**load_file(file), **more}, file, metadata={"format": "pt"})
+    with_more = Model(tmp_path / "model")
+    layout = {"distributed_optimizer": False, "expert": world}
+    out = tmp_path / "out"
+    proof = prove(ranks, case, with_more, expected, out, world, layout=layout)  # and their names
+    assert proof.logprob <= MAX_LOGPROB_DIFF
+    published: dict[str, torch.Tensor] = {}
+    for path in (out / "published").glob("*.safetensors"):
+        published |= load_file(path)
+    for kept, tensor in more.items():
+        assert published[kept].dtype is torch.bfloat16
+        assert torch.equal(published[kept], tensor)
+    if world == 1:
+        (tmp_path / "rolled").mkdir()
+        (answer,) = ranks.run(
+            "roll_out",
+            1,
+            model=str(with_more.directory),
+            layout={},
+            out=str(tmp_path / "rolled"),
+        )
+        assert answer["versions"] == [1, 2, 3]
 
 
 @fast

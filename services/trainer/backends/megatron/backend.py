@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,11 @@ from services.trainer.backends.megatron.model import PolicyModel, create_policy
 from services.trainer.backends.megatron.replay import Purpose, RoutingReplay
 from services.trainer.backends.megatron.stepping import Stepper
 from services.trainer.backends.megatron.upstream import current_device
-from services.trainer.backends.megatron.weights import write_shards
+from services.trainer.backends.megatron.weights import (
+    export_tensors,
+    untrained_tensors,
+    write_shards,
+)
 from services.trainer.config import Head, TrainerConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
@@ -153,8 +158,12 @@ class MegatronBackend(TrainingBackend):
         write = write or PublishedShards(keep=False, sync=self._config.durable).submit
         if isinstance(self._stepper, lora.ParallelTraining):
             return self._stepper.write(directory, write, self._policy.config.params_dtype)
+        policy, mesh = self._policy, self.mesh
+        untrained = untrained_tensors(
+            policy.source.directory, policy.untrained, rank=mesh.rank, world_size=mesh.world_size
+        )
         return write_shards(
-            self._policy.tensors,
+            chain(export_tensors(policy.tensors), untrained),
             directory,
             rank=self.mesh.rank,
             max_bytes=self._layout.max_shard_bytes,

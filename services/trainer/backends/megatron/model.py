@@ -372,6 +372,7 @@ class PolicyModel:
     head: OutputHead | None
     padded_vocab: int
     bytes_read: int
+    untrained: tuple[str, ...]  # tensors of the checkpoint that are published as they are
 
 
 def create_policy(
@@ -404,7 +405,7 @@ def create_policy(
     padded = source.padded_vocab(config)
     models = _build(source, core, config, rotary=rotary, padded_vocab=padded)
     tensors = tuple(local_tensors(models, source, core))
-    bytes_read = load_hf(tensors, source, directory, padded_vocab=padded)
+    loaded = load_hf(tensors, source, directory, padded_vocab=padded)
     last = models[-1] if parallel_state.is_pipeline_last_stage() else None
     output = None
     if last is not None:
@@ -423,7 +424,8 @@ def create_policy(
         tensors=tensors,
         head=output,
         padded_vocab=padded,
-        bytes_read=bytes_read,
+        bytes_read=loaded.bytes_read,
+        untrained=loaded.untrained,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,11 +108,19 @@ def local_tensors(
             yield LocalTensor(binding, parameter)
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """What came of a checkpoint. untrained: the names of what it has beside the model's tensors."""
+
+    bytes_read: int
+    untrained: tuple[str, ...]
+
+
 @torch.no_grad()
 def load_hf(
     tensors: Sequence[LocalTensor], source: ModelSource, directory: Path, *, padded_vocab: int
-) -> int:
-    """Fill this rank's parameters from the checkpoint in `directory`; returns the bytes read.
+) -> Loaded:
+    """Fill this rank's parameters from the checkpoint in `directory`.
 
     Raises MissingTensorError, UnexpectedTensorError, TensorShapeError, DuplicateTensorError or
     TiedTensorError, each with the names.
@@ -138,7 +146,24 @@ def load_hf(
                 tensor.parameter.copy_(parts[0].float() - 1)
             else:
                 tensor.parameter.copy_(pack(binding, parts, partition))
-        return checkpoint.bytes_read
+        untrained = sorted(filter(source.weights.is_foreign, available))
+        return Loaded(checkpoint.bytes_read, () if source.value_head else tuple(untrained))
+
+
+def untrained_tensors(
+    directory: Path, names: Sequence[str], *, rank: int, world_size: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield this rank's part of `names`, one at a time, as the checkpoint in `directory` has them.
+
+    Engines look for a version's layers of multi-token prediction among its tensors.
+    """
+    mine = names[rank::world_size]
+    if not mine:
+        return
+    with HfCheckpoint(directory) as checkpoint:
+        for name in mine:
+            height = checkpoint.shapes()[name][0]
+            yield {name: checkpoint.read(Slice(name, 0, 0, height))}
 
 
 def _as_critic(
@@ -184,14 +209,14 @@ def export_tensors(
 
 
 def write_shards(
-    tensors: Sequence[LocalTensor],
+    made: Iterable[dict[str, torch.Tensor]],
     directory: Path,
     *,
     rank: int,
     max_bytes: int,
     write: ShardWrite,
 ) -> list[ShardFile]:
-    """Write what this rank owns as safetensors files of about `max_bytes` below `directory`."""
+    """Write what this rank has `made` as safetensors files of about `max_bytes` each."""
     pending: list[PendingShard] = []
     waiting: dict[str, torch.Tensor] = {}
 
@@ -200,8 +225,8 @@ def write_shards(
         pending.append(write(directory, name, dict(waiting), {}))
         waiting.clear()
 
-    for made in export_tensors(tensors):
-        waiting.update({name: tensor.contiguous() for name, tensor in made.items()})
+    for part in made:
+        waiting.update({name: tensor.contiguous() for name, tensor in part.items()})
         if sum(tensor.nbytes for tensor in waiting.values()) >= max_bytes:
             flush()
     if waiting:
