@@ -295,6 +295,10 @@ class Cell:
             router = self._spec["router"]
             _address_of(router, known)
             config["router"] = f"{self._run_dir / 'services.json'}#{router}"
+        if leader := self._spec.get("leader"):  # of an engine over several nodes
+            engine = config["engine"]
+            leader = f"{self._run_dir / 'services.json'}#{leader}"
+            config["engine"] = {**engine, "sglang": {**engine["sglang"], "leader": leader}}
         file = self._run_dir / "services" / f"{self._name}.yaml"
         file.write_text(json.dumps(config, indent=1))  # which is YAML, too
         self._address_file.unlink(missing_ok=True)

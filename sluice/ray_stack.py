@@ -35,6 +35,7 @@ from sluice.supervise import (
     UpConfig,
     filled_in,
     http_section,
+    node_name,
     ready_reward_model,
     services_entry,
 )
@@ -85,16 +86,19 @@ def _members(config: UpConfig, name: str, entry: ServiceEntry) -> Iterator[Membe
     external = entry.kind == "trainer" and entry.config.get("ranks", {}).get("launch") == "external"
     for replica in range(entry.replicas):
         own = entry.name_of(name, replica)
-        spec: dict[str, Any] = {
-            "name": own,
-            "kind": entry.kind,
-            "module": MODULES[entry.kind],
-            "http_section": http_section(entry.kind, entry.config),
-            "config": filled_in(config, own, entry),
-            "shown": services_entry(config, entry),
-        }
         bundle = {"CPU": LITTLE_CPU} if external else _bundle(entry)
-        yield Member(own, name, spec, bundle | _pinned(entry, replica), strategy)
+        for node in range(entry.nodes):
+            spec: dict[str, Any] = {
+                "name": node_name(own, node),
+                "kind": entry.kind,
+                "module": MODULES[entry.kind],
+                "http_section": http_section(entry.kind, entry.config),
+                "config": filled_in(config, own, entry, node),
+                "shown": services_entry(config, entry, node),
+                **({"leader": own} if node else {}),
+            }
+            where = _pinned(entry, replica * entry.nodes + node)
+            yield Member(spec["name"], name, spec, bundle | where, strategy)
     if external:
         count = int(entry.config["ranks"].get("count", 1))
         for rank in range(count):
@@ -116,9 +120,9 @@ def _bundle(entry: ServiceEntry) -> dict[str, float]:
     return {name: amount for name, amount in bundle.items() if amount}
 
 
-def _pinned(entry: ServiceEntry, replica: int) -> dict[str, float]:
+def _pinned(entry: ServiceEntry, process: int) -> dict[str, float]:
     """The hosts in turn; without any it is Ray that places, and places anew."""
-    return _on(entry.hosts[replica % len(entry.hosts)]) if entry.hosts else {}
+    return _on(entry.hosts[process % len(entry.hosts)]) if entry.hosts else {}
 
 
 def _on(host: str) -> dict[str, float]:
@@ -282,7 +286,7 @@ class RayStack:
                         await ready_reward_model(client)
 
                     await self._until(member.name, loaded, deadline)
-            elif kind == "rollout" and "router" in member.spec:
+            elif kind == "rollout" and "router" in member.spec and "leader" not in member.spec:
                 router_address = found[member.spec["router"]]["address"]
                 async with RouterClient(router_address, security) as router:
 

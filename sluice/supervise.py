@@ -56,6 +56,7 @@ PORT_POLL_SECONDS = 0.05
 SEAL = "digest"  # of the file of ports
 DOWN_SECONDS = 600.0  # for all services of a directory to end
 LONGEST_PATH = 4096
+MAX_NODES = 1024  # of an engine
 NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 LASTING_SECONDS = 30.0  # a process that served for so long is not failing in a row
 
@@ -79,6 +80,22 @@ class ResourcesConfig(Config):
         return self
 
 
+def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A part of a service's settings, which it checks itself; empty where it is none."""
+    found = config.get(name)
+    if name == "prefill" and isinstance(found, dict):
+        return {"nnodes": 1, **found}  # it is there, be it empty
+    return found if isinstance(found, dict) else {}
+
+
+def _count(section: dict[str, Any], name: str) -> int:
+    """A number of nodes. Raises ValueError."""
+    value = section.get(name, 1)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NODES:
+        raise ValueError(f"config.engine.sglang: {name} is a number from 1 to {MAX_NODES}")
+    return value
+
+
 class ServiceEntry(Config):
     """One process. `config` is the service's own; name, ports, store and router are filled in.
 
@@ -97,8 +114,8 @@ class ServiceEntry(Config):
 
     @model_validator(mode="after")
     def _devices_can_be_shared(self) -> ServiceEntry:
-        if len(self.devices) % self.replicas:
-            raise ValueError(f"{len(self.devices)} devices cannot be shared by {self.replicas}")
+        if len(self.devices) % self.processes:
+            raise ValueError(f"{len(self.devices)} devices cannot be shared by {self.processes}")
         if self.devices and self.accelerators:
             raise ValueError("devices and resources both say which accelerators it sees")
         return self
@@ -108,19 +125,34 @@ class ServiceEntry(Config):
         """Those that each process needs."""
         return self.resources.gpus or self.resources.npus
 
+    @property
+    def nodes(self) -> int:
+        """Processes of each replica: of an engine over several nodes, one for each of them."""
+        sglang = _section(_section(self.config, "engine"), "sglang")
+        if self.kind != "rollout":
+            return 1
+        further = _section(sglang, "prefill")
+        return _count(sglang, "nnodes") + (_count(further, "nnodes") if further else 0)
+
+    @property
+    def processes(self) -> int:
+        """Of all replicas together."""
+        return self.replicas * self.nodes
+
     def name_of(self, name: str, replica: int) -> str:
-        """Of a process of the service `name`."""
+        """Of a replica of the service `name`, and of its process that serves."""
         return name if self.replicas == 1 else f"{name}-{replica}"
 
-    def environment(self, replica: int, first: int = 0) -> dict[str, str]:
-        """By which a replica sees its devices only, those of `resources` counted from `first` on.
+    def environment(self, process: int, first: int = 0) -> dict[str, str]:
+        """By which a process sees its devices only, those of `resources` counted from `first` on.
 
-        Raises PlatformError if they are not here.
+        Processes are counted through the nodes of all replicas. Raises PlatformError if the
+        devices are not here.
         """
-        share = len(self.devices) // self.replicas
-        devices = self.devices[replica * share :][:share]
+        share = len(self.devices) // self.processes
+        devices = self.devices[process * share :][:share]
         if self.accelerators:
-            start = first + replica * self.accelerators
+            start = first + process * self.accelerators
             devices = tuple(range(start, start + self.accelerators))
         return platform.declared().visible_devices(devices) if devices else {}
 
@@ -185,18 +217,30 @@ def http_section(kind: str, config: Mapping[str, Any]) -> str:
     return "openai" if config.get("openai") is not None else ""
 
 
-def services_entry(config: UpConfig, entry: ServiceEntry) -> dict[str, str]:
-    """What services.json says of a process besides its addresses."""
+def node_name(name: str, node: int) -> str:
+    """Of the process on a node of an engine; the first has the engine's."""
+    return f"{name}-node{node}" if node else name
+
+
+def services_entry(config: UpConfig, entry: ServiceEntry, node: int = 0) -> dict[str, str]:
+    """What services.json says of a process besides its addresses.
+
+    A further node of an engine is of a kind of its own: nobody is to ask it for anything.
+    """
     store = str(entry.config.get("store", config.run_dir.absolute() / "store"))
     weights = {"weights": policy_weights(config)} if entry.kind == "trainer" else {}
-    return {"kind": entry.kind, "store": store, **weights}
+    return {"kind": "node" if node else entry.kind, "store": store, **weights}
 
 
-def filled_in(config: UpConfig, name: str, entry: ServiceEntry) -> dict[str, Any]:
-    """The settings of a process, but for what depends on where it is: host, ports and router."""
+def filled_in(config: UpConfig, name: str, entry: ServiceEntry, node: int = 0) -> dict[str, Any]:
+    """The settings of a process, but for what depends on where it is: host, ports and router.
+
+    `node` is of the engine `name`.
+    """
     run_dir, filled = config.run_dir.absolute(), dict(entry.config)
     server = dict(filled.get("server", {}))
-    server["address_file"] = str(run_dir / "services" / f"{name}.address.json")
+    own = node_name(name, node)
+    server["address_file"] = str(run_dir / "services" / f"{own}.address.json")
     server.setdefault("security", config.security.model_dump(mode="json"))
     filled["server"] = server
     if entry.kind in ("trainer", "rollout"):
@@ -210,7 +254,15 @@ def filled_in(config: UpConfig, name: str, entry: ServiceEntry) -> dict[str, Any
             filled.setdefault("weights", weights)
         filled.setdefault("engine_id", name)
         filled.setdefault("services", str(run_dir / "services.json"))
+    if node:
+        filled["engine"] = with_sglang(filled, node_rank=node)
     return filled
+
+
+def with_sglang(config: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
+    """The engine's settings of a service, with some of SGLang."""
+    engine = _section(config, "engine")
+    return {**engine, "sglang": {**_section(engine, "sglang"), **settings}}
 
 
 class ServiceDiedError(Exception):
@@ -226,6 +278,8 @@ class _Service:
     address_file: Path
     log: Path
     environment: dict[str, str]
+    engine: str = ""  # the replica's name, of which it may be a further node
+    node: int = 0
     process: asyncio.subprocess.Process | None = None
     addresses: dict[str, Any] = field(default_factory=dict)
     ports: dict[str, socket.socket] = field(default_factory=dict)
@@ -248,13 +302,14 @@ class Supervisor:
         firsts, count = {}, 0  # accelerators of the services before
         for name, entry in config.services.items():
             check_fits_here(name, entry)
-            firsts[name], count = count, count + entry.accelerators * entry.replicas
+            firsts[name], count = count, count + entry.accelerators * entry.processes
         self._services = [
-            self._service(name, entry, replica, firsts[name])
+            self._service(name, entry, replica, node, firsts[name])
             for kind in START_ORDER
             for name, entry in config.services.items()
             if entry.kind == kind
             for replica in range(entry.replicas)
+            for node in range(entry.nodes)
         ]
         self._claim = ExitStack()  # of the directory, from start to stop
         self._remembered: dict[str, dict[str, int]] = {}  # ports of the supervisor before
@@ -272,16 +327,21 @@ class Supervisor:
     def _ports_file(self) -> Path:
         return self.run_dir / "services" / "ports.json"
 
-    def _service(self, name: str, entry: ServiceEntry, replica: int, first: int) -> _Service:
-        name = entry.name_of(name, replica)
+    def _service(
+        self, name: str, entry: ServiceEntry, replica: int, node: int, first: int
+    ) -> _Service:
+        engine = entry.name_of(name, replica)
+        name = node_name(engine, node)
         return _Service(
             name=name,
+            engine=engine,
+            node=node,
             entry=entry,
             kind=entry.kind,
             config=dict(entry.config),
             address_file=self.run_dir / "services" / f"{name}.address.json",
             log=self.run_dir / "logs" / f"{name}.log",
-            environment=entry.environment(replica, first),
+            environment=entry.environment(replica * entry.nodes + node, first),
         )
 
     async def start(self) -> None:
@@ -391,7 +451,7 @@ class Supervisor:
             replace_file(self._ports_file, ports, temporary=self._ports_file.parent, sync=False)
 
     def _filled_in(self, service: _Service) -> dict[str, Any]:
-        config = filled_in(self.config, service.name, service.entry)
+        config = filled_in(self.config, service.engine, service.entry, service.node)
         server = config["server"]
         server["parent"] = os.getpid()  # a killed supervisor leaves nobody behind
         ports = {name: int(held.getsockname()[1]) for name, held in service.ports.items()}
@@ -400,7 +460,16 @@ class Supervisor:
             config[section] = {**config.get(section, {}), "port": ports[section]}
         if service.kind == "rollout":
             config.setdefault("router", self._router_address())
+        if service.node:
+            config["engine"] = with_sglang(config, leader=self._leader_address(service))
         return config
+
+    def _leader_address(self, node: _Service) -> str:
+        """Of the first node of its engine, whose port was reserved before."""
+        first = next(each for each in self._services if each.name == node.engine)
+        server = first.config.get("server", {})
+        port = server.get("port") or first.ports["port"].getsockname()[1]
+        return f"{server.get('host', LOOPBACK)}:{port}"
 
     def _router_address(self) -> str:
         for service in self._services:
@@ -428,7 +497,7 @@ class Supervisor:
         elif service.kind == "reward_model":
             async with self._client(service) as client:
                 await self._alive_until(service, lambda: ready_reward_model(client))
-        elif service.kind == "rollout":
+        elif service.kind == "rollout" and not service.node:
             async with RouterClient(self._router_address(), security) as router:
 
                 async def registered() -> None:
@@ -563,7 +632,10 @@ class Supervisor:
 
     def _write_services(self) -> None:
         entries = {
-            service.name: {**services_entry(self.config, service.entry), **service.addresses}
+            service.name: {
+                **services_entry(self.config, service.entry, service.node),
+                **service.addresses,
+            }
             for service in self._services
         }
         data = json.dumps(entries, indent=1).encode()

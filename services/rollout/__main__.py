@@ -17,7 +17,7 @@ from sluice.runtime.errors import ServiceError
 async def serve(config: RolloutConfig) -> int:
     process = RolloutProcess(config)  # built inside the loop that its server belongs to
     await process.run()
-    return 1 if process.failure else 0
+    return 1 if process.failure or process.server.failed else 0
 
 
 def main() -> int:

@@ -144,6 +144,39 @@ class RolloutConfig(ProcessConfig):
             raise ValueError("tokenizer: openai needs one, or engine.model")
         return self
 
+    @model_validator(mode="after")
+    def _nodes_reach_each_other(self) -> RolloutConfig:
+        sglang = self.engine.sglang
+        if sglang.node_count == 1 or "engine" not in self.roles:
+            return self
+        if self.weights_cache is not None:
+            raise ValueError(
+                "weights_cache: all nodes of an engine read the same files, below the store"
+            )
+        if self.node_host in ("0.0.0.0", "[::]", "::"):
+            raise ValueError(
+                f"engine.sglang.node_host: {self.node_host} is no address at which other nodes "
+                "reach this one; name one, or server.advertise"
+            )
+        return self
+
+    @property
+    def is_further_node(self) -> bool:
+        """Whether this process is a part of an engine that another one serves."""
+        return "engine" in self.roles and self.engine.sglang.node_rank > 0
+
+    @property
+    def node_host(self) -> str:
+        """Under which the other nodes of the engine reach this one."""
+        advertised = self.server.advertise.rpartition(":")[0]
+        return self.engine.sglang.node_host or advertised or self.server.host
+
+    @property
+    def placed_engine(self) -> EngineConfig:
+        """The engine's settings, with the host of this node."""
+        sglang = self.engine.sglang.model_copy(update={"node_host": self.node_host})
+        return self.engine.model_copy(update={"sglang": sglang})
+
     @property
     def tokenizer_directory(self) -> Path | None:
         """Directory of the tokenizer."""

@@ -32,6 +32,7 @@ from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
 from sluice.client import RemoteError, typed_errors
 from sluice.imports import keep_loaded
 from sluice.runtime.channel import create_channel
+from sluice.runtime.idempotency import cancel_all
 from sluice.runtime.server import Server
 from sluice.runtime.waits import Waits
 from sluice.runtime.wire import seconds_of
@@ -41,6 +42,7 @@ from sluice.weights.host_cache import HostCache
 from sluice.weights.store import WeightStore
 
 if TYPE_CHECKING:
+    from services.rollout.engine.sglang.node import FollowerNode
     from services.rollout.episodes.worker import EpisodeWorker
     from services.rollout.openai.server import OpenAIServer
 
@@ -264,7 +266,7 @@ class RolloutProcess:
         self.openai: OpenAIServer | None = None
         self.failure = ""  # why the engine broke and took the process with it
         self._router: grpc.aio.Channel | None = None
-        if config.router:
+        if config.router and not config.is_further_node:
             self._router = create_channel(config.router, config.server.security)
 
     async def run(self) -> None:
@@ -284,6 +286,9 @@ class RolloutProcess:
         config = self._config
         if self._router is not None:
             self._resources.push_async_callback(self._router.close)
+        if config.is_further_node:
+            await self._start_node()
+            return
         engine = self._add_engine() if "engine" in config.roles else None
         episodes = self._add_episodes() if "episodes" in config.roles else None
         openai = self._add_openai(engine, episodes)
@@ -308,6 +313,27 @@ class RolloutProcess:
         self._leaving = asyncio.create_task(self._leave(episodes, openai), name="leave")
         if engine is not None:
             self._watching = asyncio.create_task(self._watch(engine.engine), name="watch engine")
+
+    async def _start_node(self) -> None:
+        """Opens the port, for health checks alone, and follows the engine's first node."""
+        # Imported here: other engines do without it.
+        from services.rollout.engine.sglang.node import FollowerNode
+
+        config, server = self._config, self.server
+        security = config.server.security
+        node = FollowerNode(config.placed_engine, config.engine_id, security, server.waits)
+        await server.start()
+        self._resources.push_async_callback(node.close)
+        following = asyncio.create_task(node.run(), name="node")
+        self._resources.push_async_callback(cancel_all, (following,))
+        server.depend_on(following)
+        self._watching = asyncio.create_task(self._watch_node(node), name="watch node")
+
+    async def _watch_node(self, node: FollowerNode) -> None:
+        """Ready is a node that its engine knows."""
+        while True:
+            await self.server.set_serving(node.follows.is_set())
+            await asyncio.sleep(WATCH_SECONDS)
 
     async def close(self) -> None:
         """Releases everything; the server has stopped before."""
@@ -361,7 +387,7 @@ class RolloutProcess:
 
     def _add_engine(self) -> _EngineRole:
         config = self._config
-        engine = create_engine(config.engine.backend, config.engine)
+        engine = create_engine(config.engine.backend, config.placed_engine)
         self.engine = engine
         collector = EngineCollector(engine)
         generations = Generations(engine, config.engine.remembered_tokens)
@@ -389,6 +415,8 @@ class RolloutProcess:
             media=MediaReader(BlobStore(config.store, sync=config.store_sync)),
             vocabulary=vocabulary_digest(directory) if directory is not None else "",
         )
+        for service in engine.services():
+            self.server.add(service.register, service.servicer, service.name)
         bound_requests(self.server, config.engine)
         self.server.add(
             engine_service_pb2_grpc.add_EngineServiceServicer_to_server, servicer, ENGINE_SERVICE

@@ -20,7 +20,52 @@ _NOT_ITS_OWN = {  # what this process has to know, by where it is told
     "model_path": "set engine.model",
     "port": "a free one is taken",
     "weight_version": "it follows from the weights",
+    "nnodes": "set engine.sglang.nnodes",
+    "node_rank": "set engine.sglang.node_rank",
+    "dist_init_addr": "it is agreed on at every start; set engine.sglang.node_host",
+    "disaggregation_mode": "set engine.sglang.prefill, which starts both servers",
+    "disaggregation_transfer_backend": "set engine.sglang.transfer_backend",
+    "disaggregation_bootstrap_port": "a free one is taken",
+    "encoder_only": "set engine.sglang.encoders",
+    "language_only": "set engine.sglang.encoders",
+    "encoder_urls": "set engine.sglang.encoders",
 }
+MAX_NODES = 1024
+
+
+def _size(arguments: dict[str, Any], *names: str) -> int:
+    """Returns a size that SGLang knows by several names, 1 by default."""
+    for name in names:
+        if arguments.get(name) is not None:
+            return int(arguments[name])
+    return 1
+
+
+def _check_spread(where: str, arguments: dict[str, Any], nnodes: int) -> None:
+    """Raises ValueError unless a server with these arguments can be spread over so many nodes."""
+    if nnodes == 1:
+        return
+    tp_size = _size(arguments, "tp_size", "tensor_parallel_size")
+    ranks = tp_size * _size(arguments, "pp_size", "pipeline_parallel_size")
+    if ranks % nnodes:
+        raise ValueError(
+            f"{where}nnodes: {ranks} ranks (tp_size times pp_size) cannot be shared out over "
+            f"{nnodes} nodes"
+        )
+    has_copies = _size(arguments, "dp_size", "data_parallel_size") > 1
+    if has_copies and not arguments.get("enable_dp_attention"):
+        raise ValueError(
+            f"{where}server_args.dp_size: over several nodes data-parallel ranks are those of "
+            "attention; set enable_dp_attention, or attn_dp_size instead"
+        )
+
+
+def _check_arguments(where: str, arguments: dict[str, Any]) -> None:
+    for name in arguments:
+        if "-" in name:
+            raise ValueError(f"{where}{name}: write it with underscores")
+        if name in _NOT_ITS_OWN:
+            raise ValueError(f"{where}{name}: {_NOT_ITS_OWN[name]}")
 
 
 class SglangLoraConfig(Config):
@@ -40,6 +85,15 @@ class SglangLoraConfig(Config):
         except InvalidAdapterError as error:
             raise ValueError(f"targets: {error}") from error
         return self
+
+
+class SglangPrefillConfig(Config):
+    """A server of its own for prompts, on nodes of its own."""
+
+    nnodes: int = Field(1, ge=1, le=MAX_NODES, description="Nodes that it is spread over.")
+    server_args: dict[str, Any] = Field(
+        default_factory=dict, description="Of it; they win over those that both servers share."
+    )
 
 
 class SglangConfig(Config):
@@ -63,6 +117,28 @@ class SglangConfig(Config):
     encoder_backend: str = Field(
         "zmq_to_scheduler", description="How an encoder sends what it computed."
     )
+    nnodes: int = Field(
+        1, ge=1, le=MAX_NODES, description="Nodes that the server is spread over, one process each."
+    )
+    node_rank: int = Field(
+        0,
+        ge=0,
+        description="Of this process in the engine; only 0 serves. `sluice up` fills it in.",
+    )
+    leader: str = Field(
+        "",
+        description="host:port, or FILE#NAME of a services.json, of the process with node_rank 0;"
+        " the others need it. `sluice up` fills it in.",
+    )
+    node_host: str = Field(
+        "", description="Under which other nodes reach this one; default: as they reach `server`."
+    )
+    prefill: SglangPrefillConfig | None = Field(
+        None, description="Prefill and decode apart; its nodes come after those that decode."
+    )
+    transfer_backend: Literal["mooncake", "mooncake_tcp", "nixl", "ascend", "mori"] = Field(
+        "mooncake", description="How keys and values get from prefill to decode."
+    )
     lora: SglangLoraConfig | None = Field(
         None, description="Start SGLang so that it takes adapters; default: it takes none."
     )
@@ -72,6 +148,11 @@ class SglangConfig(Config):
     start_seconds: float = Field(900.0, gt=0, description="From start to the first answer.")
     stop_seconds: float = Field(10.0, gt=0, description="From SIGTERM to SIGKILL.")
     update_seconds: float = Field(600.0, gt=0, description="One update of weights.")
+    silent_seconds: float = Field(
+        60.0,
+        gt=0,
+        description="Without an answer of a server, or a word of a node; then it is lost.",
+    )
     restarts: int = Field(5, ge=0, description="In a row, before the engine is given up.")
     backoff_seconds: float = Field(1.0, gt=0, description="Before a restart; doubles each time.")
 
@@ -80,17 +161,39 @@ class SglangConfig(Config):
         """Pauses before restarts of a server."""
         return Backoff(self.backoff_seconds, max(self.backoff_seconds, LONGEST_BACKOFF_SECONDS))
 
+    @property
+    def node_count(self) -> int:
+        """Processes of the engine, each on a node: the first serves."""
+        return self.nnodes + (self.prefill.nnodes if self.prefill is not None else 0)
+
     @model_validator(mode="after")
     def _arguments_are_for_the_server_alone(self) -> SglangConfig:
-        for name in self.server_args:
-            if "-" in name:
-                raise ValueError(f"server_args.{name}: write it with underscores")
-            if name in _NOT_ITS_OWN:
-                raise ValueError(f"server_args.{name}: {_NOT_ITS_OWN[name]}")
+        _check_arguments("server_args.", self.server_args)
         if self.url and (self.server_args or self.encoders or self.lora):
             raise ValueError("url: a running server takes no server_args, encoders or lora")
-        if self.lora and int(self.server_args.get("dp_size") or 1) > 1:
+        if self.url and self.node_count > 1:
+            raise ValueError("url: a running server takes no nnodes or prefill")
+        if self.lora and _size(self.server_args, "dp_size", "data_parallel_size") > 1:
             raise ValueError("lora: SGLang takes adapters while it runs only with dp_size 1")
+        return self
+
+    @model_validator(mode="after")
+    def _nodes_fit(self) -> SglangConfig:
+        _check_spread("", self.server_args, self.nnodes)
+        if self.prefill is not None:
+            _check_arguments("prefill.server_args.", self.prefill.server_args)
+            shared = {**self.server_args, **self.prefill.server_args}
+            _check_spread("prefill.", shared, self.prefill.nnodes)
+            if self.lora is not None:
+                raise ValueError("lora: takes one server for prefill and decode")
+        elif "transfer_backend" in self.model_fields_set:
+            raise ValueError("transfer_backend: is between prefill and decode; set prefill")
+        if self.node_rank >= self.node_count:
+            raise ValueError(
+                f"node_rank: {self.node_rank} is none of {self.node_count} nodes, from 0 on"
+            )
+        if self.node_rank and not self.leader:
+            raise ValueError("leader: a node other than 0 needs one")
         return self
 
 
@@ -148,10 +251,14 @@ class EngineConfig(Config):
     sglang: SglangConfig = SglangConfig()
 
     @model_validator(mode="after")
-    def _one_thread_when_deterministic(self) -> EngineConfig:
+    def _settings_go_together(self) -> EngineConfig:
         # How work is cut over threads depends on how much there is.
         if self.deterministic and self.threads > 1:
             raise ValueError("threads: deterministic needs 1")
+        if self.routed_experts and self.sglang.prefill is not None:
+            raise ValueError("routed_experts: takes one server for prefill and decode")
+        if self.backend != "sglang" and self.sglang.node_count > 1:
+            raise ValueError("sglang.nnodes: the reference engine runs on one node")
         return self
 
     @property

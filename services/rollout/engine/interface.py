@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -255,8 +255,20 @@ class EngineStatus:
     extra: dict[str, float] = field(default_factory=dict)
 
 
+class EngineService(NamedTuple):
+    """A gRPC service of an engine's own, to be served beside the others."""
+
+    register: Callable[[Any, Any], None]
+    servicer: object
+    name: str
+
+
 class Engine(ABC):
     """One replica. All methods are called on one event loop, which they never block."""
+
+    def services(self) -> Sequence[EngineService]:
+        """Returns what it serves to parts of itself that run elsewhere."""
+        return ()
 
     @abstractmethod
     async def start(self) -> None:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from services.rollout.engine.config import EngineConfig
-from services.rollout.engine.sglang.servers import Servers
+from services.rollout.engine.sglang.group import ServerGroup
 from services.rollout.errors import EngineFailedError
 from sluice.config import parse_config
 from tests.patience import PATIENCE
@@ -43,7 +43,7 @@ async def test_an_encoder_that_runs_is_ended_when_another_never_does(tmp_path: P
     program.write_text(f"#!{sys.executable}\n{ENCODER}")
     program.chmod(0o755)
     values = {"backend": "sglang", "sglang": {"python": str(program), "encoders": 2}}
-    servers = Servers(parse_config(EngineConfig, values))
+    servers = ServerGroup(parse_config(EngineConfig, values))
     async with asyncio.timeout(PATIENCE):
         with pytest.raises(EngineFailedError, match="encoder server ended"):
             await servers.start(tmp_path, "1")
@@ -58,7 +58,7 @@ async def test_a_server_that_never_answers_is_ended_in_time(tmp_path: Path) -> N
     program.chmod(0o755)
     (tmp_path / "config.json").write_text("{}")
     values = {"python": str(program), "start_seconds": 0.5}
-    servers = Servers(parse_config(EngineConfig, {"backend": "sglang", "sglang": values}))
+    servers = ServerGroup(parse_config(EngineConfig, {"backend": "sglang", "sglang": values}))
     before = psutil.Process().children()
     async with asyncio.timeout(PATIENCE):
         with pytest.raises(EngineFailedError, match=r"not ready in 0.5 s: it does not answer"):

@@ -239,7 +239,9 @@ async def shake_hands(
             version=release,
         )
     takes_adapters = bool(server.get("enable_lora")) and not _gap(offered, FOR_ADAPTERS)
-    tp_size, dp_size = int(server["tp_size"]), int(server["dp_size"])
+    # ranks of attention are counted apart by newer releases, whatever they were asked for by
+    dp_size = int(server["dp_size"]) * int(server.get("attn_dp_size") or 1)
+    tp_size = int(server["tp_size"])
     return Capabilities(
         release=release,
         dp_size=dp_size,

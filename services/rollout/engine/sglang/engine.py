@@ -1,4 +1,4 @@
-"""The SGLang engine: one server, started here or running already."""
+"""The SGLang engine: its servers, started here and on further nodes, or one that runs already."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from services.rollout.engine.images import ImageReader
 from services.rollout.engine.interface import (
     Delta,
     Engine,
+    EngineService,
     EngineStatus,
     Generation,
     IncomingWeights,
@@ -30,6 +31,7 @@ from services.rollout.engine.interface import (
 from services.rollout.engine.sglang.adapters import DiskAdapter
 from services.rollout.engine.sglang.jobs import Job, score
 from services.rollout.engine.sglang.load import Load, SlotLimiter
+from services.rollout.engine.sglang.nodes import NODE_SERVICE, NodeServicer
 from services.rollout.engine.sglang.replica import Replica
 from services.rollout.engine.sglang.samples import Routing, read_routing
 from services.rollout.engine.sglang.servers import dp_size
@@ -56,6 +58,7 @@ from services.rollout.errors import (
     NoWeightsError,
     UnfitWeightsError,
 )
+from sluice.api.rollout.v1 import engine_node_service_pb2_grpc as pb_grpc
 from sluice.runtime.errors import QueueFullError, ServiceError
 from sluice.weights.checkpoint import CheckedShards
 from sluice.weights.manifest import Manifest, ShardFile
@@ -362,6 +365,12 @@ class SglangEngine(Engine):
                 if self._has_released:
                     await self._replica.occupy("resume")
                 self._is_asleep = self._has_released = False
+
+    def services(self) -> Sequence[EngineService]:
+        if self._replica.nodes is None:
+            return ()
+        register = pb_grpc.add_EngineNodeServiceServicer_to_server
+        return (EngineService(register, NodeServicer(self._replica.nodes), NODE_SERVICE),)
 
     @property
     def pids(self) -> list[int]:

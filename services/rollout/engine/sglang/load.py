@@ -77,6 +77,7 @@ class Load:
         self._ranks = [_Rank() for _ in range(dp_size)]
         self._changed = asyncio.Event()
         self.drawn_tokens = self.prefill_tokens = 0
+        self.moves = 0  # grows with whatever SGLang answers
 
     @property
     def waiting(self) -> int:
@@ -94,6 +95,7 @@ class Load:
         self._ranks[rank].waiting -= 1
 
     def enter(self, rank: int, reserved: int) -> None:
+        self.moves += 1
         self._ranks[rank].inside += 1
         self._ranks[rank].reserved += reserved
 
@@ -103,10 +105,12 @@ class Load:
         self.prefill_tokens += prefill_tokens
 
     def draw(self, count: int) -> None:
+        self.moves += 1
         self.drawn_tokens += count
 
     def leave(self, rank: int, reserved: int, *, has_begun: bool, ends: bool) -> None:
         """Gives a slot back; what neither ended nor began waits as before."""
+        self.moves += 1
         place = self._ranks[rank]
         place.inside -= 1
         place.reserved -= reserved

@@ -5,25 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import ServedWeights
 from services.rollout.engine.sglang.adapters import AdapterFolders, DiskAdapter, ServerAdapters
 from services.rollout.engine.sglang.client import (
+    PROBE_SECONDS,
     Capabilities,
     MissingFeatureError,
     SglangClient,
     SGLangRefusedError,
     shake_hands,
 )
+from services.rollout.engine.sglang.group import ServerGroup
 from services.rollout.engine.sglang.jobs import ServerHandle
 from services.rollout.engine.sglang.load import Load, SlotLimiter
-from services.rollout.engine.sglang.servers import Servers
+from services.rollout.engine.sglang.nodes import EngineNodes
 from services.rollout.engine.sglang.weights import DiskVersion, ServerWeights
 from services.rollout.engine.versions import Version
 from services.rollout.errors import EngineFailedError, NoSleepError, NoWeightsError
+from sluice.runtime.idempotency import cancel_all
 
 if TYPE_CHECKING:
     from services.rollout.engine.interface import IncomingWeights
@@ -32,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 2.0
+MISSES = 3  # in a row, of an attached server
 CONTROL_SECONDS = 60.0
 
 
@@ -40,7 +46,7 @@ class Replica:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config, self._sglang = config, config.sglang
-        self._servers = Servers(config)
+        self._servers = ServerGroup(config)
         self._client: SglangClient | None = None
         self._weights: ServerWeights | None = None
         self._gate, self._load = SlotLimiter(0, 0), Load(0)
@@ -67,6 +73,11 @@ class Replica:
     def pids(self) -> list[int]:
         return self._servers.pids
 
+    @property
+    def nodes(self) -> EngineNodes | None:
+        """Further nodes of the engine, where it has any."""
+        return self._servers.nodes
+
     def open(self, gate: SlotLimiter, load: Load) -> None:
         """Sends requests through `gate` and counts them in `load`."""
         self._gate, self._load = gate, load
@@ -74,7 +85,7 @@ class Replica:
 
     async def attach(self) -> Capabilities:
         """Reaches the configured server. Raises MissingFeatureError or EngineFailedError."""
-        await self._connect(self._sglang.url)
+        await self._connect(SglangClient(self._sglang.url, self._sglang.api_key))
         assert self.capabilities is not None
         return self.capabilities
 
@@ -93,7 +104,7 @@ class Replica:
         await self._servers.stop()  # what an earlier one left behind
         await self._servers.start(version.directory, version.tag)
         try:
-            await self._connect(self._servers.url)
+            await self._connect(self._servers.client())
             assert self._weights is not None
             await self._weights.check(version)
         except BaseException:
@@ -129,18 +140,46 @@ class Replica:
         raise EngineFailedError(f"SGLang did not come back in {self._sglang.restarts} attempts")
 
     async def wait_until_ended(self) -> None:
-        """Returns once a server that was up has ended or answers no more."""
+        """Returns once a server that was up has ended, answers no more or hangs; all that belongs
+        to it has been ended then."""
         await self._started.wait()
-        if self._sglang.url:
-            misses = 0
-            while misses < 3 and self._client is not None:
-                await asyncio.sleep(WATCH_SECONDS)
-                misses = 0 if await self._client.answers() else misses + 1
-        else:
-            status = await self._servers.wait()
-            logger.error("SGLang ended with %d", status)
+        watching = [asyncio.create_task(self._until_silent(), name="watch SGLang")]
+        if not self._sglang.url:
+            watching.append(asyncio.create_task(self._servers.wait(), name="end of SGLang"))
+        try:
+            await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
+            why = next(task.result() for task in reversed(watching) if task.done())
+        finally:
+            await cancel_all(watching)
+        logger.error("%s", why)
         self._started.clear()
+        await self._servers.kill()  # first, so that calls under way end
         await self._disconnect()
+
+    async def _until_silent(self) -> str:
+        """Returns once a server has given no answer, or no token, for too long; says which.
+
+        Seconds count while this process looks: it may have been stopped itself.
+        """
+        misses, silent, stuck, moves = 0, 0.0, 0.0, -1
+        while self._client is not None:
+            began = time.monotonic()
+            await asyncio.sleep(WATCH_SECONDS)
+            client = self._client
+            answers = client is not None and await client.answers()
+            looked = min(time.monotonic() - began, WATCH_SECONDS + PROBE_SECONDS)
+            misses, silent = (0, 0.0) if answers else (misses + 1, silent + looked)
+            moved = self._load.moves != moves or self._is_paused or not self._load.inside
+            moves, stuck = self._load.moves, 0.0 if moved else stuck + looked
+            if self._sglang.url:
+                if misses >= MISSES:
+                    break
+                continue
+            if silent > self._sglang.silent_seconds:
+                return f"SGLang gave no answer for {silent:.0f} s"
+            if stuck > self._config.stuck_seconds:
+                return f"SGLang has requests, and gave no token for {stuck:.0f} s"
+        return "SGLang does not answer"
 
     async def pause(self) -> None:
         """Stops decoding at once; returns when nothing that was drawn is still on its way."""
@@ -223,7 +262,7 @@ class Replica:
     async def kill(self) -> None:
         """Ends the server; `wait_until_ended` returns, and a new one may be started."""
         await self._disconnect()
-        await self._servers.stop_server()
+        await self._servers.kill_server()
 
     async def close(self) -> None:
         await self._disconnect()
@@ -248,8 +287,7 @@ class Replica:
         except SGLangRefusedError as error:
             raise EngineFailedError(str(error)) from error
 
-    async def _connect(self, url: str) -> None:
-        client = SglangClient(url, self._sglang.api_key)
+    async def _connect(self, client: SglangClient) -> None:
         verifies = self._sglang.verify == "checksum"
         try:
             self.capabilities = await shake_hands(
@@ -258,6 +296,8 @@ class Replica:
         except BaseException:
             await client.close()
             raise
+        if self._sglang.prefill is not None:  # a group would have to take in both servers
+            self.capabilities = replace(self.capabilities, can_transfer=False)
         self._client, self._is_paused = client, False
         self._weights = ServerWeights(
             client, self.capabilities, verifies=verifies, seconds=self._sglang.update_seconds

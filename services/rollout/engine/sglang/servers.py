@@ -16,14 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engine.config import EngineConfig
+from services.rollout.engine.config import EngineConfig, SglangConfig
 from services.rollout.engine.images import reads_media
-from services.rollout.engine.sglang.client import CONTEXT_MARGIN, SglangClient, SGLangRefusedError
-from services.rollout.engine.sglang.weights import read_config
+from services.rollout.engine.sglang.client import CONTEXT_MARGIN
 from services.rollout.errors import EngineFailedError
 from sluice import platform
 from sluice.config import ConfigError
-from sluice.runtime.idempotency import all_of
 from sluice.runtime.recovery import NotReadyError, wait_until_ready
 
 MODULE = "sglang.launch_server"
@@ -69,6 +67,21 @@ def command(python: str | Path, arguments: Arguments) -> tuple[str, ...]:
     return (str(python), "-m", MODULE, *flags(arguments))
 
 
+def with_python(config: SglangConfig, words: Sequence[str]) -> tuple[str, ...]:
+    """Returns the command line of a server whose arguments are words already."""
+    return (str(config.python or sys.executable), "-m", MODULE, *words)
+
+
+def check_python(config: SglangConfig) -> None:
+    """Raises ConfigError unless there is an interpreter to start servers with."""
+    python = str(config.python or sys.executable)
+    if not config.url and not os.access(python, os.X_OK):
+        raise ConfigError(
+            f"engine.sglang.python: {python} is no program; "
+            "`make sglang-cpu` makes build/sglang/bin/python"
+        )
+
+
 def engine_arguments(config: EngineConfig, device: str) -> dict[str, Any]:
     """Derives the arguments of a server on `device`, a torch device type, from the settings.
 
@@ -109,11 +122,6 @@ def engine_arguments(config: EngineConfig, device: str) -> dict[str, Any]:
             "lora_target_modules": list(lora.targets),
             # those held, the base, and one that is let go when its last request ends
             "max_loras_per_batch": config.max_adapters + 2,
-        }
-    if config.sglang.encoders:
-        arguments |= {
-            "language_only": True,
-            "encoder_transfer_backend": config.sglang.encoder_backend,
         }
     return arguments | config.sglang.server_args
 
@@ -159,8 +167,12 @@ def encoder_arguments(
 
 
 def dp_size(config: EngineConfig) -> int:
-    """Returns the data-parallel ranks of the server that is to be started."""
-    return int(config.sglang.server_args.get("dp_size") or 1)
+    """Returns the data-parallel ranks of the server that is to be started.
+
+    Those of attention are `dp_size` with `enable_dp_attention`, or `attn_dp_size` by a newer name.
+    """
+    arguments = config.sglang.server_args
+    return int(arguments.get("dp_size") or 1) * int(arguments.get("attn_dp_size") or 1)
 
 
 def environment(config: EngineConfig, device: str, ranks: int = 1) -> dict[str, str]:
@@ -201,14 +213,16 @@ OPEN_PORTS = (
 )
 
 
-def free_port(host: str) -> int:
+def free_port(host: str, count: int = 1) -> int:
     """Finds a port that nobody listens at, of those that no kernel hands out by itself.
 
-    SGLang takes it long after it was chosen. Raises EngineFailedError.
+    With `count` it is the first of so many in a row. SGLang takes them long after they were
+    chosen. Raises EngineFailedError.
     """
-    for port in random.sample(PORTS, len(PORTS)):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
+    for port in random.sample(PORTS[: len(PORTS) - count + 1], len(PORTS) - count + 1):
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for each in range(port, port + count):
+                probes.enter_context(socket.socket()).bind((host, each))
             return port
     raise EngineFailedError(f"no free port at {host}")
 
@@ -229,8 +243,8 @@ class ServerProcess:
         assert self._process is not None
         return self._process.pid
 
-    async def start(self, answers: Callable[[], Awaitable[bool]], seconds: float) -> None:
-        """Starts it and waits until it `answers`. Raises EngineFailedError after ending it."""
+    async def spawn(self) -> None:
+        """Starts it. Raises OSError."""
         command = self.launch.command
         self._process = await asyncio.create_subprocess_exec(
             command[0],
@@ -243,6 +257,11 @@ class ServerProcess:
             start_new_session=True,
         )
         logger.info("%s server starts at %s", self.launch.role, self.launch.url)
+
+    async def start(self, answers: Callable[[], Awaitable[bool]], seconds: float) -> None:
+        """Starts it and waits until it `answers`. Raises EngineFailedError after ending it."""
+        await self.spawn()
+        assert self._process is not None
         process, what = self._process, f"the {self.launch.role} server"
 
         async def probe() -> None:
@@ -285,9 +304,15 @@ class ServerProcess:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._stop_seconds):
                     await process.wait()
+        await self.kill()
+
+    async def kill(self) -> None:
+        """Sends SIGKILL to the whole group; returns when the server has ended."""
+        if self._process is None:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)  # also what has lost its parent
-        await process.wait()
+        await self._process.wait()
 
 
 def _has_file(stream: object) -> bool:
@@ -297,149 +322,3 @@ def _has_file(stream: object) -> bool:
     except (AttributeError, OSError, ValueError):
         return False
     return True
-
-
-REGISTER_SECONDS = 10.0
-
-
-class Servers:
-    """Owns one server and the encoders that it was given. `url` is where it listens now."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self._config, self._sglang = config, config.sglang
-        self._device = platform.declared().device_type
-        self._python = str(self._sglang.python or sys.executable)
-        if not self._sglang.url and not os.access(self._python, os.X_OK):
-            raise ConfigError(
-                f"engine.sglang.python: {self._python} is no program; "
-                "`make sglang-cpu` makes build/sglang/bin/python"
-            )
-        self._arguments = engine_arguments(config, self._device)
-        self._server: ServerProcess | None = None
-        self._encoders: list[ServerProcess] = []
-        self._keepers: list[asyncio.Task[None]] = []
-        self._bootstrap_port = 0
-        self.published_count = 0  # encoders that came back at a new URL
-        self.url = ""
-
-    async def start(self, model: Path, weight_version: str) -> None:
-        """Starts everything on fresh ports. Raises EngineFailedError; then nothing is left."""
-        try:
-            await all_of(self._add_encoder(model) for _ in range(self._sglang.encoders))
-            await self._start_server(model, weight_version)
-        except BaseException:
-            await self.stop()
-            raise
-        self._keepers = [
-            asyncio.create_task(self._keep(number, model), name=f"encoder {number}")
-            for number in range(len(self._encoders))
-        ]
-
-    async def wait(self) -> int:
-        """Waits for the end of the server; returns its exit status."""
-        assert self._server is not None
-        return await self._server.wait()
-
-    async def stop_server(self) -> None:
-        """Ends the server alone; `wait` returns."""
-        if self._server is not None:
-            await self._server.stop()
-
-    async def stop(self) -> None:
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
-        processes = [*self._encoders, *([self._server] if self._server else [])]
-        self._keepers, self._encoders, self._server = [], [], None
-        await asyncio.gather(*(process.stop() for process in processes))
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the server, then of its encoders."""
-        processes = [*([self._server] if self._server else []), *self._encoders]
-        return [process.pid for process in processes]
-
-    async def _start_server(self, model: Path, weight_version: str) -> None:
-        host, port = self._sglang.host, free_port(self._sglang.host)
-        arguments = {
-            "model_path": model,
-            "host": host,
-            "port": port,
-            "weight_version": weight_version,
-            **model_arguments(self._config, read_config(model)),
-            **self._arguments,
-        }
-        if self._encoders:
-            self._bootstrap_port = free_port(host)
-            arguments["encoder_urls"] = [encoder.launch.url for encoder in self._encoders]
-            arguments["encoder_bootstrap_port"] = self._bootstrap_port
-        ranks = int(arguments.get("dp_size") or 1) * int(arguments.get("tp_size") or 1)
-        launch = Launch(
-            role="regular",
-            url=f"http://{host}:{port}",
-            command=command(self._python, arguments),
-            environment=environment(self._config, self._device, ranks),
-        )
-        client = SglangClient(launch.url, self._sglang.api_key)
-        server = ServerProcess(launch, self._sglang.stop_seconds)
-        try:
-            await server.start(client.answers, self._sglang.start_seconds)
-        finally:
-            await client.close()
-        self._server, self.url = server, launch.url
-
-    async def _add_encoder(self, model: Path) -> None:
-        """Adds an encoder as soon as it runs, so that it is ended if another one never does."""
-        self._encoders.append(await self._start_encoder(model))
-
-    async def _start_encoder(self, model: Path) -> ServerProcess:
-        host, port = self._sglang.host, free_port(self._sglang.host)
-        arguments = encoder_arguments(
-            {"model_path": model, **self._arguments},
-            host,
-            port,
-            self._sglang.encoder_backend,
-            self._sglang.encoder_args,
-        )
-        launch = Launch(
-            role="encoder",
-            url=f"http://{host}:{port}",
-            command=command(self._python, arguments),
-            environment=environment(self._config, self._device),
-        )
-        client = SglangClient(launch.url, self._sglang.api_key)
-        encoder = ServerProcess(launch, self._sglang.stop_seconds)
-        try:
-            await encoder.start(client.is_healthy, self._sglang.start_seconds)
-        finally:
-            await client.close()
-        return encoder
-
-    async def _keep(self, number: int, model: Path) -> None:
-        """Starts an encoder that ended anew, and publishes its new URL."""
-        failures = 0
-        while True:
-            status = await self._encoders[number].wait()
-            old = self._encoders[number].launch.url
-            logger.error("encoder %d at %s ended with %d", number, old, status)
-            if failures >= self._sglang.restarts:
-                logger.error("encoder %d is given up", number)
-                return
-            await asyncio.sleep(self._sglang.backoff.seconds(failures + 1))
-            try:
-                self._encoders[number] = await self._start_encoder(model)
-                await self._publish(old, self._encoders[number].launch.url)
-                failures = 0
-                self.published_count += 1
-            except (EngineFailedError, SGLangRefusedError) as error:
-                failures += 1
-                logger.error("encoder %d: %s", number, error)
-
-    async def _publish(self, old: str, new: str) -> None:
-        """Gives the server, which reads prompts, an encoder's new URL."""
-        client = SglangClient(f"http://{self._sglang.host}:{self._bootstrap_port}")
-        try:
-            await client.post("/register_encoder_url", {"url": new}, REGISTER_SECONDS)
-            await client.delete("/unregister_encoder_url", {"url": old}, REGISTER_SECONDS)
-        finally:
-            await client.close()
