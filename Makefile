@@ -166,6 +166,9 @@ test-vision: $(VENV)/.dev build/sglang/.installed  ## engines (real SGLang too) 
 test-openai: $(VENV)/.dev build/lm-eval/.installed  ## lm-eval, unmodified, through the OpenAI port
 	$(TEST) tests/lm_eval tests/service/openai tests/unit/openai
 
+test-nodes: $(VENV)/.dev  ## engines over several nodes, prefill and decode apart, on a stand-in of SGLang: every process killed and stopped
+	$(TEST) tests/nodes
+
 test-sglang: $(VENV)/.dev build/sglang/.installed  ## the engine contract and more on real SGLang
 	$(TEST) tests/sglang tests/contract/engine -m sglang
 
@@ -307,5 +310,5 @@ accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: righ
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help site observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-node test-pages test-trackers proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-ray test-slurm compose-smoke test-compose \
+.PHONY: help site test-nodes observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-node test-pages test-trackers proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-ray test-slurm compose-smoke test-compose \
 	verify bench bench-adapters bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-fleet bench-demo bench-training bench-checkpoint bench-colocated bench-algorithms bench-router bench-router-simulation clean

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from services.rollout.engine.config import EngineConfig
 from sluice.config import Config, ProcessConfig
 from sluice.runtime.server import ServerConfig
+from sluice.weights.store import is_bucket
 
 
 class OpenAIConfig(Config):
@@ -149,9 +150,10 @@ class RolloutConfig(ProcessConfig):
         sglang = self.engine.sglang
         if sglang.node_count == 1 or "engine" not in self.roles:
             return self
-        if self.weights_cache is not None:
+        if is_bucket(str(self.store)) and self.weights_cache is None:
             raise ValueError(
-                "weights_cache: all nodes of an engine read the same files, below the store"
+                "weights_cache: all nodes of an engine read the same files; with a store in a "
+                "bucket name a directory that they all see"
             )
         if self.node_host in ("0.0.0.0", "[::]", "::"):
             raise ValueError(

@@ -142,3 +142,33 @@ def test_ranks_meet_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
     registry.meet("t", 0, 2, "a:4")
     monkeypatch.setattr(ray_cell, "MEETING_SECONDS", -1.0)  # nobody is awaited: it has gone
     assert registry.meet("t", 1, 2, "b:4") == ""
+
+
+def test_an_engine_of_several_nodes_is_placed_with_all_of_them(tmp_path: Path) -> None:
+    sglang = {
+        "nnodes": 2,
+        "server_args": {"tp_size": 16},
+        "prefill": {"server_args": {"tp_size": 8}},
+    }
+    engine = {"backend": "sglang", "sglang": sglang}
+    entry = {
+        "kind": "rollout",
+        "replicas": 2,
+        "resources": {"gpus": 8},
+        "hosts": [f"10.0.0.{number}" for number in range(1, 7)],
+        "config": {"engine": engine},
+    }
+    found = members(tmp_path, {"router": {"kind": "router"}, "e": entry})
+    names = [f"e-{replica}{node}" for replica in (0, 1) for node in ("", "-node1", "-node2")]
+    assert [*found][1:] == names
+    for place, name in enumerate(names, 1):
+        member = found[name]
+        node = (place - 1) % 3
+        assert (member.bundle["GPU"], member.group) == (8.0, "e")
+        assert f"node:10.0.0.{place}" in member.bundle
+        own = member.spec["config"]
+        assert own["engine_id"] == name.partition("-node")[0]
+        assert own["engine"]["sglang"].get("node_rank", 0) == node
+        assert member.spec.get("leader", "") == (own["engine_id"] if node else "")
+        assert member.spec["shown"]["kind"] == ("node" if node else "rollout")
+        assert own["server"]["address_file"].endswith(f"/{name}.address.json")

@@ -82,6 +82,42 @@ def spread(arguments: Arguments, places: Sequence[Place]) -> list[dict[str, Any]
     ]
 
 
+def command_lines(
+    config: EngineConfig,
+    device: str,
+    model: Path,
+    weight_version: str,
+    places: Sequence[Place],
+    reading: Arguments,
+) -> list[dict[str, Any]]:
+    """Returns the arguments of the server's process at each place of an engine.
+
+    The first `nnodes` places decode; where prefill is apart, the others read prompts. `reading`
+    is for those that do.
+    """
+    sglang = config.sglang
+    shared = {
+        "model_path": model,
+        "weight_version": weight_version,
+        **model_arguments(config, read_config(model)),
+        **engine_arguments(config, device),
+    }
+    if sglang.prefill is None:
+        return spread({**shared, **reading}, places)
+    decoding, prompts = places[: sglang.nnodes], places[sglang.nnodes :]
+    apart = {"disaggregation_transfer_backend": sglang.transfer_backend}
+    decode = {**shared, **apart, "disaggregation_mode": "decode"}
+    prefill = {
+        **shared,
+        **sglang.prefill.server_args,
+        **apart,
+        "disaggregation_mode": "prefill",
+        "disaggregation_bootstrap_port": prompts[0].port + BOOTSTRAP_PORT,
+        **reading,
+    }
+    return [*spread(decode, decoding), *spread(prefill, prompts)]
+
+
 def _in_url(host: str) -> str:
     """A host as URLs have it: IPv6 in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
@@ -212,43 +248,28 @@ class ServerGroup:
         self, model: Path, weight_version: str, reports: Mapping[int, NodeReport]
     ) -> None:
         """Has the nodes start theirs, starts the one here, and waits until all answer."""
-        further = [Place(report.host, report.port) for report in reports.values()]
         first = Place(
             self._host,
-            free_port(self._host, PORT_BLOCK) if further else 0,
+            free_port(self._host, PORT_BLOCK) if reports else 0,
             self._sglang.host,
             free_port(self._sglang.host),
         )
-        places = [first, *further[: self._sglang.nnodes - 1]]
-        prompts = further[self._sglang.nnodes - 1 :]
-        shared = {
-            "model_path": model,
-            "weight_version": weight_version,
-            **model_arguments(self._config, read_config(model)),
-            **self._arguments,
-        }
+        places = [first, *(Place(report.host, report.port) for report in reports.values())]
+        prompts = places[self._sglang.nnodes :]
         self._prefill = prompts[0] if prompts else None
-        reads_prompts = self._reading(prompts[0] if prompts else None)
-        if prompts:
-            assert self._sglang.prefill is not None
-            apart = {"disaggregation_transfer_backend": self._sglang.transfer_backend}
-            prefill = {
-                **shared,
-                **self._sglang.prefill.server_args,
-                **apart,
-                "disaggregation_mode": "prefill",
-                "disaggregation_bootstrap_port": prompts[0].port + BOOTSTRAP_PORT,
-                **reads_prompts,
-            }
-            decode = {**shared, **apart, "disaggregation_mode": "decode"}
-            commands = [*spread(decode, places), *spread(prefill, prompts)]
-        else:
-            commands = spread({**shared, **reads_prompts}, places)
+        commands = command_lines(
+            self._config,
+            self._device,
+            model,
+            weight_version,
+            places,
+            self._reading(self._prefill),
+        )
         environments = [self._environment(arguments) for arguments in commands]
         if self.nodes is not None:
             environments = [
                 {**_own_address(place.host), **each}
-                for place, each in zip([*places, *prompts], environments, strict=True)
+                for place, each in zip(places, environments, strict=True)
             ]
             self.nodes.run(
                 {
