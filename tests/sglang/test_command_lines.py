@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.rollout.engine.config import EngineConfig, SglangConfig
-from services.rollout.engine.sglang.group import Place, command_lines
+from services.rollout.engine.sglang.group import NodePlace, command_lines
 from services.rollout.engine.sglang.servers import flags
 from tests.contract.engine.cases import Model
 from tests.patience import PATIENCE
@@ -30,7 +30,7 @@ NAMES = (
     "nnodes,node_rank,dist_init_addr,tp_size,dp_size,enable_dp_attention,disaggregation_mode,"
     "disaggregation_transfer_backend,disaggregation_bootstrap_port,port"
 )
-PLACES = [Place(f"10.0.0.{number}", 20000 + number * 100) for number in range(1, 5)]
+PLACES = [NodePlace(f"10.0.0.{number}", 20000 + number * 100) for number in range(1, 5)]
 
 
 def parsed(commands: list[list[str]]) -> list[dict[str, Any]]:

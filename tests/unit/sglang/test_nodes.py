@@ -12,7 +12,7 @@ import pytest
 
 from services.rollout.config import RolloutConfig
 from services.rollout.engine.config import EngineConfig, SglangConfig
-from services.rollout.engine.sglang.group import Place, command_lines, spread
+from services.rollout.engine.sglang.group import NodePlace, command_lines, spread
 from services.rollout.engine.sglang.nodes import (
     EngineNodes,
     NodeOrder,
@@ -93,7 +93,7 @@ def test_a_node_is_reached_as_its_server_is_unless_it_has_an_address_of_its_own(
 def test_all_processes_of_a_server_meet_at_the_first_and_listen_where_they_are(
     tmp_path: Path,
 ) -> None:
-    places = [Place("10.0.0.1", 100, "127.0.0.1", 80), Place("fe80::2", 200)]
+    places = [NodePlace("10.0.0.1", 100, "127.0.0.1", 80), NodePlace("fe80::2", 200)]
     first, second = spread({"tp_size": 2}, places)
     shared = {"tp_size": 2, "nnodes": 2, "dist_init_addr": "10.0.0.1:104"}
     assert first == {**shared, "node_rank": 0, "host": "127.0.0.1", "port": 80}

@@ -47,9 +47,22 @@ REGISTER_SECONDS = 10.0
 # of a node's block of ports: HTTP first
 BOOTSTRAP_PORT, ENCODERS_PORT, MEETING_PORT = 1, 2, 4  # SGLang takes some above the last, too
 
+OPEN_PORTS = (
+    (
+        "HTTP of SGLang and of its encoders; only with `engine.backend: sglang`",
+        "`engine.sglang.host`, a free port of 20000 to 31999",
+        "`engine.sglang.api_key`, where one is set; no TLS: keep it on loopback",
+    ),
+    (
+        "between SGLang's own processes (ZMQ, encoders, NCCL)",
+        "what SGLang chooses",
+        "nothing: SGLang opens them",
+    ),
+)
+
 
 @dataclass(frozen=True)
-class Place:
+class NodePlace:
     """Where a process of a server runs: its host, as other nodes reach it, and free ports there.
 
     `listen` and `http_port` are of its HTTP, where that is elsewhere.
@@ -65,7 +78,7 @@ class Place:
         return f"http://{_in_url(self.listen or self.host)}:{self.http_port or self.port}"
 
 
-def spread(arguments: Arguments, places: Sequence[Place]) -> list[dict[str, Any]]:
+def spread(arguments: Arguments, places: Sequence[NodePlace]) -> list[dict[str, Any]]:
     """Returns the arguments of a server's process at each place; several meet at the first."""
     shared: dict[str, Any] = dict(arguments)
     if len(places) > 1:
@@ -87,7 +100,7 @@ def command_lines(
     device: str,
     model: Path,
     weight_version: str,
-    places: Sequence[Place],
+    places: Sequence[NodePlace],
     reading: Arguments,
 ) -> list[dict[str, Any]]:
     """Returns the arguments of the server's process at each place of an engine.
@@ -147,7 +160,7 @@ class ServerGroup:
         self._encoders: list[ServerProcess] = []
         self._keepers: list[asyncio.Task[None]] = []
         self._encoders_url = ""  # where new encoders are made known
-        self._prefill: Place | None = None
+        self._prefill: NodePlace | None = None
         self.published_count = 0  # encoders that came back at a new URL
         self.url = ""
 
@@ -248,13 +261,13 @@ class ServerGroup:
         self, model: Path, weight_version: str, reports: Mapping[int, NodeReport]
     ) -> None:
         """Has the nodes start theirs, starts the one here, and waits until all answer."""
-        first = Place(
+        first = NodePlace(
             self._host,
             free_port(self._host, PORT_BLOCK) if reports else 0,
             self._sglang.host,
             free_port(self._sglang.host),
         )
-        places = [first, *(Place(report.host, report.port) for report in reports.values())]
+        places = [first, *(NodePlace(report.host, report.port) for report in reports.values())]
         prompts = places[self._sglang.nnodes :]
         self._prefill = prompts[0] if prompts else None
         commands = command_lines(
@@ -304,7 +317,7 @@ class ServerGroup:
         if prompts:
             await self._wait_for_prefill(prompts[0])
 
-    def _reading(self, prefill: Place | None) -> dict[str, Any]:
+    def _reading(self, prefill: NodePlace | None) -> dict[str, Any]:
         """Arguments of the server that reads prompts, which asks encoders for images."""
         if not self._encoders:
             return {}
@@ -326,7 +339,7 @@ class ServerGroup:
             self._config, self._device, max(1, ranks // int(arguments.get("nnodes") or 1))
         )
 
-    async def _wait_for_prefill(self, place: Place) -> None:
+    async def _wait_for_prefill(self, place: NodePlace) -> None:
         client = SglangClient(place.url, self._sglang.api_key)
 
         async def probe() -> None:

@@ -43,6 +43,13 @@ logger = logging.getLogger(__name__)
 
 STREAM_SECONDS = 365 * 86400.0  # reports, not the deadline, bound a stream
 RETRY_SECONDS = 0.5
+OPEN_PORTS = (
+    (
+        "SGLang on further nodes of an engine: HTTP of a prefill server, health, where nodes meet",
+        "`engine.sglang.node_host`, 16 free ports in a row of 20000 to 31999",
+        "`engine.sglang.api_key` for HTTP, where one is set; else nothing, and no TLS",
+    ),
+)
 
 
 class FollowerNode:

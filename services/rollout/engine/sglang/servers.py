@@ -199,18 +199,6 @@ SHIM = Path(__file__).with_name("launch.py")
 POLL_SECONDS = 0.25
 USUAL_START_SECONDS = 120.0  # a longer start is explained in the log
 PORTS = range(20000, 32000)
-OPEN_PORTS = (
-    (
-        "HTTP of SGLang and of its encoders; only with `engine.backend: sglang`",
-        "`engine.sglang.host`, a free port of 20000 to 31999",
-        "`engine.sglang.api_key`, where one is set; no TLS: keep it on loopback",
-    ),
-    (
-        "between SGLang's own processes (ZMQ, encoders, NCCL)",
-        "what SGLang chooses",
-        "nothing: SGLang opens them",
-    ),
-)
 
 
 def free_port(host: str, count: int = 1) -> int:
