@@ -23,6 +23,7 @@ from rich.text import Text
 from sluice import platform
 from sluice.config import ENV_PREFIX, RESERVED_ENV, ProcessConfig, load_config
 from sluice.loop.screen import plain_text
+from sluice.operations import OPERATIONS, chosen
 from sluice.platform import PlatformError
 
 DOCTOR_USAGE = "sluice doctor [--store DIR] [--port N] ..."
@@ -151,10 +152,12 @@ def _device() -> Finding:
         return Finding("device", WARNING, "no torch: a router and a loop alone can run here")
     try:
         found = platform.current()
+        kind = found.device_type
         described = ", ".join(f"{name} {value}" for name, value in found.describe().items())
+        running = ", ".join(f"{name} by {chosen(name, kind)}" for name in OPERATIONS)
     except PlatformError as error:
         return Finding("device", WRONG, str(error), "see docs/accelerators.md")
-    return Finding("device", OK, f"{found.device_type}: {described}")
+    return Finding("device", OK, f"{kind}: {described}; {running}")
 
 
 def metadata_missing(name: str) -> bool:

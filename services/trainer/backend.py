@@ -106,6 +106,7 @@ class TrainingBackend(ABC):
     """
 
     mesh: Mesh
+    operations: Mapping[str, str]  # which implementation it has of those of `sluice.operations`
 
     @abstractmethod
     def compute_logprobs(

@@ -27,6 +27,11 @@ SLEEP_SECONDS = with_values(
 )
 ASLEEP = Gauge("sluice_trainer_asleep", "Whether the trainer sleeps.")
 FREED_BYTES = Gauge("sluice_trainer_freed_bytes", "Of devices, when the trainer last fell asleep.")
+OPERATIONS = Gauge(
+    "sluice_trainer_operation_info",
+    "Ranks that run an implementation of an operation (sluice/operations.py).",
+    ["operation", "implementation"],
+)
 STEP_SECONDS = Histogram(
     "sluice_trainer_step_duration_seconds", "Optimizer steps.", buckets=MINUTES
 )

@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from tests.e2e.conftest import ENVIRONMENT, Stack, start_stack, stop_stack
@@ -84,6 +86,7 @@ def test_the_stack_trains_on_npus_and_asks_nothing_of_cuda(npu_stack: Stack) -> 
         assert calls[rank]["npu.set_device"] > 0
         assert calls[rank]["allocate"] > 0
         assert calls[rank]["mindspeed"] == uses_megatron(npu_stack)
+        assert (calls[rank]["npu_rms_norm"] > 0) == uses_megatron(npu_stack)
     assert calls[engine]["allocate"] > 0
     of_cuda = {
         f"{pid}: {name}": count
@@ -92,6 +95,24 @@ def test_the_stack_trains_on_npus_and_asks_nothing_of_cuda(npu_stack: Stack) -> 
         if name.startswith("cuda.") and name.rpartition(":")[2] in OURS
     }
     assert not of_cuda
+
+
+def test_the_trainer_says_which_operations_run(npu_stack: Stack) -> None:
+    targets = json.loads((npu_stack.run_dir / "prometheus.json").read_text())
+    (address,) = next(t["targets"] for t in targets if t["labels"]["service"] == "trainer")
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    name = "sluice_trainer_operation_info"
+    found = {
+        sample.labels["operation"]: (sample.labels["implementation"], sample.value)
+        for family in text_string_to_metric_families("\n".join(lines) + "\n")
+        for sample in family.samples
+        if sample.name == name
+    }
+    expected = {"packed_attention": ("torch_sdpa", 2.0), "adamw": ("torch_foreach", 2.0)}
+    if uses_megatron(npu_stack):
+        expected["rms_norm"] = ("npu_rms_norm", 2.0)
+    assert found == expected
 
 
 def test_each_rank_sees_a_device_and_ports_of_its_own(npu_stack: Stack) -> None:

@@ -15,6 +15,7 @@ from services.trainer.backend import Mesh, StepOutcome
 from services.trainer.config import OptimConfig, VisionConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import LiveTensors, StagedCheckpoint
+from sluice import operations
 from sluice.durable import write_new
 from sluice.vision import part_of
 from sluice.weights.manifest import FileEntry, digest_file
@@ -67,7 +68,7 @@ class FlatOptimizer:
             lr=optim.learning_rate,
             betas=optim.betas,
             eps=optim.epsilon,
-            fused=True if first.device.type == "cpu" else None,  # elsewhere torch chooses
+            **operations.adamw_options(first.device.type),
         )
 
     def views(self) -> Iterator[tuple[str, torch.Tensor]]:

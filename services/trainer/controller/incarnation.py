@@ -6,12 +6,13 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import grpc
 
+from services.trainer import metrics
 from services.trainer.config import RanksConfig
 from services.trainer.errors import (
     CommandTooLargeError,
@@ -38,9 +39,10 @@ Build = Callable[[int], pb.FollowResponse]  # a command for one data-parallel ra
 
 @dataclass(eq=False)
 class RankLink:
-    """A rank that said hello. `data_rank`, `layout` and `reports` hold once it is ready.
+    """A rank that said hello.
 
-    `loss` is set once its stream has ended.
+    `data_rank`, `layout`, `reports` and `operations` hold once it is ready. `loss` is set once its
+    stream has ended.
     """
 
     rank: int
@@ -50,6 +52,7 @@ class RankLink:
     layout: trainer_pb.ParallelLayout | None = None
     data_rank: int = 0
     reports: bool = False
+    operations: Mapping[str, str] = field(default_factory=dict)
     activity: str = "loading"
     heard: float = field(default_factory=time.monotonic)
     heard_time: float = field(default_factory=time.time)
@@ -293,9 +296,14 @@ class RankIncarnation:
             return
         link.layout, link.data_rank = ready.layout, ready.data_rank
         link.reports, link.activity = ready.reports, ""
+        link.operations = dict(ready.operations)
         are_ready = [other.layout is not None for other in self.links.values()]
         if all(are_ready) and len(are_ready) == self.world_size and not self.ready.done():
             self.ready.set_result(None)
+            metrics.OPERATIONS.clear()
+            for other in self.links.values():
+                for operation, name in other.operations.items():
+                    metrics.OPERATIONS.labels(operation, name).inc()
 
     def _take_result(self, link: RankLink, result: pb.CommandResult) -> None:
         pending = self._pending.get(result.sequence)

@@ -138,7 +138,12 @@ class Executor:
             expert=mesh.expert_size,
             virtual_pipeline=mesh.virtual_pipeline_size,
         )
-        return pb.RankReady(layout=layout, data_rank=mesh.data_rank, reports=mesh.reports)
+        return pb.RankReady(
+            layout=layout,
+            data_rank=mesh.data_rank,
+            reports=mesh.reports,
+            operations=self._backend.operations,
+        )
 
     def close(self) -> None:
         if not self._behind.ends_within(CLOSE_SECONDS):

@@ -7,7 +7,7 @@ import torch
 from . import devices, npu, watch
 from .watch import calls
 
-__all__ = ["calls", "npu", "npu_fusion_attention"]
+__all__ = ["calls", "npu", "npu_fusion_attention", "npu_rms_norm"]
 __version__ = f"{torch.__version__}.fake"
 
 devices.register(npu)
@@ -17,6 +17,15 @@ watch.watch_cuda()
 def npu_fusion_attention(*args: object, **kwargs: object) -> None:
     """transformers imports it wherever torch_npu is installed; plain attention never calls it."""
     raise NotImplementedError("the fake NPU has no fused attention; use sdpa or eager")
+
+
+def npu_rms_norm(
+    tensor: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The normed tensor, and one over the root mean square."""
+    watch.count("npu_rms_norm")
+    inverse = torch.rsqrt(tensor.square().mean(-1, keepdim=True) + epsilon)
+    return tensor * inverse * gamma, inverse
 
 
 def _autoload() -> None:

@@ -34,7 +34,7 @@ from services.trainer.backends.reference.model import PackedLayout, pack
 from services.trainer.config import Head, LoraConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
-from sluice import platform
+from sluice import operations, platform
 from sluice.algo.collectives import create_collectives
 from sluice.algo.logprobs import EntropyMode
 from sluice.algo.losses import check_columns, compute_loss, pack_named, pack_rows
@@ -65,6 +65,9 @@ class FsdpBackend(TrainingBackend):
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         current.set_device(local_rank)
         self._device = current.device(local_rank)
+        self.operations = operations.of_torch(
+            platform.CPU.device_type if config.fsdp.cpu_offload else self._device.type
+        )
         if config.fsdp.cpu_offload and self._device.type == "cpu":
             raise ValueError("fsdp.cpu_offload needs an accelerator: there is none to offload from")
         current.seed_all(config.seed)

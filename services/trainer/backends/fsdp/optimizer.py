@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from services.trainer.backend import StepOutcome
 from services.trainer.config import OptimConfig
 from services.trainer.parking import HeldTensors
+from sluice import operations
 from sluice.algo.collectives import Collectives
 
 NON_FINITE = "non-finite gradient norm"
@@ -46,7 +47,7 @@ class ShardedOptimizer:
             lr=optim.learning_rate,
             betas=optim.betas,
             eps=optim.epsilon,
-            fused=True if next(iter(self.locals.values())).device.type == "cpu" else None,
+            **operations.adamw_options(next(iter(self.locals.values())).device.type),
         )
 
     def step(self, normalizer: float, rate: float) -> StepOutcome:

@@ -8,11 +8,8 @@ That one description covers a whole pack, the zig-zag and the contiguous layout.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch.nn.attention.bias import causal_lower_right
 
-from sluice import platform
+from sluice import operations, platform
 from sluice.algo.collectives import Collectives, gather_tokens
 from sluice.algo.delta_rule import PackChunks
 
@@ -60,7 +57,7 @@ class PackAttention(MegatronModule):  # type: ignore[misc]
     def __init__(self, config: Any, *, softmax_scale: float | None, **_: Any) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
-        self.kernel = _varlen_kernel()
+        self.kernel = operations.packed_attention(platform.current().device_type)
         assert not config.attention_dropout
 
     def forward(
@@ -125,19 +122,6 @@ class PackAttention(MegatronModule):  # type: ignore[misc]
             causal=True,
         )
         return output[:, None]
-
-
-@cache
-def _varlen_kernel() -> Callable[..., torch.Tensor] | None:
-    """flash-attn's kernel for packs where it is installed; its causal mask is lower right."""
-    if platform.current().device_type != platform.CUDA.device_type:
-        return None
-    if importlib.util.find_spec("flash_attn") is None:
-        return None
-    kernel: Callable[..., torch.Tensor] = importlib.import_module(
-        "flash_attn"
-    ).flash_attn_varlen_func
-    return kernel
 
 
 def _cached(

@@ -38,6 +38,7 @@ from services.trainer.backends.megatron import checkpoint, lora, parallel
 from services.trainer.backends.megatron.batch import PackedBatch, pack_batch
 from services.trainer.backends.megatron.head import OutputHead
 from services.trainer.backends.megatron.model import PolicyModel, create_policy
+from services.trainer.backends.megatron.model_config import uses_transformer_engine
 from services.trainer.backends.megatron.replay import Purpose, RoutingReplay
 from services.trainer.backends.megatron.stepping import Stepper
 from services.trainer.backends.megatron.upstream import current_device
@@ -65,6 +66,9 @@ class MegatronBackend(TrainingBackend):
         self._layout = config.megatron
         platform.current().set_device(int(os.environ.get("LOCAL_RANK", "0")))
         self._device = current_device()
+        self.operations = upstream.operations_of(
+            self._device, uses_transformer_engine(self._layout)
+        )
         self._groups = parallel.start(
             self._layout,
             seed=config.seed,

@@ -44,6 +44,7 @@ from services.trainer.backends.megatron.upstream import current_device
 from services.trainer.backends.megatron.vision import VisionLanguageModel
 from services.trainer.backends.megatron.weights import LocalTensor, load_hf, local_tensors
 from services.trainer.config import Head
+from sluice import operations
 from sluice.algo.collectives import Collectives
 from sluice.vision import VisionTower, part_of
 
@@ -64,7 +65,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        normed = torch.nn.functional.rms_norm(hidden.float(), hidden.shape[-1:], None, self.eps)
+        normed = operations.rms_norm(hidden, self.eps)
         if self._around_zero:
             return (normed * (1 + self.weight.float())).to(hidden.dtype)
         return normed.to(hidden.dtype) * self.weight

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from services.trainer.backends.megatron import cpu
-from sluice import platform
+from sluice import operations, platform
 
 
 def on_cpu() -> bool:
@@ -65,6 +65,19 @@ def has_transformer_engine() -> bool:
     """Says whether Megatron found TransformerEngine."""
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     return bool(specs.HAVE_TE)
+
+
+def operations_of(device: torch.device, has_engine_layers: bool) -> dict[str, str]:
+    """Returns which implementations run in a model of ours on the device."""
+    adam = importlib.import_module("megatron.core.optimizer").Adam
+    vendor = adam.__module__.partition(".")[0]
+    return {
+        "packed_attention": operations.chosen("packed_attention", device.type),
+        "rms_norm": "transformer_engine"
+        if has_engine_layers
+        else operations.chosen("rms_norm", device.type),
+        "adamw": "torch_foreach" if vendor == "torch" else vendor,
+    }
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from services.trainer.backends.replica import FlatOptimizer
 from services.trainer.config import LoraConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
-from sluice import platform
+from sluice import operations, platform
 from sluice.algo.collectives import create_collectives
 from sluice.algo.logprobs import EntropyMode
 from sluice.algo.losses import compute_loss, pack_named, pack_rows
@@ -58,6 +58,7 @@ class ReferenceBackend(TrainingBackend):
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._platform.set_device(local_rank)
         self._device = self._platform.device(local_rank)
+        self.operations = operations.of_torch(self._device.type)
         self._platform.seed_all(config.seed)
         self._policy = ScoredModel.load(
             config.model, self._device, config.head, float32_head=config.float32_head
