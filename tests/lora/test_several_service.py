@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,15 @@ import pytest
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from services.trainer.config import TrainerConfig
+from services.trainer.controller.checkpoints import CheckpointRecord, check_adapter_files
 from services.trainer.controller.trainer import Trainer
-from services.trainer.errors import AdaptersUnsupportedError
+from services.trainer.errors import AdaptersUnsupportedError, CheckpointMismatchError
 from sluice import faults
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.client import RemoteError, TrainerClient, typed_errors
 from sluice.config import parse_config
 from sluice.runtime.waits import Waits
+from sluice.weights.adapter import ADAPTER_CONFIG, AdapterSpec, encode_adapter_config
 from sluice.weights.store import WeightStore
 from tests.patience import PATIENCE
 from tests.service.trainer.harness import (
@@ -393,6 +395,32 @@ def test_a_backend_of_one_adapter_says_so(tmp_path: Path, model: Path, name: str
     adapters = Trainer(config, Waits()).adapters
     with pytest.raises(AdaptersUnsupportedError, match="backend megatron trains one adapter"):
         adapters.settings(name, None, None, ())
+
+
+@fast
+@pytest.mark.parametrize(
+    ("saved", "reason"),
+    [
+        ({"base_digest": "f" * 32}, "base_digest was ffff"),
+        ({"rank": 8}, "rank was 8, and is 4"),
+        ({"alpha": 1.0}, "alpha was 1.0, and is 8.0"),
+        ({"targets": ("q_proj",)}, "targets was ('q_proj',)"),
+        (None, "is of no adapters"),
+    ],
+)
+def test_a_checkpoint_of_other_adapters_is_refused_ahead_of_the_ranks(
+    tmp_path: Path, saved: dict[str, Any] | None, reason: str
+) -> None:
+    spec = AdapterSpec(rank=4, alpha=8.0, targets=("o_proj",), base_digest="0" * 32)
+    if saved is not None:
+        path = tmp_path / ADAPTER_CONFIG
+        path.write_bytes(encode_adapter_config(replace(spec, **saved)))
+    record = CheckpointRecord(
+        backend="fsdp", step=1, skipped_count=0, weights=None, layout={}, files={}, adapter="alice"
+    )
+    with pytest.raises(CheckpointMismatchError) as refused:
+        check_adapter_files(tmp_path, record, spec)
+    assert reason in str(refused.value)
 
 
 async def lose(client: TrainerClient, how: str) -> None:
