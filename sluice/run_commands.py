@@ -100,7 +100,11 @@ SAMPLES_USAGE = "sluice samples RUN_DIR [-o FILE.parquet|FILE.jsonl] [--key valu
 
 
 class SamplesConfig(ProcessConfig):
-    """Which samples `sluice samples` lists or exports; the latest first."""
+    """Which samples `sluice samples` lists or exports.
+
+    First those kept with what the trainer computed, then all of the store; each with the latest
+    steps first.
+    """
 
     foreign_keys = ("security",)  # it calls nobody
 

@@ -145,7 +145,8 @@ class SeenSample:
 def load_samples(
     run_dir: Path, store: Path, steps: range | None, warn: Callable[[str], None]
 ) -> Iterator[SeenSample]:
-    """Samples of a run, the latest steps first; those that the trainer has not seen come last.
+    """Samples of a run: those kept with what the trainer knew, then those of the store, each with
+    the latest steps first. Those that the trainer has not seen come last.
 
     `warn` is told of files and blobs that are damaged or gone. Nothing is changed.
     """

@@ -261,13 +261,19 @@ async def _service_status(
     except TimeoutError:
         status["detail"] = f"no answer within {seconds:g} s"
     except ConfigError as error:  # no address, or no file of a token
-        status["detail"] = str(error)
+        status["detail"] = await asyncio.to_thread(_ended_text, address) or str(error)
     except RemoteError as error:
         status["detail"] = unreachable_text(error) or str(error)
         spoke = error.code is not grpc.StatusCode.UNAVAILABLE
         if error.code in _REFUSED or (spoke and status["health"] == NO_ANSWER):
             status["health"] = NOT_SERVING
     return status
+
+
+def _ended_text(address: str) -> str:
+    """What to say of a service whose services.json is no longer there; empty where it is."""
+    file = Path(address.partition("#")[0])
+    return f"ended: {file.name} is gone" if "#" in address and not file.exists() else ""
 
 
 _REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)  # this caller
@@ -287,6 +293,7 @@ _UNREACHABLE = (
     ("Connection refused", "nobody listens there"),
     ("DNS resolution failed", "no host of that name is known"),
     ("No route to host|Network is unreachable", "no route to that host"),
+    ("Socket closed", "it hangs up; does it ask for TLS?"),
     ("Ssl handshake failed|CERTIFICATE_VERIFY_FAILED|SSL_ERROR", "no TLS that both sides take"),
 )
 

@@ -31,3 +31,24 @@ def test_steps_are_drawn_and_keys_go_through_them(
     assert len({whole, first, page.inner_text("#where")}) == 3
     page.keyboard.press("0")
     assert page.inner_text("#where") == whole
+    assert lightness(page, "#rows") == lightness(page, "body")  # both bright, or both dark
+    page.click("#theme")
+    assert lightness(page, "#rows") == lightness(page, "body")
+
+
+def lightness(page: Page, selector: str) -> bool:
+    """Whether the ground of an element, or of the corner of a canvas, is bright."""
+    red = page.evaluate(
+        """(selector) => {
+          const node = document.querySelector(selector);
+          if (node.getContext) {
+            const often = { willReadFrequently: true };
+            const spot = document.createElement("canvas").getContext("2d", often);
+            spot.drawImage(node, 2, 2, 1, 1, 0, 0, 1, 1);
+            return spot.getImageData(0, 0, 1, 1).data[0];
+          }
+          return Number(getComputedStyle(node).backgroundColor.match(/\\d+/)[0]);
+        }""",
+        selector,
+    )
+    return bool(red > 127)

@@ -155,7 +155,8 @@ def write_run_page(
         output.write_text(page)
     except OSError as error:
         raise ConfigError(f"-o: {output}: {error.strerror}") from None
-    told = f"{output}: {len(runs)} runs, {sum(len(run.rows) for run in runs)} steps"
+    names = ", ".join(run.run_dir.resolve().name for run in runs)
+    told = f"{output}: {sum(len(run.rows) for run in runs)} steps of {names}"
     warnings = [
         f"{run.run_dir.name}: {text}" for run in runs for text in dict.fromkeys(run.warnings)
     ]

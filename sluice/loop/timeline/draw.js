@@ -7,11 +7,13 @@ const KINDS = {
   decode: ["#2c6fd1", "its tokens are sampled"],
   generate: ["#2c6fd1", "in an engine that tells no more"],
   tool: ["#9256c9", "a tool or the environment answers"],
-  siblings: ["#d3d9e0", "waits for others of its group"],
+  siblings: ["#d3d9e0", "waits for others of its group", "#4a5663"],
   reward: ["#23a08a", "is rewarded"],
   store: ["#8d6e63", "is written to the store"],
-  sampling: ["#bcd4f2", "the engine works on its samples"],
-  "wait for groups": ["#dfe5ec", "for rollouts to finish"],
+  sampling: ["#bcd4f2", "the engine works on its samples", "#37588a"],
+  "wait for groups": ["#dfe5ec", "for rollouts to finish", "#3a4551"],
+  "wait for engines": ["#e9b69b", "until one serves the newest weights"],
+  stage: ["#f7cfdd", "engines read them while they are written", "#7d5263"],
   upload: ["#9aa8b5", "rows go to the trainer"],
   old_logprobs: ["#8fc1f5", "log-probs of the policy"],
   reference_logprobs: ["#5b9be0", "log-probs of the reference"],
@@ -25,10 +27,22 @@ const KINDS = {
   commit: ["#d6285a", "engines swap them in, standing still"],
   columns: ["#c9b18f", "what the trainer knows of samples, to keep"],
   checkpoint: ["#8d6e63", "a place to resume from"],
-  other: ["#b8c0c8", "none of these"],
+  other: ["#b8c0c8", "none of these", "#5d6873"],
 };
 const PLAIN = ["#8896a5", ""];
-const colour = (name) => (KINDS[name] || PLAIN)[0];
+const isDark = () => document.documentElement.dataset.theme === "dark";
+// What is pale on white is dark on black: the third of a kind.
+const colour = (name) => {
+  const [onWhite, , onBlack] = KINDS[name] || PLAIN;
+  return (isDark() && onBlack) || onWhite;
+};
+const paint = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+// Whether dark text is read better on it.
+function isPale(hex) {
+  const [red, green, blue] = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+  return 0.299 * red + 0.587 * green + 0.114 * blue > 150;
+}
 
 function seconds(micro) {
   if (micro >= 60e6) return `${Math.floor(micro / 60e6)} min ${((micro % 60e6) / 1e6).toFixed(0)} s`;
@@ -87,12 +101,13 @@ function shares(bar, entries, values, toggle) {
     const share = (100 * value) / total;
     if (share < 0.05) continue;
     const part = element("div", { title: `${name} ${share.toFixed(1)} %` });
-    part.style.cssText = `width:${share}%;background:${colour(name)}`;
+    part.style.width = `${share}%`;
     bar.append(part);
     const swatch = element("span", { className: "swatch" });
-    swatch.style.background = colour(name);
+    for (const each of [part, swatch]) each.dataset.kind = name;
     const what = element("span", { className: "what" }, (KINDS[name] || PLAIN)[1]);
-    const entry = element("button", { className: "entry", title: "show or hide" }, swatch, name + " ",
+    const entry = element("button", { className: "entry", title: "show or hide" }, swatch,
+      element("span", { className: "name" }, name), " ",
       element("b", {}, `${share.toFixed(share < 10 ? 1 : 0)} %`), " ", what);
     entry.onclick = () => entry.classList.toggle("off", toggle(name));
     entries.append(entry);

@@ -51,7 +51,7 @@ for (const engine of data.engines) {
     Math.max(30, rowHeight * rowCount), 6);
 }
 
-let context, width;
+let context, width, ink;
 const x = (micro) => GUTTER + ((micro - view.from) / (view.to - view.from)) * (width - GUTTER);
 const micro = (pixel) => view.from + ((pixel - GUTTER) / (width - GUTTER)) * (view.to - view.from);
 
@@ -63,8 +63,7 @@ function drawSpan(span, y, height, withText) {
   context.fillStyle = colour(span.name);
   context.fillRect(left, y, Math.max(0.6, right - left), height);
   if (withText && right - left > 30) {
-    context.fillStyle = ["sampling", "wait for groups", "prepare", "advantages", "siblings"]
-      .includes(span.name) ? "#1f2933" : "#fff";
+    context.fillStyle = isPale(colour(span.name)) ? "#1f2933" : "#fff";
     label(context, span.detail && withText === 2 ? `${span.name} ${span.detail}` : span.name,
       left, y + height / 2 + 0.5, Math.min(right, width) - left);
   }
@@ -89,9 +88,9 @@ function drawArea(each) {
     each.spans.forEach((span, index) => {
       const left = Math.max(GUTTER, x(span.start)), right = Math.min(width, x(span.end));
       if (right <= left) return;
-      context.fillStyle = index % 2 ? "#e3e9f0" : "#cfd8e3";
+      context.fillStyle = ink[index % 2 ? "even" : "odd"];
       context.fillRect(left, top, right - left, height);
-      context.fillStyle = "#1f2933";
+      context.fillStyle = ink.ink;
       const texts = [span.name, span.name.replace("step ", "")];
       const text = texts.find((one) => context.measureText(one).width < right - left - 6);
       if (text) context.fillText(text, left + 3, top + height / 2 + 0.5);
@@ -99,7 +98,7 @@ function drawArea(each) {
   } else if (each.kind === "phases") {
     for (const span of each.spans) drawSpan(span, top, height, 2);
   } else {
-    context.fillStyle = "#f7f9fb";
+    context.fillStyle = ink.slots;
     context.fillRect(GUTTER, top, width - GUTTER, each.rowHeight * each.rows.length);
     each.rows.forEach((row, index) => drawRow(row, top + index * each.rowHeight, each.rowHeight));
     for (const [start, time] of commits[each.engine] || []) {
@@ -112,19 +111,19 @@ function drawArea(each) {
 }
 
 function drawGutter() {
-  context.fillStyle = "#fff";
+  context.fillStyle = ink.paper;
   context.fillRect(0, 0, GUTTER, bottom);
-  context.strokeStyle = "#d9dee4";
+  context.strokeStyle = ink.line;
   context.beginPath();
   context.moveTo(GUTTER + 0.5, 0);
   context.lineTo(GUTTER + 0.5, bottom);
   context.stroke();
   for (const each of areas) {
-    context.fillStyle = "#1f2933";
+    context.fillStyle = ink.ink;
     const middle = each.note ? each.top + 9 : each.top + each.height / 2;
     label(context, each.label, 6, middle, GUTTER - 8);
     if (each.note) {
-      context.fillStyle = "#7b8794";
+      context.fillStyle = ink.soft;
       label(context, each.note, 6, each.top + 24, GUTTER - 8);
     }
   }
@@ -132,8 +131,8 @@ function drawGutter() {
 
 function drawAxis() {
   const distance = tickDistance(view.to - view.from, Math.max(2, (width - GUTTER) / 110));
-  context.strokeStyle = "#e8ecf0";
-  context.fillStyle = "#616e7c";
+  context.strokeStyle = ink.even;
+  context.fillStyle = ink.soft;
   for (let tick = Math.ceil(view.from / distance) * distance; tick <= view.to; tick += distance) {
     const at = Math.round(x(tick)) + 0.5;
     context.beginPath();
@@ -144,12 +143,15 @@ function drawAxis() {
   }
 }
 
+const INKS = ["ink", "soft", "line", "paper", "slots", "odd", "even", "border", "shade"];
+
 function draw() {
+  ink = Object.fromEntries(INKS.map((name) => [name, paint(name)]));
   [context, width] = fit(byId("rows"), bottom);
   drawAxis();
   for (const each of areas) drawArea(each);
   if (data.steps.length && x(data.steps[0][1]) - x(0) > 8) {
-    context.strokeStyle = "rgba(31, 41, 51, 0.35)";
+    context.strokeStyle = ink.border;
     context.setLineDash([3, 3]);
     for (const [start] of data.steps) {
       const at = Math.round(x(start)) + 0.5;
@@ -162,7 +164,7 @@ function draw() {
     context.setLineDash([]);
   }
   if (hovered && hovered.box) {
-    context.strokeStyle = "#111";
+    context.strokeStyle = ink.ink;
     context.lineWidth = 1.5;
     context.strokeRect(...hovered.box);
     context.lineWidth = 1;
@@ -198,7 +200,7 @@ function drawOverview() {
   const pixels = full - GUTTER;
   if (!curve || curve.length !== pixels + 1) curve = concurrency(pixels);
   const highest = Math.max(1, ...curve);
-  strip.fillStyle = "#bcd4f2";
+  strip.fillStyle = colour("sampling");
   for (let pixel = 0; pixel < pixels; pixel++) {
     const tall = (curve[pixel] / highest) * (height - 8);
     strip.fillRect(GUTTER + pixel, height - tall, 1, tall);
@@ -207,15 +209,15 @@ function drawOverview() {
   for (const spans of Object.values(commits)) {
     for (const [start] of spans) strip.fillRect(GUTTER + (start / whole.to) * pixels, 0, 1, 5);
   }
-  strip.fillStyle = "#1f2933";
+  strip.fillStyle = ink.ink;
   label(strip, "samples on engines", 6, 14, GUTTER - 8);
-  strip.fillStyle = "#7b8794";
+  strip.fillStyle = ink.soft;
   label(strip, `at most ${Math.round(highest)}`, 6, 30, GUTTER - 8);
   const left = GUTTER + (view.from / whole.to) * pixels, right = GUTTER + (view.to / whole.to) * pixels;
-  strip.fillStyle = "rgba(31, 41, 51, 0.08)";
+  strip.fillStyle = ink.shade;
   strip.fillRect(GUTTER, 0, left - GUTTER, height);
   strip.fillRect(right, 0, full - right, height);
-  strip.strokeStyle = "#1f2933";
+  strip.strokeStyle = ink.ink;
   strip.strokeRect(left + 0.5, 0.5, Math.max(2, right - left - 1), height - 1);
 }
 
@@ -379,6 +381,16 @@ function openAtHash() {
   if (step) show(step[0] - step[1] * 0.03, step[0] + step[1] * 1.03);
   else draw();
 }
+const dark = matchMedia("(prefers-color-scheme: dark)");
+function theme(dressedDark) {
+  document.documentElement.dataset.theme = dressedDark ? "dark" : "light";
+  for (const each of document.querySelectorAll("[data-kind]")) {
+    each.style.background = colour(each.dataset.kind);
+  }
+}
+theme(dark.matches);
+dark.addEventListener("change", (event) => { theme(event.matches); draw(); });
+byId("theme").addEventListener("click", () => { theme(!isDark()); draw(); });
 window.addEventListener("hashchange", openAtHash);
 window.addEventListener("resize", draw);
 openAtHash();

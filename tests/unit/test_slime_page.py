@@ -1,0 +1,68 @@
+"""docs/from-slime.md names keys of ours: each is one of today's configuration."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from services.rollout.config import RolloutConfig
+from services.rollout.environments.prompts import PromptsSettings
+from services.trainer.config import TrainerConfig
+from sluice.config import models_of
+from sluice.loop.config import RunConfig
+
+PAGE = (Path(__file__).parents[2] / "docs" / "from-slime.md").read_text()
+MODELS: dict[str, type[BaseModel]] = {
+    "run": RunConfig,
+    "trainer": TrainerConfig,
+    "rollout": RolloutConfig,
+}
+KEY = r"[a-z][\w.<>]*"
+OPEN = ("engine.sglang.server_args.", "environment.settings.")  # whose names are of others
+
+
+def named_keys() -> list[tuple[str, str]]:
+    """(which file, dotted key) of all that the page speaks of."""
+    found = list[tuple[str, str]]()
+    for row in (line for line in PAGE.splitlines() if line.startswith("|")):
+        spans = " ; ".join(re.findall(r"`([^`]+)`", row))
+        for name, keys in re.findall(rf"(run|trainer|rollout): ((?:{KEY}(?:, )?)+)", spans):
+            found += [(name, key) for key in keys.split(", ") if key]
+        found += re.findall(rf"\b(trainer|rollout)\.config\.({KEY})", row)
+        found += [("run", key) for key in re.findall(rf"\brun\.yaml ({KEY})", row)]
+    return sorted({(name, key.rstrip(".")) for name, key in found})
+
+
+def is_key(model: type[BaseModel], key: str) -> bool:
+    models = [model]
+    for part in key.split("."):
+        if part == "<name>":
+            continue
+        fields = [m.model_fields[part] for m in models if part in m.model_fields]
+        if not fields:
+            return False
+        models = [inner for field in fields for inner in models_of(field.annotation)]
+    return True
+
+
+def test_every_key_of_ours_that_the_page_names_is_there() -> None:
+    named = named_keys()
+    assert {name for name, _ in named} == set(MODELS)
+    assert len(named) > 80
+    wrong = [
+        f"{name}: {key}"
+        for name, key in named
+        if not key.startswith(OPEN) and not is_key(MODELS[name], key)
+    ]
+    assert wrong == []
+    settings = [key.rpartition(".")[2] for _, key in named if key.startswith(OPEN[1])]
+    assert "prompt_key" in settings
+    assert [name for name in settings if name not in PromptsSettings.model_fields] == []
+
+
+@pytest.mark.parametrize("key", ["stepz", "algorithm.loss.clip", "algorithm.lossy.name"])
+def test_a_key_that_is_not_there_is_seen(key: str) -> None:
+    assert not is_key(RunConfig, key)
