@@ -69,7 +69,8 @@ def test_an_environment_of_one_turn_is_learned(stack: Stack) -> None:
         assert sample.columns["reward"] == pytest.approx(right / max(1, len(reads)))
         assert sample.columns["score/is_whole"] == float(reads == str(prompt[0]))
         assert len(sample.columns["rollout_logprobs"]) == len(answer)
-    assert all(row["rollout_mismatch"] < 1e-3 for row in training.rows())
+    measured = [row for row in training.rows() if row["silent_groups"] < 8]  # others train nothing
+    assert len(measured) > 32 and all(row["rollout_mismatch"] < 1e-3 for row in measured)
     assert _open_groups(stack) == {"open": [], "closed": []}
 
 
