@@ -272,6 +272,7 @@ def passes(project: Project, name: str, check: Callable[[], None]) -> bool:
         tell(project, f"{name}: {error}")
         return False
     finally:
+        project.files[1:] = []  # what is wrong with a file must not keep anything up
         project.down()
     return True
 

@@ -255,7 +255,7 @@ def _signals() -> Iterable[Disturbance]:
         yield Disturbance("stop", process, *training)
     yield Disturbance("kill again", "rank0", "uploaded", 3)
     for at in ("engines_asleep", "trainers_awake", "trainers_asleep"):
-        for process in ("trainer", "rank1", "engine-0", "loop"):
+        for process in ("trainer", "rank1", "engine-0", "router", "loop"):
             yield Disturbance("kill", process, at, 3, schedule="colocated")
             yield Disturbance("pause", process, at, 3, schedule="colocated")
 
