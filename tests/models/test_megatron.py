@@ -194,6 +194,35 @@ def test_a_checkpoint_goes_on_in_another_layout_and_becomes_the_model_again(
     assert compare(tmp_path / "published", tmp_path / "back").same
 
 
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_bfloat16_model_keeps_its_decays_wide(
+    distributed: bool, ranks: Pool, known: Known, tmp_path: Path
+) -> None:
+    """Parameters of two types are in one optimizer, and come back from a checkpoint bit for bit."""
+    model, expected = known(NEXT)
+    layout = {"dtype": "bfloat16", "distributed_optimizer": distributed}
+    (tmp_path / "published").mkdir()
+    more = {"model": str(model.directory), "layout": layout}
+    answers = ranks.run("prove", 2, out=str(tmp_path), steps=STEPS, **more)
+    for step, wanted in zip(answers[0]["steps"], expected.steps, strict=True):
+        assert step["loss"] == pytest.approx(wanted["loss"], abs=0.1 * abs(wanted["loss"]) + 1)
+    wide = {"A_log", "norm.weight"}
+    for path in (tmp_path / "published").glob("*.safetensors"):
+        for name, tensor in load_file(path).items():
+            keeps = name.rpartition("linear_attn.")[2] in wide
+            assert tensor.dtype is (torch.float32 if keeps else torch.bfloat16), name
+    (tmp_path / "again").mkdir()
+    ranks.run(
+        "continue_from",
+        2,
+        checkpoint=str(tmp_path / "checkpoint"),
+        out=str(tmp_path / "again"),
+        **more,
+    )
+    trained, resumed = read_ranks(tmp_path, "trained"), read_ranks(tmp_path / "again", "resumed")
+    assert all(torch.equal(resumed[name], trained[name]) for name in trained)
+
+
 MTP = {
     "qwen3_next": ("mtp.fc.weight", "mtp.layers.0.mlp.gate.weight", "mtp.norm.weight"),
     "deepseek_v3": ("model.layers.2.eh_proj.weight", "model.layers.2.enorm.weight"),

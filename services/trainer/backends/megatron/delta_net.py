@@ -44,6 +44,10 @@ class GatedNorm(torch.nn.Module):
 class DeltaNet(GatedDeltaNet):  # type: ignore[misc]
     """A Megatron layer's `self_attention`; tensor ranks have whole key heads and their values'."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.A_log = torch.nn.Parameter(self.A_log.float())  # see WIDE
+
     def forward(
         self,
         hidden_states: torch.Tensor,

@@ -99,8 +99,7 @@ def optimizer_shares(optimizer: Any) -> Iterator[OptimizerShare]:
     for part in _parts(optimizer):
         states = part.optimizer.state
         if hasattr(part, "model_param_group_index_map"):  # a DistributedOptimizer
-            for parameter, (group, order) in part.model_param_group_index_map.items():
-                main = part.optimizer.param_groups[group]["params"][order]
+            for parameter, main in _spread_parameters(part):
                 begin = part._get_model_param_range_map(parameter)["param"].start
                 yield OptimizerShare(parameter, main.detach(), states[main], begin, spread=True)
             continue
@@ -110,6 +109,21 @@ def optimizer_shares(optimizer: Any) -> Iterator[OptimizerShare]:
                 parameter = copied.get(main, main)
                 flat = main.detach().view(-1)
                 yield OptimizerShare(parameter, flat, states[main], 0, spread=False)
+
+
+def _spread_parameters(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of a parameter and what a DistributedOptimizer updates of it.
+
+    Where some parameters are narrow and others float32, its own table has them in another order
+    than the groups that it says they are in.
+    """
+    pairs = (
+        (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+        (part.model_fp32_groups, part.shard_fp32_groups),
+    )
+    for models, mains in pairs:
+        for parameters, updated in zip(models, mains, strict=True):
+            yield from zip(parameters, updated, strict=True)
 
 
 def _copied_parameters(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
