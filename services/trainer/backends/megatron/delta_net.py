@@ -46,7 +46,8 @@ class DeltaNet(GatedDeltaNet):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.A_log = torch.nn.Parameter(self.A_log.float())  # see WIDE
+        narrow: torch.Tensor = self._parameters["A_log"]
+        self.A_log = torch.nn.Parameter(narrow.float())  # see WIDE
 
     def forward(
         self,
