@@ -6,6 +6,7 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
+import torch
 
 from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import Engine, FinishReason, PauseMode
@@ -128,3 +129,26 @@ async def test_a_client_that_goes_away_leaves_nothing_running(attach: Start) -> 
             loads = await engine._replica.handle.client.get("/v1/loads")
     (load,) = engine.status().rank_loads
     assert (load.running_count, load.waiting_count, load.used_tokens) == (0, 0, 0)
+
+
+@pytest.mark.fast
+async def test_the_likeliest_tokens_are_those_of_transformers(
+    models: tuple[Model, Model], attach: Start
+) -> None:
+    """As a teacher names them: of prompts of many lengths, few tokens and all of them."""
+    engine, module = await attach(), models[0].module
+    for prompt, count in zip(PROMPTS, (1, 5, 97, 20), strict=True):
+        response = tuple((7 * index + len(prompt)) % 97 for index in range(12))
+        found = await engine.score_top([*prompt, *response], len(prompt), count)
+        with torch.no_grad():
+            logits = module(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+        table = logits.double().log_softmax(-1)
+        picked = table.gather(1, torch.tensor(response)[:, None])[:, 0]
+        assert found.logprobs == pytest.approx(picked.tolist(), abs=1e-3)
+        assert len(found.top) == len(response)
+        for named, row in zip(found.top, table, strict=True):
+            ids, values = [token for token, _ in named], [value for _, value in named]
+            assert len({*ids}) == len(ids) == count
+            assert values == pytest.approx(row[ids].tolist(), abs=1e-3)  # each is its token's
+            assert values == pytest.approx(row.topk(count).values.tolist(), abs=1e-3)
+            assert values != pytest.approx(row.flip(0)[ids].tolist(), abs=1e-3)
