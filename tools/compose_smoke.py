@@ -40,7 +40,8 @@ INSTANCES = {
     "router": ["router:9100"],
     "converter": ["converter:9100"],
 }
-ENDED = {"loop"}  # with its run, before metrics are read
+# the loop has ended with its run before metrics are read; no reward model is in the stack
+ENDED = {"loop", "reward_model"}
 INSTANCES[""] = [instance for service in INSTANCES.values() for instance in service]
 SERVERS = ["trainer", "rollout-0", "rollout-1", "router", "converter"]
 # the loop early
