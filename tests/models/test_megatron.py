@@ -274,7 +274,7 @@ def test_layers_of_multi_token_prediction_go_through_bit_for_bit(
     [
         (DENSE, 2, {"context": 2}, "no context parallelism"),
         (DENSE, 4, {"tensor": 4}, "2 key heads do not divide over 4"),
-        (DENSE, 1, {"layer_spec": "transformer_engine"}, "are local layers"),
+        (DENSE, 1, {"layer_spec": "transformer_engine"}, "layer_spec transformer_engine"),
         (NEXT, 2, {"tensor": 2}, "need sequence_parallel"),
     ],
 )
