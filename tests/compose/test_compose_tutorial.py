@@ -37,10 +37,9 @@ def test_an_environment_of_ones_own_in_containers(checkout: Path) -> None:
     (answer,) = re.findall(r'^\{"status":"success".*?\}\]\}\}', output, re.MULTILINE)
     (series,) = json.loads(answer)["data"]["result"]
     assert float(series["value"][1]) >= 1
-    assert re.search(r"trainer\s+serving", output)
-    found = [
-        float(reward) for reward in re.findall(r"^step +\d+  reward (\S+)", output, re.MULTILINE)
-    ]
-    assert found and found[-1] > 0.8
+    assert re.search(r"trainer:50051\s+serving", output)
+    rewards = re.findall(r"^step +\d+  reward (\S+)", output, re.MULTILINE)
+    assert rewards and float(rewards[-1]) > 0.7
+    assert "matplotlib" not in output  # it found a place to write to
     assert "5 samples, the first" in output
     assert "<html" in (checkout / "report.html").read_text()
