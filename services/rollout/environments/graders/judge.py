@@ -27,7 +27,7 @@ from sluice.runtime.idempotency import all_of
 from sluice.samples.messages import text_of
 
 KEY = "JUDGE_API_KEY"  # set where the worker runs: no request carries a secret
-_NUMBER = re.compile(r"\s*(-?\d+(?:\.\d+)?)")
+_NUMBER = re.compile(r"\s*(-?\d+(?:\.\d+)?)(?!\w|[.,]\d)")  # whole: no 1 of 1e3, no 5 of 5,5
 FIELDS = frozenset({"question", "answer", "response"})
 PROMPT = """Question:
 {question}
@@ -114,9 +114,10 @@ class ModelJudge(AskingGrader):
         """Reads what the judge said. Raises RewardServiceError."""
         settings = self._settings
         try:
-            said = answer["choices"][0]["message"]["content"]
-        except (TypeError, KeyError, IndexError):
-            said = None
+            choice = answer["choices"][0]
+            said, ending = choice["message"]["content"], choice.get("finish_reason")
+        except (TypeError, KeyError, IndexError, AttributeError):
+            said = ending = None
         if not isinstance(said, str):
             raise RewardServiceError(f"{settings.url}: no chat completion", url=settings.url)
         _, found, rest = said.lower().rpartition(settings.mark.lower())
@@ -124,6 +125,11 @@ class ModelJudge(AskingGrader):
         if number is None:
             raise RewardServiceError(
                 f"{settings.url}: the judge says no score: {said[-200:]!r}", url=settings.url
+            )
+        if ending == "length" and not rest[number.end() :].strip(".,"):
+            raise RewardServiceError(
+                f"{settings.url}: the score is cut off by max_tokens: {said[-200:]!r}",
+                url=settings.url,
             )
         score = float(number[1])
         if not settings.lowest <= score <= settings.highest:  # NaN neither

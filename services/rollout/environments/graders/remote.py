@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ from sluice.runtime.recovery import Backoff
 
 ADDRESSES = ("http://", "https://")
 _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
+LARGEST_ANSWER = 16 << 20  # bytes
 
 
 class RemoteSettings(Config):
@@ -117,6 +119,7 @@ class Questions:
             raise _PassingError(str(error)) from None
 
     async def _attempt(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
+        headers = {"Accept-Encoding": "identity", **headers}  # what unpacks has no limit
         try:
             async with asyncio.timeout(self._settings.attempt_seconds):
                 async with self._session.post(
@@ -125,9 +128,9 @@ class Questions:
                     if answer.status in _RETRIED:
                         raise _PassingError(f"HTTP {answer.status}", _retry_after(answer))
                     if answer.status != 200:
-                        text = (await answer.text(errors="replace"))[:200]
+                        text = (await answer.content.read(200)).decode(errors="replace")
                         raise RewardServiceError(f"{url}: HTTP {answer.status}: {text}", url=url)
-                    return await answer.json(content_type=None)
+                    return json.loads(await _read(url, answer))
         except aiohttp.ClientError as error:
             raise _PassingError(f"{type(error).__name__}: {error}") from None
         except TimeoutError:
@@ -151,7 +154,7 @@ class AskingGrader(Grader):
     async def grade(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
         """Raises RewardServiceError and RewardServiceTimeoutError."""
         settings = self._settings
-        async with aiohttp.ClientSession() as session:
+        async with aiohttp.ClientSession(auto_decompress=False) as session:
             questions = Questions(settings, session, self.service_key)
             try:
                 async with asyncio.timeout(settings.deadline_seconds):
@@ -202,6 +205,19 @@ def _body(task: Task, responses: Sequence[Response]) -> dict[str, Any]:
             for response in responses
         ],
     }
+
+
+async def _read(url: str, answer: aiohttp.ClientResponse) -> bytes:
+    """Raises RewardServiceError for more than anybody's rewards are, and for what is packed."""
+    packed = answer.headers.get("Content-Encoding", "identity")
+    if packed.lower() != "identity":
+        raise RewardServiceError(f"{url}: answers as {packed[:80]}, unasked", url=url)
+    data = bytearray()
+    async for part in answer.content.iter_any():
+        data += part
+        if len(data) > LARGEST_ANSWER:
+            raise RewardServiceError(f"{url}: answers more than {LARGEST_ANSWER} bytes", url=url)
+    return bytes(data)
 
 
 def _retry_after(answer: aiohttp.ClientResponse) -> float:
