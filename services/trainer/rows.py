@@ -19,6 +19,7 @@ from sluice.samples.arrow import InvalidGroupError, decode_group, read_facts
 from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, BlobStore
 from sluice.samples.images import FILE, ImageRules, InvalidImageError, processor_digest
 from sluice.samples.sample import (
+    LARGEST_NUMBER,
     TOP_IDS,
     ColumnLengthError,
     InvalidSampleError,
@@ -162,9 +163,12 @@ def read_shape(model: str) -> TransformerShape:
 
 
 def check_row(sample: Sample) -> None:
-    """Raise InvalidFieldError naming what of a sample does not fit together."""
+    """Raise InvalidFieldError naming what of a sample does not fit together, or is no number."""
     try:
         validate_sample(sample)
+        for name, value in sample.columns.items():
+            if not isinstance(value, np.ndarray):
+                _check_number(sample, name, value)
     except ColumnLengthError as error:
         raise InvalidFieldError(
             f"columns[{error.name}]", str(error), sample_id=error.sample_id, column=error.name
@@ -173,14 +177,25 @@ def check_row(sample: Sample) -> None:
         raise InvalidFieldError(error.field, str(error), sample_id=error.sample_id) from None
 
 
-def check_logprobs(sample: Sample) -> None:
-    """Raise InvalidFieldError where a token that is trained on has a log-prob that is no number.
+def _check_number(sample: Sample, name: str, value: float) -> None:
+    """Raises InvalidSampleError."""
+    where = f"columns[{name!r}]"
+    if not abs(value) <= LARGEST_NUMBER:  # NaN neither
+        detail = f"is {value}, not a finite number up to {LARGEST_NUMBER:g}"
+        raise InvalidSampleError(sample.sample_id, where, detail)
+    if name == "episode" and (value < 0 or value != int(value)):
+        raise InvalidSampleError(sample.sample_id, where, f"is {value}, no index")
 
-    Or likeliest tokens that are none, as `check_top` says.
+
+def check_numbers(sample: Sample, trained: np.ndarray | None = None) -> None:
+    """Raise InvalidFieldError where a token that is trained on has a value that is no number.
+
+    Or likeliest tokens that are none, as `check_top` says. trained: bool[n], in place of the mask.
     """
-    trained = np.broadcast_to(sample.columns.get("loss_mask", True), sample.response_length)
+    if trained is None:
+        trained = np.broadcast_to(sample.columns.get("loss_mask", True), sample.response_length)
     for name, values in sample.columns.items():
-        if name.endswith("_logprobs") and isinstance(values, np.ndarray):
+        if isinstance(values, np.ndarray) and values.ndim == 1:
             _refuse_where(~np.isfinite(values) & trained, "is no number", sample, name)
     check_top(sample, trained)
 
@@ -226,7 +241,7 @@ def read_rows(
         facts, samples = read_facts(data), decode_group(data, rows)
     for sample in samples:
         check_row(sample)
-        check_logprobs(sample)
+        check_numbers(sample)
     if facts is not None and (
         difference := facts.difference(samples, range(len(samples)) if rows is None else rows)
     ):

@@ -172,6 +172,7 @@ COLUMNS: Mapping[str, Column] = {
         _sample("top_k", "tokens that sampling kept of the distribution; absent is all"),
     )
 }
+LARGEST_NUMBER = 1e30  # of one a sample: float32, which advantages are, holds sums over groups
 SEVERAL = -1.0  # a sample's temperature where its answers were sampled at different ones
 SCORE_PREFIX = "score/"
 _SCORE = re.compile(r"score/[A-Za-z0-9_.-]{1,64}")

@@ -23,6 +23,7 @@ import grpc
 
 from sluice.config import Config
 from sluice.runtime.errors import ServiceError
+from sluice.samples.sample import LARGEST_NUMBER
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +231,7 @@ def required_index(request: TaskRequest, size: int) -> int:
 _FIELDS = {"reward", "raw_reward", "scores", "trained"}
 
 
-LARGEST_REWARD = 1e30  # float32, which advantages are, holds the sum over any group
+LARGEST_REWARD = LARGEST_NUMBER
 
 
 class InvalidRewardError(ValueError):

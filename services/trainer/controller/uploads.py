@@ -20,7 +20,7 @@ from services.trainer.controller.planning import Planner
 from services.trainer.controller.rank_group import RankGroup
 from services.trainer.controller.state import Batch, StoredRows, TrainerState, Turns, in_turn
 from services.trainer.errors import disk_errors
-from services.trainer.rows import RowLimits, blob_errors, check_logprobs, check_row, read_rows
+from services.trainer.rows import RowLimits, blob_errors, check_numbers, check_row, read_rows
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.errors import InvalidFieldError, NotFoundError, QueueFullError, ServiceError
 from sluice.runtime.wire import blob_from_proto, blob_to_proto
@@ -56,7 +56,7 @@ class Upload:
     def add_sample(self, sample: Sample) -> None:
         """Take a row. Raises InvalidFieldError naming what is wrong with it."""
         check_row(sample)
-        check_logprobs(sample)
+        check_numbers(sample)
         self._limits.check([self._limits.admit(sample)])
         self._inline.append(sample)
         self._inline_tokens += len(sample.token_ids)

@@ -13,7 +13,7 @@ import torch
 from services.trainer.backend import (
     Row,
 )
-from services.trainer.rows import RowLimits, blob_errors, check_top, read_rows
+from services.trainer.rows import RowLimits, blob_errors, check_numbers, read_rows
 from sluice.algo.advantages import (
     AdvantageColumns,
     AdvantageRow,
@@ -101,7 +101,7 @@ class RowTable:
     def set_columns(self, command: pb.SetColumns) -> None:
         """Raises InvalidFieldError where a new mask would train on an image's tokens.
 
-        And for likeliest tokens that are none.
+        And for values of trained tokens that are no numbers, and likeliest tokens that are none.
         """
         batch = self._batches[command.batch_id]
         reference = blob_from_proto(command.rows.blob)
@@ -111,7 +111,7 @@ class RowTable:
             _check_mask(batch[row], sample)
             self._limits.check_named(sample)
             trained = sample.columns.get("loss_mask", batch[row].loss_mask.numpy())
-            check_top(sample, np.asarray(trained))
+            check_numbers(sample, np.asarray(trained))
         for row, sample in zip(command.rows.rows, samples, strict=True):
             _set_columns(batch[row], sample)
 

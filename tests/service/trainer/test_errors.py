@@ -18,6 +18,7 @@ from sluice.client import RemoteError, TrainerClient, typed_errors
 from sluice.runtime.wire import sample_to_proto
 from sluice.samples.arrow import encode_group
 from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.samples.sample import Sample
 from tests.service.trainer.harness import PPO, RunningTrainer, make_group, upload
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -410,3 +411,63 @@ def test_every_loss_setting_is_known_here() -> None:
     """The wire carries every setting that the library has."""
     names = {field.name for field in loss_pb2.LossSpec.DESCRIPTOR.fields}
     assert names == set(LossSpec.model_fields)
+
+
+NAN, INF = math.nan, math.inf
+
+
+def spoil(row: Sample, name: str, value: float, **columns: Any) -> Sample:
+    """The row with one value of a column, its last where it has one a token."""
+    values: Any = value
+    if name in ("advantages", "returns", "values", "old_logprobs"):
+        values = np.full(row.response_length, -0.5, np.float32)
+        values[-1] = value
+    return replace(row, columns={**row.columns, **columns, name: values})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("reward", NAN),
+        ("reward", -INF),
+        ("reward", 1e300),
+        ("raw_reward", INF),
+        ("score/own", NAN),
+        ("weight", NAN),
+        ("weight", INF),
+        ("episode", NAN),
+        ("episode", -1.0),
+        ("episode", 0.5),
+        ("advantages", NAN),
+        ("advantages", INF),
+        ("returns", NAN),
+        ("values", -INF),
+    ],
+)
+async def test_numbers_that_are_none_are_refused_with_their_row(
+    client: TrainerClient, name: str, value: float
+) -> None:
+    rows = make_group("wrong", size=3)
+    rows[1] = spoil(rows[1], name, value)
+    error = await refusal(client.upload_batch("wrong", 3, samples=rows))
+    assert_is(error, INVALID, "INVALID_FIELD", sample_id="wrong/1")
+    assert name in error.metadata["field"]
+    answer = await client.upload_batch("wrong", 3, samples=make_group("wrong", size=3))
+    column = spoil(make_group("wrong", size=3)[1], name, value).columns[name]
+    error = await refusal(client.put_columns(answer.batch, {"wrong/1": {name: column}}))
+    assert_is(error, INVALID, "INVALID_FIELD", sample_id="wrong/1")
+    await client.delete_batch(answer.batch)
+
+
+async def test_log_probs_that_are_put_are_numbers_where_they_would_be_trained_on(
+    client: TrainerClient,
+) -> None:
+    rows = make_group("put", size=3, seed=3)
+    answer = await client.upload_batch("put", 3, samples=rows)
+    column = spoil(rows[1], "old_logprobs", NAN).columns["old_logprobs"]
+    error = await refusal(client.put_columns(answer.batch, {"put/1": {"old_logprobs": column}}))
+    assert_is(error, INVALID, "INVALID_FIELD", sample_id="put/1", column="old_logprobs")
+    mask = np.arange(rows[1].response_length) < rows[1].response_length - 1
+    masked = {"old_logprobs": column, "loss_mask": mask}
+    assert await client.put_columns(answer.batch, {"put/1": masked}) == 1
+    await client.delete_batch(answer.batch)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.rows import RowLimits, check_logprobs, check_top
+from services.trainer.rows import RowLimits, check_numbers, check_top
 from sluice.api.common.v1 import sample_pb2
 from sluice.runtime.errors import InvalidFieldError
 from sluice.runtime.wire import column_to_proto, columns_from_proto
@@ -146,12 +146,12 @@ def test_likeliest_tokens_that_are_none_are_refused_where_they_are_trained_on(na
     wrong = replace(sample, columns={**sample.columns, name: values})
     masked = np.array([True, False, True, True])
     limits = RowLimits(9, 64)
-    check_logprobs(sample)
+    check_numbers(sample)
     with pytest.raises(InvalidFieldError, match=problem):
-        check_logprobs(wrong)
+        check_numbers(wrong)
         limits.check_named(wrong)
     check_top(wrong, masked)
-    check_logprobs(replace(wrong, columns={**wrong.columns, "loss_mask": masked}))
+    check_numbers(replace(wrong, columns={**wrong.columns, "loss_mask": masked}))
 
 
 def test_a_file_with_another_type_or_holes_is_refused():
