@@ -28,7 +28,7 @@ from services.rollout.engine.interface import Delta, FinishReason, Numbers, Samp
 from services.rollout.engine.wire import VersionBounds, delta_from_proto, delta_to_proto
 from services.rollout.environments.environment import Reward
 from services.rollout.episodes.sampler import PartialSamples, SamplingPrompt
-from services.rollout.episodes.spool import Journals, Spool
+from services.rollout.episodes.spool import DirectoryJournals, Spool
 from services.rollout.episodes.trajectory import Trajectory
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
@@ -202,7 +202,7 @@ async def spool_groups(count: int = 256, length: int = 256) -> float:
     answer, costs = answer_of(length), list[float]()
     with tempfile.TemporaryDirectory() as directory:
         blobs = BlobStore(directory)
-        spool = Spool(blobs, Journals(Path(directory), blobs, sync=True))
+        spool = Spool(blobs, DirectoryJournals(Path(directory), blobs, sync=True))
         await spool.open("request", "body")
         for trial in range(SPOOL_TRIALS):
             prompts = [prompt_of(f"g{trial}-{number}", length) for number in range(count)]

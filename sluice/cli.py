@@ -27,6 +27,8 @@ from sluice.convert_command import CheckpointError, convert, verify
 from sluice.doctor import DOCTOR_USAGE, DoctorConfig, UnfitError, doctor
 from sluice.durable import DirectoryError
 from sluice.init import INIT_USAGE, InitConfig, init
+from sluice.logs_command import LOGS_USAGE
+from sluice.logs_command import logs as show_logs
 from sluice.loop.config import CommonRunConfig, RunConfig, SftConfig, TeacherConfig
 from sluice.loop.evaluation import EvaluationError
 from sluice.loop.fleet import NoEngineError
@@ -87,6 +89,7 @@ USAGE = {
     "convert": "sluice convert SRC DST [--to hf|torch_dist] [--origin DIR] [--key value ...]",
     "verify": "sluice verify FIRST SECOND [--model DIR] [--key value ...]",
     "status": STATUS_USAGE,
+    "logs": LOGS_USAGE,
     "report": REPORT_USAGE,
     "samples": SAMPLES_USAGE,
     "trace": "sluice trace RUN_DIR [-o FILE.html] [--steps FIRST-LAST|all] [--otlp URL]",
@@ -108,6 +111,7 @@ SUMMARY = {
     "convert": "a checkpoint from Hugging Face to torch_dist, back, or to another type",
     "verify": "are two checkpoints equal, tensor by tensor?",
     "status": "how a run and its services do: steps, rewards, health, who waits on whom",
+    "logs": "what services logged, by time, and with --follow what they log next",
     "report": "one or more runs as an HTML page: curves, settings, events, samples",
     "samples": "list, filter and export the samples of a run",
     "trace": "where the time of a run went, as one HTML page or as spans of OpenTelemetry",
@@ -119,7 +123,8 @@ SUMMARY = {
 HELP = ("-h", "--help")
 CHECK_LOSS = "check-loss"
 ALONE = ("doctor",)  # needs no argument
-UNCONFIGURED = ("down", "trace", "completion", "import-slime", "protoset", CHECK_LOSS)  # no keys
+# these have no keys to list
+UNCONFIGURED = ("down", "logs", "trace", "completion", "import-slime", "protoset", CHECK_LOSS)
 
 
 class ScoredRunConfig(RunConfig):
@@ -461,6 +466,7 @@ async def completion(arguments: Sequence[str]) -> None:
         "train": ("--up",),
         "sft": ("--up",),
         "status": ("--json", "--once"),
+        "logs": ("--follow", "--since", "--address"),
         "trace": ("--steps", "--otlp", "-o"),
         "demo": ("--run-dir", "--seed", "--algorithm", "--steps", "--target", "--max-staleness"),
         "convert": ("--to", "--origin"),
@@ -497,6 +503,7 @@ def main() -> int:
         "convert": convert,
         "verify": verify,
         "status": status,
+        "logs": show_logs,
         "report": report,
         "samples": samples,
         "trace": trace,

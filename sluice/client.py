@@ -27,7 +27,13 @@ from google.protobuf import message as pb
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sluice.algo.spec import AdvantageSpec, LossSpec
-from sluice.api.common.v1 import sample_pb2, wait_service_pb2, wait_service_pb2_grpc
+from sluice.api.common.v1 import (
+    sample_pb2,
+    store_service_pb2,
+    store_service_pb2_grpc,
+    wait_service_pb2,
+    wait_service_pb2_grpc,
+)
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.rollout.v1 import engine_service_pb2_grpc, rollout_service_pb2_grpc
 from sluice.api.rollout.v1 import rollout_service_pb2 as rollout_pb
@@ -63,6 +69,7 @@ class Client:
         self.channel = create_channel(address, security)
         self._operations = operations_pb2_grpc.OperationsStub(self.channel)
         self._waits = wait_service_pb2_grpc.WaitServiceStub(self.channel)
+        self._stores = store_service_pb2_grpc.StoreServiceStub(self.channel)
         self._health = health_pb2_grpc.HealthStub(self.channel)
 
     async def __aenter__(self) -> Self:
@@ -85,6 +92,11 @@ class Client:
         """What the server waits for, longest first."""
         response = await self._call(self._waits.ListWaits, wait_service_pb2.ListWaitsRequest())
         return list(response.waits)
+
+    async def check_store(self, nonce: str) -> store_service_pb2.CheckStoreResponse:
+        """Has the server read what was written as `checks/<nonce>` into its store, and write."""
+        request = store_service_pb2.CheckStoreRequest(nonce=nonce)
+        return await self._call(self._stores.CheckStore, request)
 
     async def is_serving(self, service: str = "") -> bool:
         """Whether a service, by its full name, takes work; by default whether the server lives."""

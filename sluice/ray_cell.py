@@ -124,6 +124,15 @@ class Cell:
             "failure": self._failure,
         }
 
+    def read_log(self, offset: int, size: int) -> bytes:
+        """Return bytes of what the process has logged; none behind the end."""
+        try:
+            with self._log.open("rb") as file:
+                file.seek(offset)
+                return file.read(size)
+        except FileNotFoundError:
+            return b""
+
     def stop(self, seconds: float) -> None:
         """End the process for good: SIGTERM, and SIGKILL after so long."""
         self._stopping.set()

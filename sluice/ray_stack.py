@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from sluice.config import RESERVED_ENV, ConfigError
 from sluice.durable import DirectoryError, replace_file
 from sluice.loop.training import active_trainer
 from sluice.runtime.recovery import NotReadyError, wait_until_ready
+from sluice.service_logs import CalledLog, LogSource, chosen
 from sluice.supervise import (
     MODULES,
     STACK_FILE,
@@ -43,6 +44,7 @@ from sluice.supervise import (
 REGISTRY = "registry"
 POLL_SECONDS = 0.2
 CONNECT_SECONDS = 60.0
+LOG_SECONDS = 30.0
 CARRIED = frozenset({"PYTHONPATH", "OMP_NUM_THREADS", *RESERVED_ENV})
 CARRIED_PREFIXES = ("HF_", "NCCL_", "GLOO_", "HCCL_")
 DEATHS_OF_A_START = 3  # in a row, of a process that has yet to serve
@@ -351,6 +353,36 @@ def end_stack(run_dir: Path) -> None:
 
 def _told(bundles: list[dict[str, float]]) -> str:
     return ", ".join(json.dumps(bundle) for bundle in bundles[:4])
+
+
+def stack_logs(run_dir: Path, names: Sequence[str], address: str) -> dict[str, LogSource]:
+    """The logs of the services of a directory that nodes of Ray see. Raises ConfigError."""
+    run_dir = run_dir.absolute()
+    namespace = _namespace(run_dir)
+    ray = connect(address, namespace)
+    cells = {}
+    for each in ray.util.list_named_actors(all_namespaces=True):
+        if each["namespace"] == namespace and each["name"] != REGISTRY:
+            with contextlib.suppress(ValueError):  # it has gone meanwhile
+                cells[each["name"]] = ray.get_actor(each["name"])
+    if not cells:
+        raise ConfigError(f"--address {address}: has no services of {run_dir}")
+    wanted = chosen(sorted(cells), names)
+
+    def caller(name: str) -> Callable[[int, int], bytes]:
+        def call(offset: int, size: int) -> bytes:
+            try:
+                data: bytes = ray.get(
+                    cells[name].read_log.remote(offset, size), timeout=LOG_SECONDS
+                )
+            except ray.exceptions.RayError as error:
+                why = type(error).__name__
+                raise ConfigError(f"{name}: its actor does not answer: {why}") from None
+            return data
+
+        return call
+
+    return {name: CalledLog(name, caller(name)) for name in wanted}
 
 
 def _namespace(run_dir: Path) -> str:

@@ -31,6 +31,7 @@ from sluice.client import Client, RouterClient, TrainerClient
 from sluice.config import RESERVED_ENV, Config, ConfigError, ProcessConfig
 from sluice.durable import DirectoryError, owned, replace_file
 from sluice.loop.training import active_trainer
+from sluice.place import Place, StorePlace, place_of
 from sluice.runtime.addresses import read_entries
 from sluice.runtime.addresses import read_services as read_services
 from sluice.runtime.recovery import Backoff, NotReadyError, wait_until_ready
@@ -173,6 +174,9 @@ class UpConfig(ProcessConfig):
     """Services to run on this machine."""
 
     run_dir: Path
+    store: StorePlace | None = Field(
+        None, description="Of every service that names none; a bucket, or run_dir/store."
+    )
     services: dict[str, ServiceEntry]
     security: SecurityConfig = Field(
         SecurityConfig(), description="Of every service that names none of its own."
@@ -217,6 +221,14 @@ def http_section(kind: str, config: Mapping[str, Any]) -> str:
     return "openai" if config.get("openai") is not None else ""
 
 
+def default_store(config: UpConfig) -> str:
+    """The store of services that name none."""
+    store = config.store
+    if store is None:
+        return str(config.run_dir.absolute() / "store")
+    return str(store.absolute() if isinstance(store, Path) else store)
+
+
 def node_name(name: str, node: int) -> str:
     """Of the process on a node of an engine; the first has the engine's."""
     return f"{name}-node{node}" if node else name
@@ -227,7 +239,7 @@ def services_entry(config: UpConfig, entry: ServiceEntry, node: int = 0) -> dict
 
     A further node of an engine is of a kind of its own: nobody is to ask it for anything.
     """
-    store = str(entry.config.get("store", config.run_dir.absolute() / "store"))
+    store = str(entry.config.get("store", default_store(config)))
     weights = {"weights": policy_weights(config)} if entry.kind == "trainer" else {}
     return {"kind": "node" if node else entry.kind, "store": store, **weights}
 
@@ -244,7 +256,7 @@ def filled_in(config: UpConfig, name: str, entry: ServiceEntry, node: int = 0) -
     server.setdefault("security", config.security.model_dump(mode="json"))
     filled["server"] = server
     if entry.kind in ("trainer", "rollout"):
-        filled.setdefault("store", str(run_dir / "store"))
+        filled.setdefault("store", default_store(config))
     if entry.kind == "converter":
         filled.setdefault("roots", [str(run_dir)])
     if entry.kind == "trainer":
@@ -752,12 +764,12 @@ async def ready_reward_model(client: Client) -> None:
         raise NotReadyError("it loads its model")
 
 
-def read_store(path: Path) -> Path:
+def read_store(path: Path) -> Place:
     """The shared store of the trainer in a services.json."""
     stores = {entry["store"] for entry in read_entries(path).values() if entry["kind"] == "trainer"}
     if len(stores) != 1:
         raise ConfigError(f"store: the trainers of {path} have {len(stores)}; name one")
-    return Path(stores.pop())
+    return place_of(stores.pop())
 
 
 def read_weights(path: Path) -> str:

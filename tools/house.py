@@ -33,6 +33,9 @@ ENTRY = re.compile(r"^\d+\. `(?P<path>[\w/]+\.py): (?P<name>[\w.]+)`", re.MULTIL
 APART = {
     "seams": (
         "services.trainer.backends.megatron.cpu",
+        "services.rollout.episodes.bucket_journals",
+        "services.trainer.controller.bucket_checkpoints",
+        "sluice.samples.bucket_blobs",
         "sluice.weights.bucket",
     ),
     "families": (

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from services.rollout.engine.config import EngineConfig
 from sluice.config import Config, ProcessConfig
+from sluice.place import StoreCacheConfig, StorePlace, directory_of, is_bucket, within
 from sluice.runtime.server import ServerConfig
 from sluice.weights.store import is_bucket
 
@@ -30,6 +31,9 @@ class OpenAIConfig(Config):
     open_groups: int = Field(1024, ge=1, description="Recorded groups at once; then 429.")
     kept_groups: int = Field(
         256, ge=1, description="Closed groups that stay in the store until they are deleted."
+    )
+    records: Path | None = Field(
+        None, description="Directory of the calls of open groups; default: <store>/records."
     )
 
 
@@ -111,7 +115,10 @@ class RolloutConfig(ProcessConfig):
         "",
         description="host:port, or FILE#NAME of a services.json; the episodes role needs it.",
     )
-    store: Path = Field(description="Shared store: blobs and weight versions.")
+    store: StorePlace = Field(
+        description="Shared store, blobs and weight versions: a directory, or s3://bucket/prefix."
+    )
+    store_cache: StoreCacheConfig = StoreCacheConfig()
     store_sync: bool = Field(True, description="False: a crash of the machine may lose groups.")
     weights: str = Field(
         "", description="Weight versions, e.g. s3://bucket/prefix; default: <store>/weights."
@@ -141,6 +148,11 @@ class RolloutConfig(ProcessConfig):
                 raise ValueError("router: the episodes role needs one")
             if self.tokenizer_directory is None:
                 raise ValueError("tokenizer: the episodes role needs one, or engine.model")
+        if self.openai is not None and is_bucket(self.store) and self.openai.records is None:
+            raise ValueError(
+                "openai.records: name a directory, for the store is a bucket: recorded calls are "
+                "appended to files"
+            )
         if self.openai is not None and self.tokenizer_directory is None:
             raise ValueError("tokenizer: openai needs one, or engine.model")
         return self
@@ -189,9 +201,14 @@ class RolloutConfig(ProcessConfig):
     @property
     def cache_directory(self) -> Path:
         """Directory of the host cache of weight versions."""
-        return self.weights_cache or self.store / "weights" / "hosts" / socket.gethostname()
+        if self.weights_cache is not None:
+            return self.weights_cache
+        root = directory_of(self.store)
+        if root is None:
+            return self.store_cache.directory / "weights"
+        return root / "weights" / "hosts" / socket.gethostname()
 
     @property
     def weights_location(self) -> str:
         """Directory or URL of the versions of weights."""
-        return self.weights or str(self.store / "weights")
+        return self.weights or str(within(self.store, "weights"))

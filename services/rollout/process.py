@@ -31,12 +31,14 @@ from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
 from sluice.client import RemoteError, typed_errors
 from sluice.imports import keep_loaded
+from sluice.place import Place, directory_of, place_of
 from sluice.runtime.channel import create_channel
 from sluice.runtime.idempotency import cancel_all
 from sluice.runtime.server import Server
+from sluice.runtime.store_checks import add_store_service
 from sluice.runtime.waits import Waits
 from sluice.runtime.wire import seconds_of
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blobs import open_blobs
 from sluice.samples.vocabulary import vocabulary_digest
 from sluice.weights.host_cache import HostCache
 from sluice.weights.store import WeightStore
@@ -255,7 +257,13 @@ class RolloutProcess:
     def __init__(self, config: RolloutConfig) -> None:
         self._config = config
         self.server = Server(config.server)
-        self.server.disks["store"] = [config.store]
+        self.server.disks["store"] = [directory_of(config.store) or config.store_cache.directory]
+        places: dict[str, Place] = {}
+        if "episodes" in config.roles:
+            places["store"] = config.store
+        if "engine" in config.roles:
+            places["weights"] = place_of(config.weights_location)
+        add_store_service(self.server, places)
         if config.weights_cache is not None:
             self.server.disks["cache"] = [config.weights_cache]
         self._resources = contextlib.AsyncExitStack()
@@ -412,7 +420,7 @@ class RolloutProcess:
             self.server.waits,
             engine_id=config.engine_id,
             backend=config.engine.backend,
-            media=MediaReader(BlobStore(config.store, sync=config.store_sync)),
+            media=MediaReader(open_blobs(config.store, config.store_cache, sync=config.store_sync)),
             vocabulary=vocabulary_digest(directory) if directory is not None else "",
         )
         for service in engine.services():

@@ -17,8 +17,9 @@ from sluice.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from sluice.config import ConfigError, load_config
 from sluice.durable import DirectoryError
 from sluice.imports import keep_loaded
+from sluice.place import Place, directory_of, place_of
 from sluice.runtime.server import Server
-from sluice.weights.store import directory_of
+from sluice.runtime.store_checks import add_store_service
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def main() -> int:
 async def serve(config: TrainerConfig) -> int:
     """Serve until a signal; the ranks load meanwhile. Returns the exit status."""
     server = Server(config.server)
-    server.disks["store"] = [config.store]
+    server.disks["store"] = [directory_of(config.store) or config.store_cache.directory]
     if config.weights and (weights := directory_of(config.weights)) is not None:
         server.disks["weights"] = [weights]
     trainer = Trainer(config, server.waits)
@@ -48,6 +49,10 @@ async def serve(config: TrainerConfig) -> int:
     workers = WorkerServer(config, trainer.ranks)
     bound_requests(server, config)
     server.add(pb_grpc.add_TrainerServiceServicer_to_server, servicer, SERVICE)
+    places: dict[str, Place] = {"store": config.store}
+    if config.head == "policy":  # a critic's weights are its own
+        places["weights"] = place_of(config.weights_location)
+    add_store_service(server, places)
     server.stop_on_signals()
     await server.start()
     await workers.start()

@@ -13,10 +13,10 @@ from services.trainer.backends.fsdp.config import FsdpConfig
 from services.trainer.backends.megatron.config import MegatronConfig
 from sluice.balance.planner import OversizePolicy
 from sluice.config import Config, ProcessConfig
+from sluice.place import Place, StoreCacheConfig, StorePlace, directory_of, is_bucket, within
 from sluice.runtime.server import ServerConfig
 from sluice.weights.adapter import DEFAULT_TARGETS, MAX_RANK, AdapterSpec
 from sluice.weights.errors import InvalidAdapterError
-from sluice.weights.store import is_bucket
 
 Head = Literal["policy", "value"]
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -197,14 +197,16 @@ class TrainerConfig(ProcessConfig):
     """A trainer process.
 
     model, reference_model: directories with a HF checkpoint; the reference defaults to the model.
-    store: root of `weights/`, `blobs/` and `checkpoints/`, shared by all services and ranks.
+    store: root of `weights/`, `blobs/` and `checkpoints/`, shared by all services and ranks: a
+    directory, or s3://bucket/prefix.
     weights: where versions of weights are in place of `<store>/weights`, e.g. s3://bucket/prefix.
     name: tells trainers apart that share a store. A critic keeps weights and checkpoints below
     `critics/<name>/` of the store, so that no engine takes them for a policy's.
     """
 
     model: str
-    store: Path
+    store: StorePlace
+    store_cache: StoreCacheConfig = StoreCacheConfig()
     weights: str = ""
     name: str = Field("trainer", min_length=1)
     reference_model: str | None = None
@@ -264,14 +266,20 @@ class TrainerConfig(ProcessConfig):
     def weights_location(self) -> str:
         """Directory or URL of the versions of weights."""
         if not self.weights:
-            return str(self.store_root / "weights")
+            return str(within(self.store_root, "weights"))
         own = "" if self.head == "policy" else f"/critics/{self.name}"
         return self.weights.rstrip("/") + own
 
     @property
-    def store_root(self) -> Path:
+    def store_root(self) -> Place:
         """Return where `weights/` and `checkpoints/` are."""
-        return self.store if self.head == "policy" else self.store / "critics" / self.name
+        return self.store if self.head == "policy" else within(self.store, "critics", self.name)
+
+    @property
+    def parking(self) -> Path:
+        """Return the directory where the state of ranks on the host waits while they sleep."""
+        root = directory_of(self.store_root)
+        return (root or self.store_cache.directory / self.name) / "parking"
 
     @model_validator(mode="after")
     def _check_head(self) -> Self:

@@ -16,7 +16,7 @@ from sluice.balance.planner import OversizePolicy, TransformerShape, shape_from_
 from sluice.config import ConfigError
 from sluice.runtime.errors import DataLossError, InvalidFieldError, NotFoundError
 from sluice.samples.arrow import InvalidGroupError, decode_group, read_facts
-from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, BlobStore
+from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, Blobs
 from sluice.samples.images import FILE, ImageRules, InvalidImageError, processor_digest
 from sluice.samples.sample import (
     LARGEST_NUMBER,
@@ -229,7 +229,7 @@ def _refuse_where(wrong: np.ndarray, problem: str, sample: Sample, name: str) ->
 
 
 def read_rows(
-    blobs: BlobStore, reference: BlobReference, limits: RowLimits, rows: Sequence[int] | None = None
+    blobs: Blobs, reference: BlobReference, limits: RowLimits, rows: Sequence[int] | None = None
 ) -> list[Sample]:
     """Read and check rows (default: all) of a blob, as the ranks hold them.
 

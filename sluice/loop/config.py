@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from sluice.algo.spec import AdvantageSpec, LossSpec, known_columns
 from sluice.config import Config, ProcessConfig
 from sluice.loop.trackers import TrackersConfig
+from sluice.place import Place, StoreCacheConfig, StorePlace
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import ServerConfig
 
@@ -261,9 +262,12 @@ class CommonRunConfig(ProcessConfig):
     run_dir: Path
     services: Path | None = Field(None, description="services.json of `sluice up`.")
     trainer: str = Field("", description="host:port, instead of `services`.")
-    store: Path | None = Field(
-        None, description="Shared store; None is that of `services`, or run_dir/store."
+    store: StorePlace | None = Field(
+        None,
+        description="Shared store, a directory or s3://bucket/prefix; None is that of `services`, "
+        "or run_dir/store.",
     )
+    store_cache: StoreCacheConfig = StoreCacheConfig()
     security: SecurityConfig = SecurityConfig()
     server: ServerConfig | None = Field(
         ServerConfig(drain_seconds=1),
@@ -280,7 +284,7 @@ class CommonRunConfig(ProcessConfig):
     service_timeout_seconds: float = Field(300, gt=0, description="For services to be ready.")
 
     @property
-    def store_dir(self) -> Path:
+    def store_place(self) -> Place:
         return self.store or self.run_dir / "store"
 
 

@@ -216,6 +216,10 @@ class EngineFleet:
                     "set engine.deterministic"
                 )
 
+    async def addresses(self) -> dict[str, str]:
+        """By name where the engines are that the router knows now."""
+        return {f"engine {each.engine_id}": each.address for each in await self._list_alive()}
+
     async def _list_some(self) -> list[router_pb.Engine]:
         if not (engines := await self._list_alive()):
             raise NotReadyError("the router knows no engine")

@@ -21,13 +21,15 @@ from sluice.loop.run_directory import (
     remove_run_checkpoint,
     write_run_checkpoint,
 )
-from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore
+from sluice.place import Place, StoreCacheConfig, directory_of, within
+from sluice.samples.blobs import BlobNotFoundError, BlobReference, open_blobs
 from sluice.weights.errors import VersionNotFoundError, WeightStoreError
 from sluice.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS, CRITICS = "checkpoints", "critics"  # where trainers keep them in the store
+RECORD = "checkpoint.json"  # makes one of them whole
 
 
 class Retention:
@@ -36,24 +38,26 @@ class Retention:
     def __init__(
         self,
         config: RetentionConfig,
-        store: Path,
+        store: Place,
         run_dir: Path,
         ledger: Ledger,
         weights: str = "",
+        cache: StoreCacheConfig | None = None,
     ) -> None:
         """`weights` is where versions are, if not in `store`.
 
-        Raises ConfigError when `store` is no directory.
+        Raises ConfigError when `store` is neither a bucket nor a directory that is there.
         """
-        if not store.is_dir():
+        root = directory_of(store)
+        if root is not None and not root.is_dir():
             raise ConfigError(f"store: {store} does not exist; name the store of the services")
         self._config, self._store, self._ledger = config, store, ledger
         self._run_checkpoints = run_dir / RUN_CHECKPOINTS
         self._owner = f"run/{ledger.run_id}"
         readable = re.sub(r"[^A-Za-z0-9_-]+", "-", run_dir.name).strip("-_")[:40] or "run"
         self._prefix = f"{readable}-{ledger.run_id}-"
-        self._blobs = BlobStore(store)
-        self._weights = WeightStore(weights or store / "weights")
+        self._blobs = open_blobs(store, cache or StoreCacheConfig())
+        self._weights = WeightStore(weights or within(store, "weights"))
         self._version: int | None = None  # that engines serve
         self._expected: int | None = None  # named by a run checkpoint that is being written
         self._pinned: set[str] = set()
@@ -179,7 +183,11 @@ class Retention:
 
     def _remove_checkpoints(self, kept: Collection[str]) -> None:
         """This run's other checkpoints, and what crashes left of some."""
-        owners = [self._store, *self._store.glob(f"{CRITICS}/*")]
+        root = directory_of(self._store)
+        if root is None:
+            self._remove_from_bucket(kept)
+            return
+        owners = [root, *root.glob(f"{CRITICS}/*")]
         directories = [owner / CHECKPOINTS for owner in owners]
         for path in [path for each in directories if each.is_dir() for path in each.iterdir()]:
             name = path.name.lstrip(".").removeprefix("removed-")
@@ -189,6 +197,17 @@ class Retention:
             if path != gone:
                 path.rename(gone)  # a checkpoint is whole, or not there
             shutil.rmtree(gone)
+
+    def _remove_from_bucket(self, kept: Collection[str]) -> None:
+        from sluice.bucket import ObjectBucket  # nobody else needs obstore
+
+        bucket = ObjectBucket(str(self._store))
+        critics = [f"{CRITICS}/{name}/{CHECKPOINTS}" for name in bucket.folders(CRITICS)]
+        for folder in [CHECKPOINTS, *critics]:
+            for name in bucket.folders(folder):
+                if name.startswith(self._prefix) and name not in kept:
+                    bucket.delete([f"{folder}/{name}/{RECORD}"])  # whole, or not there
+                    bucket.delete(bucket.keys(f"{folder}/{name}"))
 
     async def _release_older(self, kept: Iterable[RunCheckpoint]) -> None:
         """Unpin versions that nobody goes back to. Later ones than engines serve are on the way."""

@@ -17,7 +17,7 @@ from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.rollout.v1 import rollout_service_pb2 as rollout_pb
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
-from sluice.client import RemoteError, RouterClient, TrainerClient
+from sluice.client import Client, RemoteError, RouterClient, TrainerClient
 from sluice.config import ConfigError
 from sluice.loop import trace
 from sluice.loop.config import TRUNCATED, CommonRunConfig, RunConfig
@@ -46,6 +46,7 @@ from sluice.loop.run_directory import (
     settings_digests,
 )
 from sluice.loop.run_samples import SampleKeeper
+from sluice.loop.store_inspection import inspect_store
 from sluice.loop.teachers import Teachers
 from sluice.loop.training import (
     CheckpointLostError,
@@ -64,6 +65,7 @@ from sluice.loop.training import (
     wait_for_trainer,
 )
 from sluice.loop.workers import EpisodeWorkers, Task, build_request, check_teachers, teacher_of
+from sluice.place import place_of, within
 from sluice.runtime.recovery import NotReadyError, wait_until_ready
 
 logger = logging.getLogger(__name__)
@@ -106,8 +108,14 @@ class TrainerRun(ABC, Generic[C]):
         await wait_for_trainer(self.trainer, config.service_timeout_seconds)
         await self._check_services()
         self._retained = Retention(
-            config.retention, config.store_dir, config.run_dir, self.ledger, self._weights_location
+            config.retention,
+            config.store_place,
+            config.run_dir,
+            self.ledger,
+            self._weights_location,
+            config.store_cache,
         )
+        await self._inspect_store()
         await self._recovery.run(self._begin)
 
     async def close(self) -> None:
@@ -121,6 +129,20 @@ class TrainerRun(ABC, Generic[C]):
     @property
     def _deterministic(self) -> bool:
         return False
+
+    async def _inspect_store(self) -> None:
+        """Raises ConfigError for a service that sees another store than this process."""
+        store, clients = self.config.store_place, await self._store_clients()
+        weights = place_of(self._weights_location) if self._weights_location else None
+        places = {"store": store, "weights": weights or within(store, "weights")}
+        try:
+            await inspect_store(places, {"trainer": self.trainer, **clients})
+        finally:
+            await asyncio.gather(*(client.close() for client in clients.values()))
+
+    async def _store_clients(self) -> dict[str, Client]:
+        """Other services by name that use the store; the caller closes the clients."""
+        return {}
 
     async def _check_services(self) -> None:
         """Waits for other services. Raises ConfigError for those that cannot do their part."""
@@ -412,7 +434,9 @@ class TrainingRun(TrainerRun[RunConfig]):
         self._teachers = Teachers(config, self.router, self._teacher_of)
         self._evaluations = EvaluationLane(config, self.workers, report)
         self._trace = trace.RunTrace(config.run_dir, config.trace)
-        self._samples = SampleKeeper(config.run_dir, config.store_dir, config.trace)
+        self._samples = SampleKeeper(
+            config.run_dir, config.store_place, config.trace, config.store_cache
+        )
         self._dispatcher: RolloutDispatcher | None = None
         self._keeping_up: asyncio.Task[None] | None = None
         self._bringing: asyncio.Task[None] | None = None  # of engines to the version published last
@@ -491,6 +515,14 @@ class TrainingRun(TrainerRun[RunConfig]):
                     "that a crash may cost groups; set it to false, or weight_transport: store"
                 )
             await self.fleet.check_deterministic(self.config.service_timeout_seconds)
+
+    async def _store_clients(self) -> dict[str, Client]:
+        security = self.config.security
+        addresses = {f"episode worker {each}": each for each in await self.workers.refresh()}
+        addresses |= await self.fleet.addresses()
+        if self.critic is not None:
+            addresses["critic"] = self.critic.client.address
+        return {name: Client(address, security) for name, address in addresses.items()}
 
     @property
     def _deterministic(self) -> bool:

@@ -21,6 +21,7 @@ import xxhash
 from sluice.durable import replace_file
 from sluice.loop.config import TraceConfig
 from sluice.loop.ledger import LedgerDamagedError, LedgerGroup, read_groups
+from sluice.place import Place, StoreCacheConfig
 from sluice.samples.arrow import InvalidGroupError, decode_group, encode_group, read_metadata
 from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, read_blob
 from sluice.samples.sample import Sample
@@ -40,8 +41,15 @@ LOST = (BlobNotFoundError, BlobDigestError, InvalidGroupError)
 class SampleKeeper:
     """Keeps a few groups of every so many steps; what it cannot write is left out."""
 
-    def __init__(self, run_dir: Path, store: Path, config: TraceConfig) -> None:
-        self._root, self._store, self._config = run_dir / KEPT, store, config
+    def __init__(
+        self,
+        run_dir: Path,
+        store: Place,
+        config: TraceConfig,
+        cache: StoreCacheConfig | None = None,
+    ) -> None:
+        self._root, self._config = run_dir / KEPT, config
+        self._store, self._cache = store, cache
 
     def choose(self, step: int, groups: Sequence[LedgerGroup]) -> Sequence[LedgerGroup]:
         """Whole groups, the first ones; none for most steps."""
@@ -73,7 +81,7 @@ class SampleKeeper:
         samples, metadata = list[Sample](), dict[str, dict[str, str]]()
         for group in groups:
             assert group.blob is not None
-            data = read_blob(self._store, group.blob)
+            data = read_blob(self._store, group.blob, self._cache)
             metadata[group.group_id] = _plain(read_metadata(data))
             for sample in decode_group(data):
                 more = columns.get(sample.sample_id, {})
@@ -143,7 +151,7 @@ class SeenSample:
 
 
 def load_samples(
-    run_dir: Path, store: Path, steps: range | None, warn: Callable[[str], None]
+    run_dir: Path, store: Place, steps: range | None, warn: Callable[[str], None]
 ) -> Iterator[SeenSample]:
     """Samples of a run: those kept with what the trainer knew, then those of the store, each with
     the latest steps first. Those that the trainer has not seen come last.
@@ -215,7 +223,7 @@ def pieces_of(tokenizer: TextTokenizer | None, token_ids: Sequence[int]) -> list
     return [step(int(token)) or "" for token in token_ids]
 
 
-def image_of(store: Path, digest: str, size: int) -> bytes | None:
+def image_of(store: Place, digest: str, size: int) -> bytes | None:
     """The PNG that a sample was shown; None where it is gone or damaged."""
     try:
         return bytes(read_blob(store, BlobReference(digest, size)))

@@ -23,7 +23,7 @@ from sluice.loop.run_directory import RunCheckpoint, checked_run_checkpoint
 from sluice.loop.training import StepReport, train_step
 from sluice.loop.workers import PromptFileError, epoch_order, read_rows
 from sluice.samples.arrow import encode_group
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blobs import open_blobs
 from sluice.samples.chat_template import ChatTemplate, ChatTemplateError
 from sluice.samples.sample import Sample
 from sluice.samples.tokenizer import TextTokenizer
@@ -250,7 +250,7 @@ class SftRun(TrainerRun[SftConfig]):
         super().__init__(config, report)
         self._rows = rows
         self.steps = step_count(config, rows)
-        self._blobs = BlobStore(config.store_dir)
+        self._blobs = open_blobs(config.store_place, config.store_cache)
         self._algorithm = AlgorithmConfig(loss=config.loss)
         self._published = False
 

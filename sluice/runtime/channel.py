@@ -21,6 +21,7 @@ DEADLINES = {  # seconds, by method; a caller's own timeout wins
     "GetEngine": 5.0,
     "ListEngines": 5.0,
     "ListWaits": 5.0,
+    "CheckStore": 60.0,
     "RegisterEngine": 5.0,
     "RenewLeases": 5.0,
     "AcquireLeases": 30.0,

@@ -10,6 +10,7 @@ shared to append, exclusive to drop or compact, so that no file vanishes under a
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import mmap
 import os
@@ -17,6 +18,7 @@ import re
 import secrets
 import struct
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -36,6 +38,7 @@ from sluice.durable import (
     temporary_path,
     write_all,
 )
+from sluice.place import Place, StoreCacheConfig, directory_of
 
 logger = logging.getLogger(__name__)
 
@@ -309,29 +312,117 @@ class _Draft:
         self._source.unlink(missing_ok=True)
 
 
-def read_blob(root: Path, reference: BlobReference) -> memoryview:
-    """Return content of the store at `root`, checked; nothing is made or changed there.
+def read_blob(
+    store: Place, reference: BlobReference, cache: StoreCacheConfig | None = None
+) -> memoryview:
+    """Return content of a store, checked; nothing is made or changed there.
 
     The view stays valid even if the blob is collected meanwhile. Raises BlobNotFoundError or
     BlobDigestError.
     """
-    digest = reference.digest
+    digest, root = reference.digest, directory_of(store)
+    if root is None:
+        return _bucket_blobs(str(store), cache or StoreCacheConfig()).get(reference)
     if not DIGEST.fullmatch(digest):
         raise BlobNotFoundError(digest)
     with open_blob(root / "blobs" / digest[:2] / digest) as file:
         content = file.view()
-    actual = xxhash.xxh3_128_hexdigest(content)
-    if actual != digest:
-        raise BlobDigestError(digest, actual)
+    check_content(digest, content)
     return content
 
 
-class BlobStore:
-    """Blobs in a shared directory; any number of processes and threads.
+def check_content(digest: str, content: bytes | memoryview) -> None:
+    """Raise BlobDigestError for content of another digest."""
+    if (actual := xxhash.xxh3_128_hexdigest(content)) != digest:
+        raise BlobDigestError(digest, actual)
+
+
+class Blobs(ABC):
+    """Immutable contents by digest; any number of processes and threads.
 
     A blob is safe from the collector while it is pinned and, before that, for the collector's
-    grace period after its last put: put, then pin, then tell others. With `sync=False` the
-    kernel chooses when to write: a crash of the process loses nothing, one of the machine may.
+    grace period after its last put: put, then pin, then tell others. Calls block, and raise
+    OSError besides what they say.
+    """
+
+    def put(self, data: bytes | memoryview) -> BlobReference:
+        """Store `data`; durable when it returns. Content already there is young again."""
+        (reference,) = self.put_all([data])
+        return reference
+
+    @abstractmethod
+    def put_all(self, contents: Iterable[bytes | memoryview]) -> list[BlobReference]:
+        """Store contents, as `put` does each; all are durable when it returns.
+
+        A content is taken when the one before is dealt with. When it raises, some may be there
+        and others not.
+        """
+
+    @abstractmethod
+    def get(self, reference: BlobReference) -> memoryview:
+        """Return content, checked, a large one mapped; raises BlobNotFoundError or BlobDigestError.
+
+        The view stays valid even if the blob is collected meanwhile.
+        """
+
+    @abstractmethod
+    def open(self, reference: BlobReference) -> AbstractContextManager[BlobFile]:
+        """Open a blob, unchecked, for readers of parts with a digest of their own.
+
+        Raises BlobNotFoundError.
+        """
+
+    @abstractmethod
+    def exists(self, reference: BlobReference) -> bool:
+        """Tell whether the blob is there; without a pin it may be collected any moment."""
+
+    @abstractmethod
+    def pin(self, owner: str, digests: Iterable[str]) -> None:
+        """Keep blobs until `owner` unpins them; durable when it returns.
+
+        Raises BlobNotFoundError, and then pins none of them.
+        """
+
+    @abstractmethod
+    def unpin(self, owner: str, digests: Iterable[str] | None = None) -> None:
+        """Let go of `digests`, or of everything `owner` has pinned."""
+
+    @abstractmethod
+    def pinned(self, owner: str) -> set[str]:
+        """Return digests that `owner` has pinned."""
+
+    @abstractmethod
+    def owners(self) -> list[str]:
+        """Return owners that may have pins."""
+
+    @abstractmethod
+    def collect(self, grace_seconds: float, extra_live: Iterable[str] = ()) -> list[str]:
+        """Remove blobs unpinned, not in `extra_live` and last put more than the grace ago.
+
+        The grace must exceed the time between a put and its pin, and the differences of clocks.
+        Returns the digests removed.
+        """
+
+
+def open_blobs(place: Place, cache: StoreCacheConfig, *, sync: bool = True) -> Blobs:
+    """Open the blobs of a store. Raises DirectoryError or ValueError where that cannot be."""
+    if (directory := directory_of(place)) is not None:
+        return BlobStore(directory, sync=sync)
+    return _bucket_blobs(str(place), cache)
+
+
+@functools.lru_cache(maxsize=8)
+def _bucket_blobs(url: str, cache: StoreCacheConfig) -> Blobs:
+    from sluice.samples.bucket_blobs import BucketBlobs  # nobody else needs obstore
+
+    return BucketBlobs(url, cache)
+
+
+class BlobStore(Blobs):
+    """Blobs in a shared directory.
+
+    With `sync=False` the kernel chooses when to write: a crash of the process loses nothing, one
+    of the machine may.
     """
 
     def __init__(self, root: Path | str, *, sync: bool = True) -> None:
@@ -350,20 +441,10 @@ class BlobStore:
             where = error.filename or self.root
             raise DirectoryError(f"store: {where}: {error.strerror}") from None
 
-    def put(self, data: bytes | memoryview) -> BlobReference:
-        """Store `data`; durable when it returns. Content already there is not written again.
-
-        Raises OSError, which names what cannot be written: the store where that itself is gone.
-        """
-        (reference,) = self.put_all([data])
-        return reference
-
     def put_all(self, contents: Iterable[bytes | memoryview]) -> list[BlobReference]:
-        """Store contents, as `put` does each; all are durable when it returns.
-
-        They share a file, and so the wait for it, the lock, and the folders. A content is taken
-        when the one before is written. When it raises, some may be there and others not.
-        """
+        """They share a file, and so the wait for it, the lock, and the folders. Content already
+        there is not written again. Errors name what cannot be written: the store where that
+        itself is gone."""
         references, draft = list[BlobReference](), None
         try:
             for data in contents:
@@ -389,28 +470,15 @@ class BlobStore:
         return references
 
     def get(self, reference: BlobReference) -> memoryview:
-        """Return content, checked, a large one mapped; raises BlobNotFoundError or BlobDigestError.
-
-        The view stays valid even if the blob is collected meanwhile.
-        """
         return read_blob(self.root, reference)
 
     def open(self, reference: BlobReference) -> AbstractContextManager[BlobFile]:
-        """Open a blob, unchecked, for readers of parts with a digest of their own.
-
-        Raises BlobNotFoundError.
-        """
         return open_blob(self._path(reference.digest))
 
     def exists(self, reference: BlobReference) -> bool:
-        """Tell whether the blob is there; without a pin it may be collected any moment."""
         return self._path(reference.digest).exists()
 
     def pin(self, owner: str, digests: Iterable[str]) -> None:
-        """Keep blobs until `owner` unpins them; durable when it returns.
-
-        Raises BlobNotFoundError, and then pins none of them.
-        """
         digests = list(digests)
         with locked(self._lock, shared=True):
             self._pins.mkdir(exist_ok=True)
@@ -421,7 +489,6 @@ class BlobStore:
         faults.point("blob.pinned")
 
     def unpin(self, owner: str, digests: Iterable[str] | None = None) -> None:
-        """Let go of `digests`, or of everything `owner` has pinned."""
         path = pin_path(self._pins, owner)
         if digests is None:
             with locked(self._lock):  # nobody may be appending to the file
@@ -435,22 +502,15 @@ class BlobStore:
             append(path, "-", digests, sync=self.sync)
 
     def pinned(self, owner: str) -> set[str]:
-        """Return digests that `owner` has pinned."""
         replay = Replay()
         replay.refresh(pin_path(self._pins, owner))
         return replay.live
 
     def owners(self) -> list[str]:
-        """Return owners that have a pin file."""
         return [owner_of(path) for path in pin_files(self._pins)]
 
     def collect(self, grace_seconds: float, extra_live: Iterable[str] = ()) -> list[str]:
-        """Remove blobs unpinned, not in `extra_live` and last put more than the grace ago.
-
-        Others wait only while some files are unlinked, never for the whole scan. The grace
-        must exceed the time between a put and its pin, and the clock differences among hosts.
-        Returns the digests removed.
-        """
+        """Others wait only while some files are unlinked, never for the whole scan."""
         extra, removed = set(extra_live), list[str]()
         board = PinBoard(self._pins)
         with locked(self.root / "collect.lock"):

@@ -1,4 +1,4 @@
-"""Files of a weight store in an object store, through `obstore`.
+"""Files of a weight store in a bucket.
 
 versions/<8 digits>/<file>  the files of a version; `manifest.json` comes last and makes it one
 allocated/<8 digits>        one object per number given out lately; names the parent
@@ -8,61 +8,25 @@ retiring/<8 digits>         the version is being removed: nobody may pin it any 
 
 An object store has no locks. Who pins writes the pin, then looks for `retiring`; who removes
 writes `retiring`, then looks for pins: at least one of the two sees the other.
-
-Credentials, endpoint and region come from the environment, as for any S3 client (AWS_*; see
-obstore's S3Config). Every call has a deadline.
 """
 
 from __future__ import annotations
 
-import datetime
-import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError
-from obstore.store import from_url
-
 from sluice import faults
+from sluice.bucket import ObjectBucket, ObjectInfo
 from sluice.weights.manifest import MANIFEST_NAME
 from sluice.weights.objects import Objects
 from sluice.weights.staging import Staging
 
-REQUEST_SECONDS = 300  # one request, a part of 5 to 10 MiB at most
-RETRY_SECONDS = 60  # after which a failing request is tried no more
-DOWNLOAD_BYTES = 8 << 20
 RETIRING_SECONDS = 3600.0  # after which a remover is long dead; it must not stall for longer
 UNFINISHED_SECONDS = 6 * 3600.0  # after which files without a manifest are a dead writer's
-SCHEMES = ("s3://", "memory://")  # memory: of this object, for tests
 
 
-class ObjectsError(OSError):
-    """The bucket cannot be reached, or refuses."""
-
-
-@dataclass(frozen=True)
-class ObjectInfo:
-    """A key below the prefix, its bytes, and when it was written (UTC)."""
-
-    key: str
-    size: int
-    modified: datetime.datetime
-
-    @property
-    def version(self) -> int:
-        return int(self.key.split("/")[1])
-
-    @property
-    def age(self) -> float:
-        """Seconds since it was written."""
-        return (datetime.datetime.now(datetime.UTC) - self.modified).total_seconds()
-
-
-class BucketObjects(Objects):
+class BucketObjects(ObjectBucket, Objects):
     """The objects below a URL such as `s3://bucket/prefix`; other errors are ObjectsErrors."""
 
     def __init__(self, url: str, scratch: Path | None = None) -> None:
@@ -70,71 +34,8 @@ class BucketObjects(Objects):
 
         Raises ValueError for a URL that names no bucket.
         """
-        if not url.startswith(SCHEMES):
-            raise ValueError(f"{url!r} is neither a directory nor an s3:// URL")
-        try:
-            self._store = from_url(
-                url,
-                client_options={
-                    "timeout": datetime.timedelta(seconds=REQUEST_SECONDS),
-                    "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true",
-                },
-                retry_config={"retry_timeout": datetime.timedelta(seconds=RETRY_SECONDS)},
-            )
-        except BaseError as error:
-            raise ValueError(f"{url!r} is no bucket: {error}") from error
+        super().__init__(url)
         self.staging = scratch or Path(tempfile.gettempdir()) / "sluice-weights"
-
-    def list(self, folder: str) -> list[ObjectInfo]:
-        """List the objects in a folder."""
-        with _errors(folder):
-            objects = obstore.list(self._store, folder).collect()
-        return [ObjectInfo(meta["path"], meta["size"], meta["last_modified"]) for meta in objects]
-
-    def keys(self, folder: str) -> Sequence[str]:
-        return [info.key for info in self.list(folder)]
-
-    def size(self, key: str) -> int:
-        with _errors(key):
-            return int(obstore.head(self._store, key)["size"])
-
-    def get(self, key: str) -> bytes:
-        with _errors(key):
-            return bytes(obstore.get(self._store, key).bytes())
-
-    def get_range(self, key: str, start: int, end: int) -> bytes:
-        with _errors(key):
-            return bytes(obstore.get_range(self._store, key, start=start, end=end))
-
-    def put(self, key: str, data: bytes) -> None:
-        """Write an object, whatever was there."""
-        with _writing(key):
-            obstore.put(self._store, key, data)
-
-    def put_new(self, key: str, data: bytes) -> None:
-        with _writing(key):
-            obstore.put(self._store, key, data, mode="create")
-
-    def put_file(self, key: str, path: Path) -> None:
-        """Upload a file, in parts if it is large; the key appears when all is there."""
-        with _writing(key):
-            obstore.put(self._store, key, path)
-
-    def take_file(self, key: str, path: Path) -> None:
-        self.put_file(key, path)
-        path.unlink()
-
-    def local_file(self, key: str, path: Path) -> Path:
-        with _errors(key), path.open("xb") as file:
-            for chunk in obstore.get(self._store, key).stream(min_chunk_size=DOWNLOAD_BYTES):
-                file.write(chunk)
-        return path
-
-    def delete(self, keys: Iterable[str]) -> None:
-        wanted = list(keys)
-        if wanted:
-            with _errors(wanted[0]):
-                obstore.delete(self._store, wanted)
 
     def versions(self) -> set[int]:
         return {info.version for info in self.list("versions") if _is_manifest(info)}
@@ -198,25 +99,3 @@ def _folder(version: int) -> str:
 
 def _is_manifest(info: ObjectInfo) -> bool:
     return info.key.endswith(MANIFEST_NAME)
-
-
-@contextmanager
-def _errors(key: str) -> Iterator[None]:
-    try:
-        yield
-    except AlreadyExistsError as error:
-        raise FileExistsError(key) from error
-    except FileNotFoundError as error:
-        raise FileNotFoundError(key) from error
-    except BaseError as error:
-        raise ObjectsError(f"{key}: {error}") from error
-
-
-@contextmanager
-def _writing(key: str) -> Iterator[None]:
-    """Translate errors of a write, in which only the bucket can be missing."""
-    try:
-        with _errors(key):
-            yield
-    except FileNotFoundError as error:
-        raise ObjectsError(f"{key}: there is no such bucket") from error

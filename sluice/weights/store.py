@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from sluice import faults
+from sluice.place import is_bucket
 from sluice.weights.adapter import AdapterSpec
 from sluice.weights.checkpoint import Extent, data_start, is_plain_name, parse_header
 from sluice.weights.errors import (
@@ -538,16 +539,6 @@ class WeightStore:
         while len(self._records) > REMEMBERED:  # others remove versions, and tell nobody
             self._records.pop(next(iter(self._records)), None)
         return record
-
-
-def is_bucket(location: str) -> bool:
-    """Return whether it is no directory, so that ranks have to upload what they write."""
-    return "://" in location and not location.startswith("file://")
-
-
-def directory_of(location: str) -> Path | None:
-    """Return the directory that versions lie in; None for a bucket."""
-    return None if is_bucket(location) else Path(location.removeprefix("file://"))
 
 
 def _read_announcement(version: int, data: bytes, key: str) -> Announcement:

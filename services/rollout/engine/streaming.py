@@ -9,9 +9,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from services.rollout.engine.interface import Engine
+from sluice.place import is_bucket
 from sluice.runtime.errors import ServiceError
 from sluice.weights.errors import WeightStoreError
-from sluice.weights.store import Announcement, WeightStore, is_bucket
+from sluice.weights.store import Announcement, WeightStore
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.runtime import wire
 from sluice.runtime.errors import DataLossError, InvalidFieldError, NotFoundError
-from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, BlobStore
+from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, Blobs
 from sluice.samples.sample import MediaSpan, VersionSpan
 
 PAUSE_MODES = {
@@ -329,7 +329,7 @@ def media_to_proto(media: Iterable[MediaSpan]) -> list[pb.Media]:
 class MediaReader:
     """Reads blobs off the event loop."""
 
-    def __init__(self, blobs: BlobStore) -> None:
+    def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
 
     async def read(self, messages: Iterable[pb.Media]) -> tuple[Media, ...]:

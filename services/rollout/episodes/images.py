@@ -29,7 +29,7 @@ from services.rollout.episodes.trajectory import Trajectory
 from services.rollout.errors import ImageRefusedError, MediaUnsupportedError
 from sluice.config import ConfigError
 from sluice.runtime.errors import InvalidFieldError
-from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore
+from sluice.samples.blobs import BlobNotFoundError, BlobReference, Blobs
 from sluice.samples.images import ImageLimits, InvalidImageError, PreparedImage
 from sluice.samples.messages import MessageError, image_sources
 from sluice.samples.sample import MediaSpan
@@ -76,7 +76,7 @@ class Images:
     def __init__(
         self,
         reader: ImageReader,
-        blobs: BlobStore | None = None,
+        blobs: Blobs | None = None,
         config: ImagesConfig | None = None,
     ) -> None:
         """A reader that refuses all images needs no store."""
@@ -89,7 +89,7 @@ class Images:
         self._prepared_bytes = 0
 
     @classmethod
-    def of_model(cls, directory: Path, blobs: BlobStore, config: ImagesConfig) -> Images:
+    def of_model(cls, directory: Path, blobs: Blobs, config: ImagesConfig) -> Images:
         """Read how the model of a HF directory is shown images. Raises ConfigError."""
         path = directory / "config.json"
         try:

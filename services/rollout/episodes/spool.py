@@ -22,6 +22,7 @@ import json
 import logging
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,7 @@ from sluice import faults
 from sluice.durable import sync_path
 from sluice.runtime.errors import ServiceError
 from sluice.samples.arrow import InvalidGroupError, decode_group, encode_groups
-from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, BlobStore
+from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, Blobs
 from sluice.samples.sample import Sample, media_of
 
 logger = logging.getLogger(__name__)
@@ -66,16 +67,38 @@ class SpoolProgress:
     cancelled: set[str] = field(default_factory=set)
 
 
-class Journals:
-    """Keeps the journals of a store. Calls block on the disk."""
+class Journals(ABC):
+    """Keeps the journals of a store. Calls block."""
 
-    def __init__(self, store: Path, blobs: BlobStore, *, sync: bool) -> None:
+    @abstractmethod
+    def open(self, request_id: str, body: str) -> SpoolProgress:
+        """Returns what the journal of a rollout says; begins it if it is new."""
+
+    @abstractmethod
+    def record(self, request_id: str, groups: Mapping[str, BlobReference]) -> None:
+        """Pin the blobs of finished groups and write where they are; durable when it returns.
+
+        Raises FileNotFoundError when the rollout has been forgotten; `settle` unpins the blobs.
+        """
+
+    @abstractmethod
+    def cancel(self, request_id: str, group_ids: Iterable[str]) -> None:
+        """Remember that these groups are not to be run again."""
+
+    @abstractmethod
+    def settle(self, request_id: str, keep: int) -> None:
+        """Close the journal of a settled rollout; forget all settled ones but the `keep` latest."""
+
+
+class DirectoryJournals(Journals):
+    """Keeps journals in a directory."""
+
+    def __init__(self, store: Path, blobs: Blobs, *, sync: bool) -> None:
         self._root = store / "rollouts"
         self._root.mkdir(parents=True, exist_ok=True)
         self._blobs, self._sync = blobs, sync
 
     def open(self, request_id: str, body: str) -> SpoolProgress:
-        """Returns what the journal of a rollout says; begins it if it is new."""
         while (progress := self._read(request_id)) is None:  # whoever is first, its line counts
             line = {"body": body, "created": time.time()}
             self._write(self._path(request_id), [line], os.O_CREAT)
@@ -85,10 +108,6 @@ class Journals:
         return progress
 
     def record(self, request_id: str, groups: Mapping[str, BlobReference]) -> None:
-        """Pin the blobs of finished groups and write where they are; durable when it returns.
-
-        Raises FileNotFoundError when the rollout has been forgotten; `settle` unpins the blobs.
-        """
         self._blobs.pin(owner_of(request_id), [blob.digest for blob in groups.values()])
         lines = [
             {"group": group_id, "blob": blob.digest, "size": blob.size}
@@ -98,12 +117,10 @@ class Journals:
         faults.point("journal.recorded")
 
     def cancel(self, request_id: str, group_ids: Iterable[str]) -> None:
-        """Remember that these groups are not to be run again."""
         with contextlib.suppress(FileNotFoundError):  # forgotten: nobody runs any of them again
             self._append(request_id, [{"cancelled": sorted(group_ids)}])
 
     def settle(self, request_id: str, keep: int) -> None:
-        """Close the journal of a settled rollout; forget all settled ones but the `keep` latest."""
         with contextlib.suppress(FileNotFoundError):  # another worker has settled it
             self._path(request_id).rename(self._settled_path(request_id))
             faults.point("journal.settled")
@@ -200,7 +217,7 @@ class _Entry:
 class Spool:
     """Writes groups, one writer at a time in a thread; it takes whatever has come meanwhile."""
 
-    def __init__(self, blobs: BlobStore, journals: Journals) -> None:
+    def __init__(self, blobs: Blobs, journals: Journals) -> None:
         self._blobs, self._journals = blobs, journals
         self._entries: list[_Entry] = []
         self._writer: asyncio.Task[None] | None = None

@@ -44,10 +44,11 @@ from services.rollout.episodes.rollouts import (
     values_from_proto,
 )
 from services.rollout.episodes.sampler import Sampler
-from services.rollout.episodes.spool import Journals, Spool, StoreFailedError
+from services.rollout.episodes.spool import DirectoryJournals, Journals, Spool, StoreFailedError
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
 from sluice.config import ConfigError
+from sluice.place import directory_of
 from sluice.runtime.errors import InvalidFieldError, NotFoundError, QueueFullError
 from sluice.runtime.idempotency import (
     RequestTable,
@@ -58,7 +59,7 @@ from sluice.runtime.idempotency import (
 )
 from sluice.runtime.waits import Waits
 from sluice.runtime.wire import evaluation_report
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blobs import Blobs, open_blobs
 from sluice.samples.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -350,8 +351,8 @@ class EpisodeWorker:
         """Raises ConfigError when the tokenizer cannot be loaded."""
         assert config.tokenizer_directory is not None
         self.tokenizer = TextTokenizer(config.tokenizer_directory)
-        blobs = BlobStore(config.store, sync=config.store_sync)
-        self._spool = Spool(blobs, Journals(config.store, blobs, sync=config.store_sync))
+        blobs = open_blobs(config.store, config.store_cache, sync=config.store_sync)
+        self._spool = Spool(blobs, _open_journals(config, blobs))
         episodes = config.episodes
         try:
             self._environments = Environments(
@@ -395,3 +396,11 @@ class EpisodeWorker:
         await self._environments.close()
         await self.leases.close()
         await self.engines.close()
+
+
+def _open_journals(config: RolloutConfig, blobs: Blobs) -> Journals:
+    if (directory := directory_of(config.store)) is not None:
+        return DirectoryJournals(directory, blobs, sync=config.store_sync)
+    from services.rollout.episodes.bucket_journals import BucketJournals  # needs obstore
+
+    return BucketJournals(str(config.store), blobs)

@@ -41,7 +41,7 @@ from sluice.api.common.v1.sample_pb2 import RoutedExperts
 from sluice.durable import locked
 from sluice.runtime import wire
 from sluice.samples.arrow import encode_group
-from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore
+from sluice.samples.blobs import BlobNotFoundError, BlobReference, Blobs
 from sluice.samples.sample import MediaSpan, Sample, VersionSpan, validate_sample
 from sluice.samples.tokenizer import TextTokenizer
 
@@ -329,12 +329,14 @@ class Recorder:
 
     def __init__(
         self,
-        store: Path,
-        blobs: BlobStore,
+        root: Path,
+        blobs: Blobs,
         tokenizer: TextTokenizer,
         config: OpenAIConfig,
+        *,
+        sync: bool = True,
     ) -> None:
-        self._root = store / "records"
+        self._root, self._sync = root, sync
         self._root.mkdir(parents=True, exist_ok=True)
         self._blobs, self._tokenizer, self._config = blobs, tokenizer, config
         self._files: OrderedDict[str, _GroupFile] = OrderedDict()
@@ -496,7 +498,7 @@ class Recorder:
             file.truncate(offset)
             file.write(data)
             file.flush()
-            if self._blobs.sync:
+            if self._sync:
                 os.fsync(file.fileno())
         for line in lines:
             group.apply(line)

@@ -34,10 +34,11 @@ from services.rollout.openai.requests import (
     parse,
 )
 from sluice.config import ConfigError
+from sluice.place import directory_of
 from sluice.runtime.security import http_context
 from sluice.runtime.server import ServerConfig
 from sluice.runtime.waits import Waits
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blobs import open_blobs
 from sluice.samples.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -261,12 +262,17 @@ def create_server(
 ) -> OpenAIServer:
     """Builds the server. Raises ConfigError."""
     assert config.openai is not None
-    blobs = BlobStore(config.store, sync=config.store_sync)
+    blobs = open_blobs(config.store, config.store_cache, sync=config.store_sync)
+    store = directory_of(config.store)
+    records = config.openai.records or (store and store / "records")
+    assert records is not None  # a setting of its own for a bucket
     responder = Responder(
         config=config.openai,
         model_name=config.openai.model_name or config.pool,
         generator=generator,
-        recorder=Recorder(config.store, blobs, generator.tokenizer, config.openai),
+        recorder=Recorder(
+            records, blobs, generator.tokenizer, config.openai, sync=config.store_sync
+        ),
     )
     return OpenAIServer(responder, config.server, drain_seconds)
 
@@ -274,7 +280,7 @@ def create_server(
 def local_generator(config: RolloutConfig, engine: Engine, waits: Waits) -> Generator:
     """Samples with the engine of this process alone. Raises ConfigError without a tokenizer."""
     assert config.tokenizer_directory is not None
-    blobs = BlobStore(config.store, sync=config.store_sync)
+    blobs = open_blobs(config.store, config.store_cache, sync=config.store_sync)
     images = Images.of_model(config.tokenizer_directory, blobs, config.images)
     engines = EngineAccess(config.server.security, MediaReader(blobs), images.processor)
     engines.add_local(LOCAL_ADDRESS, engine)

@@ -11,8 +11,9 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from services.trainer.errors import (
 from sluice import faults
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.durable import sync_path, write_new
+from sluice.place import Place, directory_of, within
 from sluice.runtime.errors import (
     AlreadyExistsError,
     InvalidFieldError,
@@ -82,6 +84,7 @@ class CheckpointRecord:
     `files` are all others of its directory; None where the release that wrote it did not say.
     `processor`: digest of how images were prepared; None for a model of text, or of such a release.
     `adapter`: the one of several that it is of; empty is the policy of the settings.
+    `folder` is where files are in a bucket.
     """
 
     backend: str
@@ -92,46 +95,89 @@ class CheckpointRecord:
     files: dict[str, FileEntry] | None
     processor: str | None = None
     adapter: str = ""
+    folder: str = ""
 
 
-class CheckpointStore:
+class Checkpoints(ABC):
+    """Where checkpoints are. Calls block, and raise OSError besides what they say."""
+
+    @abstractmethod
+    def begin(self, checkpoint_id: str) -> str:
+        """Return the place that ranks fill. Raises InvalidFieldError and AlreadyExistsError."""
+
+    @abstractmethod
+    def finish(self, checkpoint_id: str, partial: str, record: CheckpointRecord) -> None:
+        """Make what the ranks wrote a checkpoint, in one step; it is dropped when that fails.
+
+        Raises AlreadyExistsError, and CheckpointDamagedError where other files are there.
+        """
+
+    @abstractmethod
+    def abandon(self, partial: str) -> None:
+        """Drop what nobody finishes."""
+
+    @abstractmethod
+    def location(self, name: str, record: CheckpointRecord) -> str:
+        """Return the place of the files of `checkpoints/<id>`, as ranks know it."""
+
+    @abstractmethod
+    def files(self, name: str, record: CheckpointRecord) -> AbstractContextManager[Path]:
+        """Have a directory with the files of `checkpoints/<id>`, unchecked, for the block."""
+
+    @abstractmethod
+    def read(self, name: str, backend: str) -> CheckpointRecord:
+        """Read the record of a checkpoint. Raises InvalidFieldError, NotFoundError,
+        CheckpointDamagedError, and CheckpointMismatchError for another backend's.
+        """
+
+
+def open_checkpoints(store: Place, *, durable: bool) -> Checkpoints:
+    """Open the checkpoints of a store."""
+    place = within(store, "checkpoints")
+    if (directory := directory_of(place)) is not None:
+        return CheckpointStore(directory, durable=durable)
+    from services.trainer.controller.bucket_checkpoints import BucketCheckpoints  # needs obstore
+
+    return BucketCheckpoints(str(place))
+
+
+class CheckpointStore(Checkpoints):
     """`<root>/<id>/`: complete, or not there. Unfinished ones are `<root>/.<id>-<nonce>`."""
 
     def __init__(self, root: Path, *, durable: bool) -> None:
         self._root, self._durable = root, durable
         root.mkdir(parents=True, exist_ok=True)
 
-    def begin(self, checkpoint_id: str) -> Path:
-        """Make a directory to fill. Raises InvalidFieldError and AlreadyExistsError."""
+    def begin(self, checkpoint_id: str) -> str:
         check_id(checkpoint_id)
         if (self._root / checkpoint_id).exists():
             raise AlreadyExistsError("checkpoint", PREFIX + checkpoint_id)
         partial = self._root / f".{checkpoint_id}-{secrets.token_hex(8)}"
         partial.mkdir()
-        return partial
+        return str(partial.resolve())
 
-    def finish(self, checkpoint_id: str, partial: Path, record: CheckpointRecord) -> None:
-        """Write the record and give the directory its name; it is gone when that fails."""
+    def finish(self, checkpoint_id: str, partial: str, record: CheckpointRecord) -> None:
         try:
-            self._finish(checkpoint_id, partial, record)
+            self._finish(checkpoint_id, Path(partial), record)
         except BaseException:
             self.abandon(partial)
             raise
 
-    def abandon(self, partial: Path) -> None:
-        """Drop a directory that nobody finishes."""
+    def abandon(self, partial: str) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
     def _finish(self, checkpoint_id: str, partial: Path, record: CheckpointRecord) -> None:
         faults.point("checkpoint.files")
-        self._check_complete(partial, record)
+        found = {
+            str(path.relative_to(partial)): path.stat().st_size
+            for path in partial.rglob("*")
+            if path.is_file()
+        }
+        check_complete(str(partial), found, record)
         if self._durable:
             for path in partial.rglob("*"):
                 sync_path(path)
-        document = {"format": FORMAT, **asdict(record)}
-        if not record.adapter:  # earlier releases know no adapters by name
-            del document["adapter"]
-        data = seal(document, SEAL)
+        data = seal(document_of(record), SEAL)
         write_new(partial / RECORD, data, sync=self._durable)
         if self._durable:
             sync_path(partial)
@@ -146,22 +192,6 @@ class CheckpointStore:
             sync_path(self._root)
         faults.point("checkpoint.renamed")
 
-    def _check_complete(self, partial: Path, record: CheckpointRecord) -> None:
-        """What the ranks say they wrote is here, and nothing else: the store is one for all."""
-        found = {
-            str(path.relative_to(partial)): path.stat().st_size
-            for path in partial.rglob("*")
-            if path.is_file()
-        }
-        stated = {name: entry.size for name, entry in (record.files or {}).items()}
-        if found != stated:
-            different = ", ".join(sorted({name for name, _ in found.items() ^ stated.items()})[:8])
-            raise CheckpointDamagedError(
-                different.split(", ")[0],
-                f"the ranks wrote other files than are in {partial.name}: {different}; "
-                "the store must be a directory that all of them share",
-            )
-
     def directory(self, name: str) -> Path:
         """Find the directory of `checkpoints/<id>`. Raises InvalidFieldError, NotFoundError."""
         directory = self._root / id_of(name)
@@ -169,24 +199,54 @@ class CheckpointStore:
             raise NotFoundError("checkpoint", name)
         return directory
 
-    def read(self, name: str, backend: str) -> CheckpointRecord:
-        """Read the record of a checkpoint.
+    def location(self, name: str, record: CheckpointRecord) -> str:
+        return str(self.directory(name).resolve())
 
-        Raises CheckpointDamagedError, and CheckpointMismatchError for another backend's.
-        """
-        data = (self.directory(name) / RECORD).read_bytes()
-        try:
-            record = _decode_record(data, name)
-        except FileDigestError as error:
-            raise CheckpointDamagedError(RECORD, f"{name}: {error}") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            detail = f"{name}: file {RECORD!r} is malformed: {error}"
-            raise CheckpointDamagedError(RECORD, detail) from None
-        if record.backend != backend:
-            raise CheckpointMismatchError(
-                f"{name} is of backend {record.backend}, this one is {backend}", name=name
-            )
-        return record
+    def files(self, name: str, record: CheckpointRecord) -> AbstractContextManager[Path]:
+        return nullcontext(self.directory(name))
+
+    def read(self, name: str, backend: str) -> CheckpointRecord:
+        return decode_record((self.directory(name) / RECORD).read_bytes(), name, backend)
+
+
+def document_of(record: CheckpointRecord) -> dict[str, Any]:
+    """A record as it is stored."""
+    document = {"format": FORMAT, **asdict(record)}
+    for name in ("adapter", "folder"):
+        if not document[name]:  # earlier releases do not know these
+            del document[name]
+    return document
+
+
+def check_complete(partial: str, found: Mapping[str, int], record: CheckpointRecord) -> None:
+    """What the ranks say they wrote is here, and nothing else: the store is one for all.
+
+    `found` are the sizes of files by name. Raises CheckpointDamagedError.
+    """
+    stated = {name: entry.size for name, entry in (record.files or {}).items()}
+    if found != stated:
+        different = ", ".join(sorted({name for name, _ in found.items() ^ stated.items()})[:8])
+        raise CheckpointDamagedError(
+            different.split(", ")[0],
+            f"the ranks wrote other files than are in {partial.rpartition('/')[2]}: {different}; "
+            "the store must be a directory that all of them share, or a bucket",
+        )
+
+
+def decode_record(data: bytes, name: str, backend: str) -> CheckpointRecord:
+    """Raises CheckpointDamagedError, and CheckpointMismatchError for another backend's."""
+    try:
+        record = _decode_record(data, name)
+    except FileDigestError as error:
+        raise CheckpointDamagedError(RECORD, f"{name}: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        detail = f"{name}: file {RECORD!r} is malformed: {error}"
+        raise CheckpointDamagedError(RECORD, detail) from None
+    if record.backend != backend:
+        raise CheckpointMismatchError(
+            f"{name} is of backend {record.backend}, this one is {backend}", name=name
+        )
+    return record
 
 
 def _decode_record(data: bytes, name: str) -> CheckpointRecord:
@@ -292,7 +352,7 @@ class TrainerCheckpoints:
         publisher: Publisher,
         turns: Turns,
     ) -> None:
-        self.store = CheckpointStore(config.store_root / "checkpoints", durable=config.durable)
+        self.store: Checkpoints = open_checkpoints(config.store_root, durable=config.durable)
         self.turns = turns
         self._backend, self._state = config.backend, state
         self._processor = processor_digest(Path(config.model))
@@ -327,14 +387,14 @@ class TrainerCheckpoints:
         policy = self._state.policy(adapter)
         await self.settle()
         ranks = self._ranks.incarnation
-        partial = self.store.begin(checkpoint_id)
+        partial = await asyncio.to_thread(self.store.begin, checkpoint_id)
         began = time.monotonic()
         try:
-            command = pb.SaveCommand(directory=str(partial.resolve()), write_behind=True)
+            command = pb.SaveCommand(directory=partial, write_behind=True)
             message = pb.FollowResponse(save=command, adapter=adapter)
             written = await ranks.run_behind(message)
         except BaseException:
-            self.store.abandon(partial)
+            await self._abandon(partial)
             raise
         metrics.CHECKPOINT_SECONDS.labels("stage").observe(time.monotonic() - began)
         record = record_state(policy, self._backend, self._layout(), {}, self._processor)
@@ -347,7 +407,7 @@ class TrainerCheckpoints:
         self,
         policy: PolicyState,
         checkpoint_id: str,
-        partial: Path,
+        partial: str,
         record: CheckpointRecord,
         written: Awaitable[list[pb.CommandResult]],
         durable: Callable[[], Awaitable[None]],
@@ -359,7 +419,7 @@ class TrainerCheckpoints:
                     record = replace(record, files=files_of(await written))
                     await durable()  # the weights that it names
                 except BaseException:
-                    self.store.abandon(partial)
+                    await self._abandon(partial)
                     raise
                 finish = asyncio.to_thread(self.store.finish, checkpoint_id, partial, record)
                 await asyncio.shield(finish)
@@ -375,16 +435,16 @@ class TrainerCheckpoints:
         policy = self._state.policy(adapter)
         await self.settle()
         ranks = self._ranks.incarnation
-        partial = self.store.begin(checkpoint_id)
+        partial = await asyncio.to_thread(self.store.begin, checkpoint_id)
         with metrics.CHECKPOINT_SECONDS.labels("save").time():
             try:
-                command = pb.SaveCommand(directory=str(partial.resolve()))
+                command = pb.SaveCommand(directory=partial)
                 results = await ranks.run(pb.FollowResponse(save=command, adapter=adapter))
                 files = files_of(results)
                 record = record_state(policy, self._backend, self._layout(), files, self._processor)
                 await self._publisher.durability()()
             except BaseException:
-                self.store.abandon(partial)
+                await self._abandon(partial)
                 raise
             # Outside of the `try`: a thread that is cancelled goes on, and must not be abandoned.
             await asyncio.shield(
@@ -403,7 +463,7 @@ class TrainerCheckpoints:
         policy = self._state.policy(adapter)
         await self.settle()
         ranks = self._ranks.incarnation
-        record = self._read(name, adapter)  # refused before anything is dropped
+        record = await self._read(name, adapter)  # refused before anything is dropped
         if self._state.adapters:
             await self._check_ahead(policy, name, record)
         await self._publisher.forget_loss()
@@ -417,9 +477,13 @@ class TrainerCheckpoints:
         Raises CheckpointDamagedError and CheckpointMismatchError.
         """
         spec = await asyncio.to_thread(self._publisher.describe_adapter, policy)
-        directory = self.store.directory(name)
+
+        def check() -> None:
+            with self.store.files(name, record) as directory:
+                check_adapter_files(directory, record, spec)
+
         with _forgetting_lost(policy, name):
-            await asyncio.to_thread(check_adapter_files, directory, record, spec)
+            await asyncio.to_thread(check)
 
     async def restore(self, ranks: RankIncarnation, policy: PolicyState) -> None:
         """Bring a policy on fresh ranks to where that of the lost ones was saved last."""
@@ -439,15 +503,18 @@ class TrainerCheckpoints:
 
     async def _load_into(self, ranks: RankIncarnation, policy: PolicyState, name: str) -> None:
         with _forgetting_lost(policy, name):
-            record = self._read(name, policy.adapter)
+            record = await self._read(name, policy.adapter)
             await self._load_recorded(ranks, name, record)
         restore_state(policy, name, record)
         if not policy.adapter:
             metrics.STEP.set(policy.step)
 
-    def _read(self, name: str, adapter: str) -> CheckpointRecord:
+    async def _abandon(self, partial: str) -> None:
+        await asyncio.shield(asyncio.to_thread(self.store.abandon, partial))
+
+    async def _read(self, name: str, adapter: str) -> CheckpointRecord:
         """Raises CheckpointDamagedError and CheckpointMismatchError."""
-        record = self.store.read(name, self._backend)
+        record = await asyncio.to_thread(self.store.read, name, self._backend)
         if record.adapter != adapter:
             whose, asked = (
                 f"adapter {n!r}" if n else "the policy" for n in (record.adapter, adapter)
@@ -471,7 +538,7 @@ class TrainerCheckpoints:
     async def _load_recorded(
         self, ranks: RankIncarnation, name: str, record: CheckpointRecord
     ) -> None:
-        command = pb.LoadCommand(directory=str(self.store.directory(name).resolve()))
+        command = pb.LoadCommand(directory=self.store.location(name, record))
         if record.files is None:
             metrics.UNVERIFIED_CHECKPOINTS.inc()
             logger.warning("%s names no digests of its files: damage would not be found", name)

@@ -25,13 +25,14 @@ from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.client import RemoteError
+from sluice.place import is_bucket
 from sluice.runtime.waits import Waits
 from sluice.weights.adapter import AdapterSpec, digest_base
 from sluice.weights.checkpoint import companion_files
 from sluice.weights.errors import MixedKindsError, WeightStoreError
 from sluice.weights.manifest import DeltaFile, ShardFile, TensorEntry
 from sluice.weights.staging import Staging
-from sluice.weights.store import StoredVersion, WeightStore, is_bucket
+from sluice.weights.store import StoredVersion, WeightStore
 
 logger = logging.getLogger(__name__)
 

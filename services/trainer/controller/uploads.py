@@ -25,7 +25,7 @@ from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.errors import InvalidFieldError, NotFoundError, QueueFullError, ServiceError
 from sluice.runtime.wire import blob_from_proto, blob_to_proto
 from sluice.samples.arrow import InvalidGroupError, decode_group, encode_group, read_facts
-from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore
+from sluice.samples.blobs import BlobNotFoundError, BlobReference, Blobs, open_blobs
 from sluice.samples.sample import (
     KNOWN_COLUMNS,
     RowFacts,
@@ -47,7 +47,7 @@ class Upload:
     disk the controller would hear nobody meanwhile.
     """
 
-    def __init__(self, blobs: BlobStore, limits: RowLimits) -> None:
+    def __init__(self, blobs: Blobs, limits: RowLimits) -> None:
         self._blobs, self._limits = blobs, limits
         self._references: list[BlobReference] = []
         self._inline: list[Sample] = []
@@ -92,7 +92,7 @@ class Upload:
 def read_batch(
     batch_id: str,
     references: list[BlobReference],
-    blobs: BlobStore,
+    blobs: Blobs,
     limits: RowLimits,
     planner: Planner,
     adapter: str = "",
@@ -132,7 +132,7 @@ def read_batch(
     )
 
 
-def find_facts(blobs: BlobStore, reference: BlobReference, limits: RowLimits) -> RowFacts:
+def find_facts(blobs: Blobs, reference: BlobReference, limits: RowLimits) -> RowFacts:
     """Return the facts about the rows of a blob, as the ranks hold those.
 
     A blob is read whole, and so checked, where none are known or rows are cut or refused.
@@ -143,7 +143,7 @@ def find_facts(blobs: BlobStore, reference: BlobReference, limits: RowLimits) ->
     return describe_rows(read_rows(blobs, reference, limits))
 
 
-def read_known_facts(blobs: BlobStore, reference: BlobReference) -> RowFacts | None:
+def read_known_facts(blobs: Blobs, reference: BlobReference) -> RowFacts | None:
     """Read what a blob says about its rows, without those.
 
     None where that is absent (older versions wrote none) or damaged. Raises NotFoundError.
@@ -186,7 +186,7 @@ class ColumnUpdate:
         self._samples[row] = sample
 
     @disk_errors()
-    def spool(self, blobs: BlobStore) -> list[tuple[BlobReference, list[int]]]:
+    def spool(self, blobs: Blobs) -> list[tuple[BlobReference, list[int]]]:
         """Put blobs and return them with the rows in each, tokens left out."""
         rows = sorted(self._samples)
         parts = [rows[start : start + SPOOL_ROWS] for start in range(0, len(rows), SPOOL_ROWS)]
@@ -299,7 +299,7 @@ class TrainerBatches:
         planner: Planner,
         turns: Turns,
     ) -> None:
-        self.blobs = BlobStore(config.store, sync=config.durable)
+        self.blobs = open_blobs(config.store, config.store_cache, sync=config.durable)
         self.limits = RowLimits.from_config(config)
         self.turns = turns
         self._owner, self._max_batches = config.name, config.max_batches

@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from services.trainer.errors import (
 )
 from services.trainer.parking import ParkedTensors, create_parking
 from services.trainer.rank import FAILURES
+from services.trainer.rank.checkpoint_files import fetched, written_there
 from services.trainer.rank.table import (
     RowTable,
     add_advantages,
@@ -48,6 +49,7 @@ from sluice.algo.spec import advantage_traits, loss_traits
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.durable import scratch
+from sluice.place import StoreCacheConfig, is_bucket
 from sluice.runtime.errors import InvalidFieldError, ServiceError
 from sluice.runtime.wire import (
     advantage_from_proto,
@@ -57,7 +59,7 @@ from sluice.runtime.wire import (
     loss_from_proto,
     seconds_of,
 )
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blobs import Blobs, open_blobs
 from sluice.weights.checkpoint import check_file
 from sluice.weights.errors import (
     FileDigestError,
@@ -67,7 +69,7 @@ from sluice.weights.errors import (
 )
 from sluice.weights.manifest import FileEntry, ShardFile, delta_name
 from sluice.weights.shards import PublishedShards
-from sluice.weights.store import WeightStore, is_bucket
+from sluice.weights.store import WeightStore
 from sluice.weights.transfer.group import Deadline, Meeting, TransferGroup, send
 from sluice.weights.transfer.plan import plan_shards
 
@@ -94,17 +96,19 @@ class Executor:
     def __init__(
         self,
         backend: TrainingBackend,
-        blobs: BlobStore,
+        blobs: Blobs,
         table: RowTable,
         publisher: RankPublisher,
         report: Report,
         parking: Path,
+        cache: StoreCacheConfig,
         user_modules: Sequence[str] = (),
     ) -> None:
         """`parking` is where the state waits while the rank sleeps, if its device is the host."""
         self._backend, self._blobs, self._table = backend, blobs, table
         self._parking, self._parked = parking, None  # type: Path, ParkedTensors | None
         self._publisher, self._user_modules = publisher, user_modules
+        self._cache = cache
         self._behind = WriteBehind(report)  # of a checkpoint
         self._weights_behind = WriteBehind(report)
         self._siblings: list[pb.SiblingScores] = []  # so far, of a batch whose scores are related
@@ -122,11 +126,19 @@ class Executor:
         mesh = find_mesh(config, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         join_group(config, mesh, meeting)
         backend = create_backend(config.backend, config, mesh)
-        blobs = BlobStore(config.store, sync=config.durable)
+        blobs = open_blobs(config.store, config.store_cache, sync=config.durable)
         limits = RowLimits.from_config(config, backend.mesh.context_size)
         table, publisher = RowTable(blobs, limits), RankPublisher(config, backend)
-        parking = config.store_root / "parking"
-        return cls(backend, blobs, table, publisher, report, parking, config.user_modules)
+        return cls(
+            backend,
+            blobs,
+            table,
+            publisher,
+            report,
+            config.parking,
+            config.store_cache,
+            config.user_modules,
+        )
 
     def describe(self) -> pb.RankReady:
         mesh = self._backend.mesh
@@ -301,22 +313,39 @@ class Executor:
         self._backend.delete_adapter(command.name)
 
     def _save(self, command: pb.SaveCommand, result: pb.CommandResult) -> None:
-        staged = self._backend.stage_checkpoint(Path(command.directory))
-        if command.write_behind:
+        with ExitStack() as stack:
+            directory, upload = Path(command.directory), None
+            if is_bucket(command.directory):
+                place = written_there(command.directory, self._cache)
+                directory, upload = stack.enter_context(place)
+            staged, held = self._backend.stage_checkpoint(directory), stack.pop_all()
 
-            def write(written: pb.CommandResult) -> None:
-                written.checkpoint_files.extend(files_to_proto(staged.write()))
-                faults.point(f"rank{self._backend.mesh.rank}.written")
+        def write(written: pb.CommandResult) -> None:
+            with held:
+                files = staged.write()
+                if upload is not None:
+                    upload(files)
+                written.checkpoint_files.extend(files_to_proto(files))
 
-            self._behind.start("save", write, result.sequence, keep=staged.keep)
-        else:
-            result.checkpoint_files.extend(files_to_proto(staged.write()))
+        if not command.write_behind:
+            write(result)
+            return
+
+        def write_behind(written: pb.CommandResult) -> None:
+            write(written)
+            faults.point(f"rank{self._backend.mesh.rank}.written")
+
+        self._behind.start("save", write_behind, result.sequence, keep=staged.keep)
 
     def _load(self, command: pb.LoadCommand, result: pb.CommandResult) -> None:
         files = {file.name: FileEntry(file.size_bytes, file.digest) for file in command.files}
-        directory, mesh = Path(command.directory), self._backend.mesh
+        mesh, location = self._backend.mesh, command.directory
         self._behind.keep()
-        with checked_beside(directory, files, mesh.rank, mesh.world_size):
+        if is_bucket(location):
+            reading = fetched(location, files, self._cache, mesh.rank, _check_path)
+        else:
+            reading = checked_beside(Path(location), files, mesh.rank, mesh.world_size)
+        with reading as directory:
             try:
                 self._backend.load_checkpoint(directory)
             except (OSError, ValueError) as error:
@@ -414,7 +443,7 @@ CHECKING_THREADS = 4
 @contextmanager
 def checked_beside(
     directory: Path, files: Mapping[str, FileEntry], rank: int, world_size: int
-) -> Iterator[None]:
+) -> Iterator[Path]:
     """Check a checkpoint while the block reads it, tensors by threads and one rank each.
 
     Pickles and JSON come before: a reader must not even begin with damaged ones. Raises
@@ -430,7 +459,7 @@ def checked_beside(
 
         checks = check(bulk[rank::world_size])
         try:
-            yield
+            yield directory
         except FAILURES:
             for each in check(bulk):
                 each.result()
@@ -440,14 +469,21 @@ def checked_beside(
 
 
 def _check_file(directory: Path, name: str, entry: FileEntry) -> None:
+    _check_path(directory / name, name, entry)
+
+
+def _check_path(path: Path, name: str, entry: FileEntry) -> None:
     try:
-        if (size := (directory / name).stat().st_size) != entry.size:
+        if (size := path.stat().st_size) != entry.size:
             raise MissingFileError(name, f"has {size} bytes, not {entry.size}")
-        check_file(directory / name, entry.digest)
+        check_file(path, entry.digest)
     except FileNotFoundError:
         raise CheckpointDamagedError(name, f"file {name!r} is missing") from None
-    except (MissingFileError, FileDigestError) as error:
+    except MissingFileError as error:
         raise CheckpointDamagedError(name, str(error)) from error
+    except FileDigestError as error:  # that of a copy has another name
+        told = FileDigestError(name, error.expected, error.actual)
+        raise CheckpointDamagedError(name, str(told)) from error
 
 
 def _sum_logprobs(

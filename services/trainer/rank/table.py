@@ -30,7 +30,7 @@ from sluice.runtime.wire import (
     blob_from_proto,
 )
 from sluice.samples.arrow import decode_group, encode_group
-from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.samples.blobs import BlobReference, Blobs
 from sluice.samples.sample import MediaSpan, Sample
 
 
@@ -71,7 +71,7 @@ class OwnedRow:
 class RowTable:
     """Batches by id, rows by position."""
 
-    def __init__(self, blobs: BlobStore, limits: RowLimits) -> None:
+    def __init__(self, blobs: Blobs, limits: RowLimits) -> None:
         self._blobs, self._limits = blobs, limits
         self._batches: dict[str, dict[int, OwnedRow]] = {}
         self._images: dict[str, dict[str, bytes]] = {}

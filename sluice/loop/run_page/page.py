@@ -22,6 +22,7 @@ from sluice.loop.ledger import LedgerDamagedError, read_groups
 from sluice.loop.report import read_metrics, tokens_per_second
 from sluice.loop.run_samples import SeenSample, image_of, load_samples, pieces_of
 from sluice.loop.status import life_of
+from sluice.place import Place, place_of
 from sluice.samples.tokenizer import TextTokenizer
 
 MOST_SAMPLES = 10_000  # of all runs; a browser scrolls through them without effort
@@ -86,10 +87,10 @@ class SeenRun:
         return next((event for event in reversed(self.events) if event["event"] == START), {})
 
     @property
-    def store(self) -> Path:
+    def store(self) -> Place:
         """Where its samples are: as its settings say, or as `sluice up` wrote, or below it."""
         if isinstance(store := self.config.get("store"), str) and store:
-            return Path(store)
+            return place_of(store)
         beside = self.run_dir / "store"
         services = self.services
         if services is not None and not beside.is_dir():
@@ -427,7 +428,7 @@ class _SampleBook:
     def _numbers(self, pieces: Sequence[str]) -> list[int]:
         return [self.pieces.setdefault(piece, len(self.pieces)) for piece in pieces]
 
-    def _image(self, store: Path, digest: str, size: int) -> str:
+    def _image(self, store: Place, digest: str, size: int) -> str:
         if self._image_bytes + size > MOST_IMAGE_BYTES:
             return "an image is left out: the page has enough of them"
         data = image_of(store, digest, size)

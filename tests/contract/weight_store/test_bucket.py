@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.weights.bucket import BucketObjects, ObjectsError
+from sluice.bucket import ObjectsError
+from sluice.weights.bucket import BucketObjects
 from sluice.weights.errors import VersionNotFoundError
 from sluice.weights.store import WeightStore
 from tests.contract.weight_store.policy import Policy

@@ -32,7 +32,7 @@ class Letters:
 
 def recorder(root: Path) -> Recorder:
     tokenizer: Any = Letters()
-    return Recorder(root, BlobStore(root, sync=False), tokenizer, OpenAIConfig())
+    return Recorder(root / "records", BlobStore(root, sync=False), tokenizer, OpenAIConfig())
 
 
 def answer(first: int) -> list[Answer]:

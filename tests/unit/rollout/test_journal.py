@@ -1,4 +1,4 @@
-"""Journals and the spool: what is durable of a rollout."""
+"""DirectoryJournals and the spool: what is durable of a rollout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from services.rollout.episodes import spool as spool_module
 from services.rollout.episodes.spool import (
     ABANDONED_SECONDS,
     TOGETHER,
-    Journals,
+    DirectoryJournals,
     Spool,
     StoreFailedError,
 )
@@ -35,8 +35,8 @@ def blobs(tmp_path: Path) -> BlobStore:
     return BlobStore(tmp_path, sync=False)
 
 
-def journals(blobs: BlobStore) -> Journals:
-    return Journals(blobs.root, blobs, sync=False)
+def journals(blobs: BlobStore) -> DirectoryJournals:
+    return DirectoryJournals(blobs.root, blobs, sync=False)
 
 
 def put(blobs: BlobStore, *texts: str) -> dict[str, BlobReference]:
@@ -227,7 +227,7 @@ async def test_groups_spooled_together_share_the_waits_for_the_disk(
         sync(descriptor)
 
     blobs = BlobStore(tmp_path)
-    spool = Spool(blobs, Journals(tmp_path, blobs, sync=True))
+    spool = Spool(blobs, DirectoryJournals(tmp_path, blobs, sync=True))
     await spool.open("r", "body")
     monkeypatch.setattr(os, "fsync", counted)
     await asyncio.gather(*(spool.put("r", samples(f"g{i}"), {}) for i in range(count)))
@@ -242,7 +242,7 @@ async def test_groups_share_a_file_up_to_a_size(
 ) -> None:
     monkeypatch.setattr(spool_module, "TOKENS_TOGETHER", tokens)
     blobs = BlobStore(tmp_path)
-    spool = Spool(blobs, Journals(tmp_path, blobs, sync=False))
+    spool = Spool(blobs, DirectoryJournals(tmp_path, blobs, sync=False))
     await spool.open("r", "body")
     await asyncio.gather(*(spool.put("r", samples(f"g{i}"), {}) for i in range(9)))
     await spool.close()

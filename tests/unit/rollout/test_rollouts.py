@@ -33,7 +33,7 @@ from services.rollout.episodes.group import (
     GroupTools,
 )
 from services.rollout.episodes.rollouts import Rollout, WorkerDrainingError
-from services.rollout.episodes.spool import Journals, Spool
+from services.rollout.episodes.spool import DirectoryJournals, Spool
 from services.rollout.episodes.worker import Rollouts
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.rollout.v1 import trace_pb2
@@ -75,7 +75,7 @@ class Door(Environment):
         raise NotImplementedError
 
 
-class HeldJournals(Journals):
+class HeldJournals(DirectoryJournals):
     """Groups become known once `go` is set."""
 
     begun, go = threading.Event(), threading.Event()

@@ -206,8 +206,8 @@ async def test_a_store_that_ranks_do_not_share_is_found_when_saving(whole: Whole
     """Else the checkpoint would turn out to be incomplete when it is needed."""
     finish = whole.trainer.checkpoints.store.finish
 
-    def elsewhere(checkpoint_id: str, partial: Path, record: object) -> None:
-        (partial / "policy.safetensors").unlink()
+    def elsewhere(checkpoint_id: str, partial: str, record: object) -> None:
+        Path(partial, "policy.safetensors").unlink()
         finish(checkpoint_id, partial, record)  # type: ignore[arg-type]
 
     whole.trainer.checkpoints.store.finish = elsewhere  # type: ignore[method-assign, assignment]

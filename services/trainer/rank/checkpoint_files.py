@@ -1,0 +1,82 @@
+"""Files of a checkpoint in a bucket, as a directory of this host while a rank writes or reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from services.trainer.errors import CheckpointDamagedError
+from sluice import faults
+from sluice.bucket import ObjectBucket
+from sluice.durable import scratch
+from sluice.file_cache import FileCache
+from sluice.place import StoreCacheConfig
+from sluice.weights.manifest import FileEntry
+
+WRITING, READING = "sluice-checkpoint-", "sluice-restored-"
+
+CheckFile = Callable[[Path, str, FileEntry], None]
+Upload = Callable[[Mapping[str, FileEntry]], None]
+
+
+@contextmanager
+def written_there(location: str, cache: StoreCacheConfig) -> Iterator[tuple[Path, Upload]]:
+    """Have a directory to write into, and what then uploads the files of this rank."""
+    cache.directory.mkdir(parents=True, exist_ok=True)
+    with scratch(WRITING, cache.directory) as directory:
+
+        def upload(files: Mapping[str, FileEntry]) -> None:
+            bucket = ObjectBucket(location)
+            for name in sorted(files, key=lambda name: -files[name].size):
+                bucket.take_file(name, directory / name)
+                faults.point("checkpoint.uploaded")
+
+        yield directory, upload
+
+
+@contextmanager
+def fetched(
+    location: str,
+    files: Mapping[str, FileEntry],
+    cache: StoreCacheConfig,
+    rank: int,
+    check: CheckFile,
+) -> Iterator[Path]:
+    """Have a directory with the files of a checkpoint, all of them checked.
+
+    Ranks of a host fetch each file once: each begins with another one. Raises
+    CheckpointDamagedError.
+    """
+    cache.directory.mkdir(parents=True, exist_ok=True)
+    bucket, kept = (
+        ObjectBucket(location),
+        FileCache(cache.directory / "checkpoints", cache.max_bytes),
+    )
+    names = sorted(files)
+    first = rank % max(1, len(names))
+    with scratch(READING, cache.directory) as directory:
+        for name in names[first:] + names[:first]:
+            entry = files[name]
+
+            def fetch(path: Path, name: str = name) -> None:
+                try:
+                    bucket.local_file(name, path)
+                except FileNotFoundError:
+                    raise CheckpointDamagedError(name, f"file {name!r} is missing") from None
+
+            def problem(
+                path: Path, name: str = name, entry: FileEntry = entry
+            ) -> CheckpointDamagedError | None:
+                try:
+                    check(path, name, entry)
+                except CheckpointDamagedError as error:
+                    return error
+                return None
+
+            target = directory / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with kept.held(f"{entry.digest}-{entry.size}", fetch, problem) as path:
+                os.link(path, target)  # stays, whatever the cache removes
+        yield directory

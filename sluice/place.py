@@ -1,0 +1,71 @@
+"""Where a store is: a directory that all processes share, or a bucket."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from sluice.config import Config
+
+SCHEMES = ("s3://", "memory://")  # memory: of one process, for tests
+
+Place = Path | str  # a bucket is a URL
+
+
+def place_of(value: object) -> Place:
+    """Read a directory, `file:///directory`, or `s3://bucket/prefix`.
+
+    Raises ValueError for anything else: a URL of another kind, or text that can be no path.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError(f"{value!r} is neither a directory nor an s3:// URL")
+    text = os.fspath(value)
+    if not isinstance(text, str) or "\0" in text:
+        raise ValueError(f"{text!r} can be no path")
+    if not is_bucket(text):
+        return Path(text.removeprefix("file://"))
+    if not text.startswith(SCHEMES):
+        raise ValueError(f"{text[:200]!r} is neither a directory nor an s3:// URL")
+    name, _, prefix = text.partition("://")[2].partition("/")
+    if not name or any(part in ("", ".", "..") for part in prefix.split("/") if prefix.strip("/")):
+        raise ValueError(f"{text[:200]!r} names no bucket and prefix, as s3://bucket/prefix does")
+    return text.rstrip("/")
+
+
+StorePlace = Annotated[Path | str, BeforeValidator(place_of)]
+
+
+def is_bucket(location: Place) -> bool:
+    """Return whether it is no directory, so that ranks have to upload what they write."""
+    text = str(location)
+    return isinstance(location, str) and "://" in text and not text.startswith("file://")
+
+
+def directory_of(location: Place) -> Path | None:
+    """Return a place as a directory; None for a bucket."""
+    return None if is_bucket(location) else Path(str(location).removeprefix("file://"))
+
+
+def within(place: Place, *names: str) -> Place:
+    """Return what lies in a place under these names."""
+    directory = directory_of(place)
+    return "/".join([str(place), *names]) if directory is None else directory.joinpath(*names)
+
+
+class StoreCacheConfig(Config):
+    """Files of a bucket on this host, for a `store` that is one; all processes of it may share
+    them. What is read is compared with its digest, from here too."""
+
+    directory: Path = Field(
+        Path(tempfile.gettempdir()) / f"sluice-{os.getuid()}",
+        description="Default: below the system's directory for temporary files.",
+    )
+    gib: float = Field(16.0, gt=0, description="Beyond that the least recently used go.")
+
+    @property
+    def max_bytes(self) -> int:
+        return int(self.gib * 2**30)
