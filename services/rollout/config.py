@@ -13,7 +13,6 @@ from services.rollout.engine.config import EngineConfig
 from sluice.config import Config, ProcessConfig
 from sluice.place import StoreCacheConfig, StorePlace, directory_of, is_bucket, within
 from sluice.runtime.server import ServerConfig
-from sluice.weights.store import is_bucket
 
 
 class OpenAIConfig(Config):
