@@ -38,8 +38,10 @@ def test_an_environment_of_ones_own_in_containers(checkout: Path) -> None:
     (series,) = json.loads(answer)["data"]["result"]
     assert float(series["value"][1]) >= 1
     assert re.search(r"trainer:50051\s+serving", output)
-    rewards = re.findall(r"^step +\d+  reward (\S+)", output, re.MULTILINE)
+    # compose clears the line before each of a log
+    rewards = re.findall(r"^(?:\x1b\[2K)?step +\d+  reward (\S+)", output, re.MULTILINE)
     assert rewards and float(rewards[-1]) > 0.7
     assert "matplotlib" not in output  # it found a place to write to
     assert "5 samples, the first" in output
+    assert re.search(r"  (\d)=  +\1{4} ", output)  # prompt and response as text
     assert "<html" in (checkout / "report.html").read_text()
