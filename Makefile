@@ -133,7 +133,7 @@ lint: $(VENV)/.dev  ## style, types, layers, contract, generated files
 	$(BIN)/buf breaking protos --against protos/released.binpb
 
 test: lint  ## what CI runs: lint, unit, service, contract, short end-to-end
-	$(TEST_ALL) --ignore tests/megatron --ignore tests/lm_eval --ignore tests/connectors --ignore tests/node --ignore tests/compose --ignore tests/pages --ignore tests/trackers --ignore tests/vision
+	$(TEST_ALL) --ignore tests/megatron --ignore tests/lm_eval --ignore tests/connectors --ignore tests/node --ignore tests/compose --ignore tests/kubernetes --ignore tests/pages --ignore tests/trackers --ignore tests/vision
 	$(TEST) tests/megatron tests/vision -m "fast and not sglang"
 	$(MAKE) build/sglang/.installed
 	$(TEST) tests/sglang -m "sglang and fast"
@@ -227,6 +227,9 @@ test-slurm: $(VENV)/.dev  ## deploy/slurm on a Slurm of its own, a node lost in 
 compose-smoke: $(VENV)/.dev  ## build, bring up, train, scrape, kill and recover with docker compose
 	$(RUN) -m tools.compose_smoke
 
+test-kubernetes: $(VENV)/.dev  ## overlays and components of deploy/kubernetes as kubectl renders them (needs kubectl)
+	$(TEST) tests/kubernetes
+
 test-compose: $(VENV)/.dev  ## docs/tutorial-compose.md on a Docker engine with compose v2
 	$(TEST) tests/compose
 
@@ -310,5 +313,5 @@ accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: righ
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help site test-nodes observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-node test-pages test-trackers proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-ray test-slurm compose-smoke test-compose \
+.PHONY: help site test-nodes test-kubernetes observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-node test-pages test-trackers proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-ray test-slurm compose-smoke test-compose \
 	verify bench bench-adapters bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-fleet bench-demo bench-training bench-checkpoint bench-colocated bench-algorithms bench-router bench-router-simulation clean

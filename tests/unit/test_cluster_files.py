@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -20,6 +21,7 @@ from services.trainer.config import TrainerConfig
 from sluice.config import ProcessConfig, load_config
 from sluice.loop.config import RunConfig
 from tests.patience import PATIENCE
+from tests.unit import custom_resources
 
 ROOT = Path(__file__).parent.parent.parent
 KUBERNETES, SLURM = ROOT / "deploy" / "kubernetes", ROOT / "deploy" / "slurm"
@@ -67,6 +69,17 @@ def test_a_key_that_is_misspelt_is_refused(path):
     container[path + "s"] = container.pop(path)
     with pytest.raises(kubernetes_validate.ValidationError):
         check(manifest)
+
+
+@pytest.mark.parametrize("path", [*KUBERNETES.glob("components/*/*s.yaml")], ids=lambda p: p.stem)
+def test_operators_know_every_key_of_a_component(path):
+    (manifest,) = yaml.safe_load_all(path.read_text())
+    custom_resources.check(manifest)
+    wrong = copy.deepcopy(manifest)
+    first = next(iter(wrong["spec"]))
+    wrong["spec"][first + "s"] = wrong["spec"].pop(first)
+    with pytest.raises(jsonschema.ValidationError):
+        custom_resources.check(wrong)
 
 
 def test_every_manifest_is_in_the_kustomization_but_the_loop():
