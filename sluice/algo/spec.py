@@ -536,6 +536,7 @@ def _check_stages(spec: LossSpec) -> None:
     against_rollout = spec.loss.has_ratio and spec.old_logprobs != "old"
     if spec.importance is not None and against_rollout:
         raise ValueError("importance has no effect with old_logprobs rollout; set old_logprobs old")
+    by_policy = ""  # what the current policy decides on, so that nobody knows it ahead of a pass
     for stage in spec.stages:
         name = type(stage).__name__.lower()
         if stage.weighs and against_rollout:
@@ -551,3 +552,10 @@ def _check_stages(spec: LossSpec) -> None:
             raise PluginSettingError(
                 "corrections", "batch_normalized needs old_logprobs old: columns, known ahead"
             )
+        if stage.measures and by_policy:
+            raise PluginSettingError(
+                "corrections",
+                f"batch_normalized comes before {by_policy}: what that drops is not known ahead",
+            )
+        if stage.has_ratio:
+            by_policy = name

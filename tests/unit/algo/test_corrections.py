@@ -296,3 +296,11 @@ def test_a_batch_mean_needs_columns_known_ahead():
     own = {"name": "weight", "settings": {"high": 2.0, "batch_normalized": True}}
     with pytest.raises(ValueError, match="batch_normalized needs old_logprobs old"):
         LossSpec(name="reinforce", corrections=[own])
+
+
+def test_a_batch_mean_is_not_of_what_the_current_policy_leaves():
+    own = {"name": "weight", "settings": {"high": 2.0, "batch_normalized": True}}
+    opsm = {"name": "opsm", "settings": {"delta": 0.1}}
+    with pytest.raises(ValueError, match="batch_normalized comes before opsm"):
+        LossSpec(name="ppo_clip", clip_low=0.2, old_logprobs="old", corrections=[opsm, own])
+    LossSpec(name="ppo_clip", clip_low=0.2, old_logprobs="old", corrections=[own, opsm])
