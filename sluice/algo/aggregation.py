@@ -142,7 +142,9 @@ def relate_siblings(
         found = estimator.relate([siblings[place] for place in places])
         for place, score in zip(places, found, strict=True):
             related[place] = score
-    return estimator.relate_batch(related)
+    keys = [(group, each.episode) for group, each in zip(group_ids, siblings, strict=True)]
+    sizes = Counter(keys)
+    return estimator.relate_batch(related, [1 / sizes[key] for key in keys])
 
 
 def group_relative(reward: float, group: Moments, *, scale_by_std: bool) -> float:

@@ -65,8 +65,11 @@ class Estimator(Plugin, ABC):
         """
         return [sibling.scores[0] for sibling in group]
 
-    def relate_batch(self, scores: Sequence[float]) -> list[float]:
-        """Returns the numbers of all samples of the batch in the light of each other."""
+    def relate_batch(self, scores: Sequence[float], weights: Sequence[float]) -> list[float]:
+        """Returns the numbers of all samples of the batch in the light of each other.
+
+        weights: 1 / samples of its episode, so that an episode weighs one.
+        """
         return list(scores)
 
     def estimate(

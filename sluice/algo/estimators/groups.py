@@ -143,7 +143,7 @@ class PassAtK(Estimator):
 class GpgAdvantage(Estimator):
     """(r - group mean) x samples / samples of groups that differ (arXiv 2504.02546).
 
-    The factor makes up for groups without a gradient.
+    The factor makes up for groups without a gradient. Of episodes of several samples each is one.
     """
 
     compares_siblings = True
@@ -155,9 +155,10 @@ class GpgAdvantage(Estimator):
         centered = [group_relative(each.scores[0], moments, scale_by_std=False) for each in group]
         return centered if len(spoken) > 1 else [math.nan] * len(group)
 
-    def relate_batch(self, scores: Sequence[float]) -> list[float]:
-        speaking = sum(not math.isnan(score) for score in scores)
-        factor = len(scores) / speaking if speaking else 0.0
+    def relate_batch(self, scores: Sequence[float], weights: Sequence[float]) -> list[float]:
+        both = zip(scores, weights, strict=True)
+        speaking = math.fsum(weight for score, weight in both if not math.isnan(score))
+        factor = math.fsum(weights) / speaking if speaking else 0.0
         return [0.0 if math.isnan(score) else score * factor for score in scores]
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -92,6 +93,18 @@ def test_gpg_makes_up_for_silent_groups():
     rows = rows_of({"a": [1, 0], "b": [1, 1], "c": [0, 0]})
     assert scores(rows, name="gpg") == pytest.approx([1.5, -1.5, 0, 0, 0, 0])
     assert scores(rows_of({"a": [1, 1]}), name="gpg") == [0, 0]
+
+
+def test_gpg_counts_episodes_not_samples():
+    told_apart = [replace(row, episode=index) for index, row in enumerate(rows_of({"a": [1, 0]}))]
+    in_parts = [replace(row, episode=0) for row in rows_of({"b": [1, 1, 1, 1]})]
+    other = [
+        replace(row, episode=0) for row in rows_of({"c": [0]})
+    ]  # 0 is another one in each group
+    rows = [*told_apart, *in_parts, *other]
+    assert scores(rows, name="gpg") == pytest.approx(
+        [1.0, -1.0, 0, 0, 0, 0, 0]
+    )  # 4 episodes, 2 speak
 
 
 def gdpo(table, weights):
