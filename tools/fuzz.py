@@ -56,6 +56,7 @@ from sluice.runtime.channel import create_channel
 from sluice.runtime.processes import end_with_parent
 from sluice.runtime.security import SecurityConfig, TlsConfig, channel_credentials
 from sluice.runtime.server import OPERATIONS_SERVICE, WAIT_SERVICE
+from sluice.runtime.store_checks import STORE_SERVICE
 from sluice.samples.blobs import BlobStore
 from sluice.samples.images import ImageRules
 from sluice.supervise import reserve_port
@@ -81,9 +82,9 @@ EVERYWHERE = (
 )
 SERVICES = {  # what each process serves
     "converter": (CONVERTER_SERVICE,),
-    "engine": (ENGINE_SERVICE,),
-    "episodes": (ROLLOUT_SERVICE,),
-    "trainer": (TRAINER_SERVICE,),
+    "engine": (ENGINE_SERVICE, STORE_SERVICE),
+    "episodes": (ROLLOUT_SERVICE, STORE_SERVICE),
+    "trainer": (TRAINER_SERVICE, STORE_SERVICE),
     "ranks": ("sluice.api.trainer.v1.WorkerService",),  # the trainer's port for them
     "router": (ROUTER_SERVICE, ENGINE_SERVICE),
     "loop": (),

@@ -11,6 +11,7 @@ from google.protobuf import message as pb_message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
+from sluice.api.common.v1 import store_service_pb2
 from sluice.api.converter.v1 import converter_service_pb2 as converter_pb
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.rollout.v1 import rollout_service_pb2 as rollout_pb
@@ -346,6 +347,7 @@ def _others(name: str, places: Places) -> Sequence[pb_message.Message]:
         ],
         "CancelOperation": [operations_pb2.CancelOperationRequest(name="operations/none")],
         "DeleteOperation": [operations_pb2.DeleteOperationRequest(name="operations/none")],
+        "CheckStore": [store_service_pb2.CheckStoreRequest(nonce="0" * 32)],
         "Check": [health_pb2.HealthCheckRequest(service="")],
         "Watch": [health_pb2.HealthCheckRequest(service="")],
         "ServerReflectionInfo": [

@@ -252,7 +252,7 @@ async def test_learning_rate_and_skipped_steps(client: TrainerClient) -> None:
     start = await client.get()
     spoiled = pb.RowColumns(
         sample_id=samples[0].sample_id,
-        columns={"advantages": {"floats": {"values": [float("inf")] * samples[0].response_length}}},
+        columns={"advantages": {"floats": {"values": [3e38] * samples[0].response_length}}},
     )
 
     async def messages():  # type: ignore[no-untyped-def]
