@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 
 from sluice.durable import locked
@@ -30,7 +31,8 @@ def point(name: str) -> None:
     Or stops it, until it is continued, where that was armed.
     """
     if _directory and (number := _fired(name)):
-        os.kill(os.getpid(), number)
+        # to this thread: others may take it later, and what comes next would be done
+        signal.pthread_kill(threading.get_ident(), number)
 
 
 def due(name: str) -> bool:

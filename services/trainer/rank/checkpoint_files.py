@@ -9,7 +9,6 @@ from pathlib import Path
 
 from services.trainer.errors import CheckpointDamagedError
 from sluice import faults
-from sluice.bucket import ObjectBucket
 from sluice.durable import scratch
 from sluice.file_cache import FileCache
 from sluice.place import StoreCacheConfig
@@ -24,6 +23,8 @@ Upload = Callable[[Mapping[str, FileEntry]], None]
 @contextmanager
 def written_there(location: str, cache: StoreCacheConfig) -> Iterator[tuple[Path, Upload]]:
     """Have a directory to write into, and what then uploads the files of this rank."""
+    from sluice.bucket import ObjectBucket  # nobody else needs obstore
+
     cache.directory.mkdir(parents=True, exist_ok=True)
     with scratch(WRITING, cache.directory) as directory:
 
@@ -49,11 +50,11 @@ def fetched(
     Ranks of a host fetch each file once: each begins with another one. Raises
     CheckpointDamagedError.
     """
+    from sluice.bucket import ObjectBucket  # nobody else needs obstore
+
     cache.directory.mkdir(parents=True, exist_ok=True)
-    bucket, kept = (
-        ObjectBucket(location),
-        FileCache(cache.directory / "checkpoints", cache.max_bytes),
-    )
+    bucket = ObjectBucket(location)
+    kept = FileCache(cache.directory / "checkpoints", cache.max_bytes)
     names = sorted(files)
     first = rank % max(1, len(names))
     with scratch(READING, cache.directory) as directory:

@@ -25,7 +25,7 @@ from sluice.runtime.waits import Waits
 from tests.patience import PATIENCE
 from tools.metrics_docs import MODULES, PAGE, Declared, declared
 
-UNITS = ("seconds", "bytes", "tokens", "ratio", "versions", "logprob")
+UNITS = ("seconds", "bytes", "tokens", "ratio", "versions", "logprob", "texts")
 LABELS = {
     "method",
     "code",
@@ -37,6 +37,8 @@ LABELS = {
     "reason",
     "tracker",
     "use",
+    "operation",
+    "implementation",
 }
 FLEET = {"pool", "engine", "rank", "state", "dataset"}
 EVERY = [(service, metric) for service in MODULES for metric in declared(service)]
