@@ -256,8 +256,8 @@ async def test_a_checkpoint_of_another_processor_is_refused(
             processor=processor,
         )
         first.store.finish(name, first.store.begin(name), record)
-        assert first._read(f"checkpoints/{name}") == record
+        assert await first._read(f"checkpoints/{name}", "") == record
     second = checkpoints(other)
-    assert second._read("checkpoints/old").step == 1
+    assert (await second._read("checkpoints/old", "")).step == 1
     with pytest.raises(CheckpointMismatchError, match="other pixels"):
-        second._read("checkpoints/new")
+        await second._read("checkpoints/new", "")
