@@ -44,7 +44,7 @@ PROGRAMS = ("prometheus", "promtool", "prometheus-node-exporter")
 PATIENCE = 600.0  # seconds, for anything on a busy machine
 SCRAPE_SECONDS = 1
 WINDOW = f"{10 * SCRAPE_SECONDS}s"  # for Grafana's $__rate_interval
-STEPS, SENT_STEPS = 24, 4
+STEPS, SENT_STEPS = 96, 24  # seconds of scrapes, on a fast machine too
 LIMIT = 11_000  # points of a query that Prometheus gives
 TESTS = DIRECTORY / "alerts.test.yml"
 
