@@ -12,6 +12,7 @@ from typing import IO
 import xxhash
 
 from sluice.durable import LockTimeoutError, locked, temporary_path, try_lock
+from sluice.place import StoreCacheConfig
 
 logger = logging.getLogger(__name__)
 
@@ -128,3 +129,11 @@ class FileCache:
             with suppress(FileNotFoundError):
                 if path.stat().st_mtime < newest - ABANDONED_SECONDS:
                     path.unlink()
+
+
+def host_cache(config: StoreCacheConfig) -> FileCache:
+    """The files of a bucket on this host, of whatever kind: one limit is for all of them.
+
+    Raises OSError where the directories cannot be made.
+    """
+    return FileCache(config.directory / "fetched", config.max_bytes)

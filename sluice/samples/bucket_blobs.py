@@ -23,7 +23,7 @@ import xxhash
 
 from sluice import faults
 from sluice.bucket import ObjectBucket, ObjectsError, each_of, quoted
-from sluice.file_cache import FileCache
+from sluice.file_cache import host_cache
 from sluice.place import StoreCacheConfig
 from sluice.samples.blobs import (
     DIGEST,
@@ -53,7 +53,7 @@ class BucketBlobs(Blobs):
     ) -> None:
         """`bucket` has deadlines of its own. Raises ValueError for a URL that names no bucket."""
         self._bucket = bucket or ObjectBucket(url)
-        self._cache = FileCache(cache.directory / "blobs", cache.max_bytes)
+        self._cache = host_cache(cache)
 
     def put_all(self, contents: Iterable[bytes | memoryview]) -> list[BlobReference]:
         references, waiting = list[BlobReference](), dict[str, bytes | memoryview]()

@@ -10,7 +10,7 @@ from pathlib import Path
 from services.trainer.errors import CheckpointDamagedError
 from sluice import faults
 from sluice.durable import scratch
-from sluice.file_cache import FileCache
+from sluice.file_cache import host_cache
 from sluice.place import StoreCacheConfig
 from sluice.weights.manifest import FileEntry
 
@@ -53,8 +53,7 @@ def fetched(
     from sluice.bucket import ObjectBucket  # nobody else needs obstore
 
     cache.directory.mkdir(parents=True, exist_ok=True)
-    bucket = ObjectBucket(location)
-    kept = FileCache(cache.directory / "checkpoints", cache.max_bytes)
+    bucket, kept = ObjectBucket(location), host_cache(cache)
     names = sorted(files)
     first = rank % max(1, len(names))
     with scratch(READING, cache.directory) as directory:

@@ -12,13 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import xxhash
 
+from services.trainer.rank.checkpoint_files import fetched
 from sluice.bucket import ObjectBucket, ObjectsError
 from sluice.file_cache import FileCache
 from sluice.place import StoreCacheConfig
 from sluice.samples import bucket_blobs
 from sluice.samples.blobs import BlobDigestError, BlobNotFoundError
 from sluice.samples.bucket_blobs import BucketBlobs
+from sluice.weights.manifest import FileEntry
 from tests.contract.blob_store.test_contract import NOW
 from tests.patience import PATIENCE
 from tests.s3_server import Faults, environment, make_bucket, s3_process
@@ -30,7 +33,7 @@ def blobs(bucket: ObjectBucket, cache: StoreCacheConfig) -> BucketBlobs:
 
 
 def cached(cache: StoreCacheConfig) -> list[Path]:
-    return [path for path in (cache.directory / "blobs" / "files").rglob("*") if path.is_file()]
+    return [path for path in (cache.directory / "fetched" / "files").rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize("kind", ["refuse", "lose"])
@@ -165,11 +168,28 @@ def test_the_cache_keeps_to_its_limit_and_drops_the_least_recently_used(
     blobs.get(references[0])
     for reference in references[1:]:
         blobs.get(reference)
-        first = cache.directory / "blobs/files" / references[0].digest[:2] / references[0].digest
+        first = cache.directory / "fetched/files" / references[0].digest[:2] / references[0].digest
         os.utime(first, (time.time() + 60, time.time() + 60))  # used all the time
         assert sum(path.stat().st_size for path in cached(cache)) <= 10_000
     assert first.exists()
     assert len(cached(cache)) == 10
+
+
+def test_blobs_and_files_of_checkpoints_share_one_limit(
+    bucket: ObjectBucket, tmp_path: Path
+) -> None:
+    cache = StoreCacheConfig(directory=tmp_path / "small", gib=10_000 / 2**30)
+    blobs = BucketBlobs(bucket.url, cache, bucket)
+    for reference in blobs.put_all(os.urandom(1000) for _ in range(10)):
+        blobs.get(reference)
+    data = os.urandom(8_000)
+    bucket.put("checkpoints/a/b/weights", data)
+    entry = FileEntry(len(data), xxhash.xxh3_128_hexdigest(data))
+    location, files = f"{bucket.url}/checkpoints/a/b", {"weights": entry}
+    with fetched(location, files, cache, 0, lambda *_: None) as directory:
+        assert (directory / "weights").read_bytes() == data
+    kept = [path for path in cache.directory.rglob("*") if path.is_file() and path.stat().st_size]
+    assert 8_000 <= sum(path.stat().st_size for path in kept) <= 10_000
 
 
 def test_a_file_in_use_outlives_the_limit(tmp_path: Path) -> None:

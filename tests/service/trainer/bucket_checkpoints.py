@@ -74,7 +74,7 @@ async def check_damage(
     client: TrainerClient, bucket: ObjectBucket, cache: Path, digest: str
 ) -> None:
     """What is damaged on the host is fetched again; in the bucket, it is refused by name."""
-    cached = [path for path in (cache / "checkpoints" / "files").iterdir() if path.is_file()]
+    cached = [path for path in (cache / "fetched" / "files").iterdir() if path.is_file()]
     largest = max(cached, key=lambda path: path.stat().st_size)
     flip(largest)
     await client.load_checkpoint("checkpoints/kept")
