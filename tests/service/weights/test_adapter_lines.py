@@ -9,24 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from examples.models.tiny_qwen3 import build_tiny_qwen3
-from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.client import EngineClient, RemoteError
 from sluice.runtime.security import SecurityConfig
 from sluice.weights.adapter import digest_base
 from sluice.weights.store import StoredVersion, WeightStore
-from tests.adapters import import_adapter, make_adapter, peft_logprobs
+from tests.adapters import import_adapter, make_adapter
 from tests.service.trainer.harness import poll
 from tests.service.weights.harness import RunningEngine, running_engines, serves
+from tests.service.weights.test_adapters import PROMPT, furthest, named, serve
 
-PROMPT = [1, 2, 3, 10]
 HELD = 4
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_qwen3(tmp_path_factory.mktemp("model"), 0)
 
 
 @pytest.fixture(scope="module")
@@ -64,23 +57,6 @@ async def client(engine: RunningEngine) -> AsyncIterator[EngineClient]:
 
 def publish(store: WeightStore, model: Path, folder: Path, line: str) -> StoredVersion:
     return import_adapter(store, folder, digest_base(model), line=line)
-
-
-def named(record: StoredVersion) -> sample_pb2.WeightVersion:
-    return sample_pb2.WeightVersion(
-        version=record.version, digest=record.digest, adapter=record.line
-    )
-
-
-async def serve(client: EngineClient, record: StoredVersion) -> None:
-    await client.prepare_weights(named(record))
-    await client.commit_weights(named(record))
-
-
-async def furthest(client: EngineClient, model: Path, folder: Path | None, adapter: str) -> float:
-    (found,) = await client.generate(PROMPT, max_new_tokens=6, adapter=adapter)
-    expected = peft_logprobs(model, folder, PROMPT, found.token_ids)
-    return max(abs(a - b) for a, b in zip(found.logprobs, expected, strict=True))
 
 
 async def refusal(client: EngineClient, adapter: str) -> str:

@@ -55,7 +55,9 @@ def engines(
 
 
 def named(record: StoredVersion) -> sample_pb2.WeightVersion:
-    return sample_pb2.WeightVersion(version=record.version, digest=record.digest)
+    return sample_pb2.WeightVersion(
+        version=record.version, digest=record.digest, adapter=record.line
+    )
 
 
 def publish(store: WeightStore, folder: Path, model: Path) -> StoredVersion:
