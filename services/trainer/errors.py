@@ -131,7 +131,7 @@ class TrainerAsleepError(ServiceError):
 
 
 class AdaptersUnsupportedError(ServiceError):
-    """The trainer trains a model, or its backend has one adapter only."""
+    """The trainer trains a model itself."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "ADAPTERS_UNSUPPORTED"

@@ -102,8 +102,8 @@ def score(backend: Any, out: Path, kind: str, model: str = "policy") -> None:
 def unsummed(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Gradients of adapters on Megatron whose tensor ranks keep what each has of them."""
     backend = open_backend(rank, world, arguments)
-    layers = backend._stepper._layers
-    layers.held = {name: replace(held, summed=False) for name, held in layers.held.items()}
+    training = backend._lora.used
+    training._held = {name: replace(held, summed=False) for name, held in training._held.items()}
     run_step(backend, 0)
     save_gradients(backend, Path(arguments["out"]) / f"gradients-{rank}.safetensors")
     backend.close()
@@ -111,7 +111,7 @@ def unsummed(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]
 
 
 def save_gradients(backend: Any, path: Path) -> None:
-    training = backend._stepper if hasattr(backend, "_stepper") else backend._lora.used
+    training = backend._lora.used
     training.reduce(training.optimizer.gradients)
     whole = training.whole(dict(training.optimizer.views()))
     if training.is_writer:
@@ -228,6 +228,30 @@ def several(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "frozen": frozen}
 
 
+def replayed(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Losses of a user whose experts were recorded before another user scored, trained, stepped."""
+    backend = open_backend(rank, world, {**arguments, "adapter": ""})
+    for name, adapter in arguments["users"].items():
+        backend.create_adapter(name, LoraConfig(**arguments["lora"]))
+        backend.use_adapter(name)
+        backend.load_checkpoint(Path(adapter))
+    first, *others = arguments["users"]
+    out, losses = Path(arguments["out"]), []
+    backend.use_adapter(first)
+    score(backend, out, "first")
+    for name in others:
+        backend.use_adapter(name)
+        score(backend, out, name)
+        run_steps(backend, 0, 1)
+        score(backend, out, name)
+    backend.use_adapter(first)
+    for _ in range(2):  # the second with weights that have moved
+        losses.append(run_step(backend, 0))
+        backend.step(normalizer=NORMALIZER, learning_rate=None)
+    backend.close()
+    return {"losses": losses}
+
+
 def run_part(backend: TrainingBackend, step: int, part: int) -> float:
     """One of the two passes of `run_step`; the loss of all ranks."""
     mesh = backend.mesh
@@ -266,7 +290,9 @@ def growth(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
         run_steps(backend, 0, 1)
         held[count] = held_bytes(backend)
     numbers = sum(p.numel() for p in backend._lora.used.adapters.parameters.values())
-    hooks = {len(module._forward_hooks) for module in backend._lora._layers._layers.values()}
+    layers = backend._lora._model
+    modules = layers._owners if hasattr(layers, "_owners") else layers._layers
+    hooks = {len(module._forward_hooks) for module in modules.values()}
     backend.delete_adapter("user-2")
     backend.use_adapter("")
     left = held_bytes(backend)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from sluice.weights.adapter import ADAPTER_FILE
 from tests.contract.training_backend.cases import build_model
 from tests.fsdp.oracle import logprob_difference, read_ranks
+from tests.lora.conftest import ExpectedAdapters
 from tests.lora.oracle import ALL, ExpectedUser, User, expect_user
 from tests.rank_pool import Pool
 
@@ -24,11 +25,20 @@ USERS = {
     "bob.7-b": User(rank=2, alpha=3.0, targets=("q_proj", "down_proj"), rate=5e-4, first=20),
     "carol": User(rank=8, alpha=8.0, targets=("v_proj", "o_proj"), rate=1.5e-3, first=30),
 }
+TENSOR = {"tensor": 2, "sequence_parallel": True}
 PLACES = [
-    pytest.param("reference", 1, marks=fast, id="reference"),
-    pytest.param("reference", 2, id="reference, two ranks"),
-    pytest.param("fsdp", 2, marks=fast, id="fsdp, two ranks"),
-    pytest.param("fsdp", 4, id="fsdp, four ranks"),
+    pytest.param("reference", 1, {}, marks=fast, id="reference"),
+    pytest.param("reference", 2, {}, id="reference, two ranks"),
+    pytest.param("fsdp", 2, {}, marks=fast, id="fsdp, two ranks"),
+    pytest.param("fsdp", 4, {}, id="fsdp, four ranks"),
+    pytest.param("megatron", 1, {}, id="megatron"),
+    pytest.param("megatron", 2, {"tensor": 2}, id="tensor 2"),
+    pytest.param("megatron", 2, TENSOR, marks=fast, id="tensor 2, sequence"),
+    pytest.param("megatron", 2, {"pipeline": 2}, id="pipeline 2"),
+    pytest.param("megatron", 4, {**TENSOR, "pipeline": 2}, id="tensor 2, sequence, pipeline 2"),
+    pytest.param("megatron", 2, {}, id="data 2"),
+    pytest.param("megatron", 4, TENSOR, id="data 2, tensor 2, sequence"),
+    pytest.param("megatron", 2, {"context": 2}, id="context 2"),
 ]
 
 
@@ -74,7 +84,7 @@ def train(
     return pool.run("several", world, lora=own.settings, users=told, **arguments)
 
 
-@pytest.mark.parametrize(("backend", "world"), PLACES)
+@pytest.mark.parametrize(("backend", "world", "layout"), PLACES)
 def test_each_is_what_peft_makes_of_it_alone(
     pool: Pool,
     model: Path,
@@ -82,8 +92,9 @@ def test_each_is_what_peft_makes_of_it_alone(
     tmp_path: Path,
     backend: str,
     world: int,
+    layout: dict[str, Any],
 ) -> None:
-    answers = train(pool, model, alone, tmp_path, backend, world, USERS)
+    answers = train(pool, model, alone, tmp_path, backend, world, USERS, layout=layout)
     assert all(answer["frozen"] for answer in answers)
     bases = []
     for name, expected in alone.items():
@@ -102,7 +113,7 @@ def test_each_is_what_peft_makes_of_it_alone(
         assert all(torch.equal(base[sample], values) for sample, values in bases[0].items())
 
 
-@pytest.mark.parametrize(("backend", "world"), PLACES)
+@pytest.mark.parametrize(("backend", "world", "layout"), PLACES)
 def test_each_is_to_the_bit_what_it_is_in_a_trainer_of_its_own(
     pool: Pool,
     model: Path,
@@ -110,31 +121,44 @@ def test_each_is_to_the_bit_what_it_is_in_a_trainer_of_its_own(
     tmp_path: Path,
     backend: str,
     world: int,
+    layout: dict[str, Any],
 ) -> None:
-    together = train(pool, model, alone, tmp_path / "together", backend, world, USERS)
+    of_all = tmp_path / "together"
+    together = train(pool, model, alone, of_all, backend, world, USERS, layout=layout)
     for name in ("alice", "bob.7-b"):
         out = tmp_path / name
         single = {"": USERS[name]}
         adapter = alone[name].adapter
-        apart = train(pool, model, alone, out, backend, world, single, adapter=adapter)
+        more = {"adapter": adapter, "layout": layout}
+        apart = train(pool, model, alone, out, backend, world, single, **more)
         assert [a["steps"][""] for a in apart] == [a["steps"][name] for a in together]
-        found = load_file(tmp_path / "together" / name / ADAPTER_FILE)
+        found = load_file(of_all / name / ADAPTER_FILE)
         for tensor_name, tensor in load_file(out / "own" / ADAPTER_FILE).items():
             assert torch.equal(found[tensor_name], tensor), tensor_name
 
 
-@fast
+@pytest.mark.parametrize(
+    ("backend", "world", "layout"),
+    [pytest.param("reference", 1, {}, marks=fast), ("megatron", 2, TENSOR)],
+)
 def test_with_one_optimizer_for_two_it_would_not_be(
-    pool: Pool, model: Path, alone: dict[str, ExpectedUser], tmp_path: Path
+    pool: Pool,
+    model: Path,
+    alone: dict[str, ExpectedUser],
+    tmp_path: Path,
+    backend: str,
+    world: int,
+    layout: dict[str, Any],
 ) -> None:
     two = {"": USERS[""], "alice": USERS["alice"]}
-    train(pool, model, alone, tmp_path, "reference", 1, two, sharing=True)
+    train(pool, model, alone, tmp_path, backend, world, two, sharing=True, layout=layout)
     found = read_ranks(tmp_path / "alice", "logprobs")
     assert logprob_difference(found, alone["alice"].logprobs) > 1e-3
 
 
 @pytest.mark.parametrize(
-    ("backend", "world"), [pytest.param("reference", 1, marks=fast), ("fsdp", 2)]
+    ("backend", "world"),
+    [pytest.param("reference", 1, marks=fast), ("fsdp", 2), ("megatron", 1)],
 )
 def test_an_adapter_costs_its_own_numbers_and_not_the_base(
     pool: Pool, model: Path, tmp_path: Path, backend: str, world: int
@@ -149,3 +173,24 @@ def test_an_adapter_costs_its_own_numbers_and_not_the_base(
         assert each < held[0] / 3
         assert answer["left"] == held[-1] - each
         assert answer["hooks"] == [0, 1]  # of a layer, however many adapters
+
+
+def test_experts_that_one_recorded_outlive_the_steps_of_others(
+    pool: Pool, expected: ExpectedAdapters, tmp_path: Path
+) -> None:
+    """Rows of both have the same names, and other tokens would be refused."""
+    moe = expected("qwen3_moe")
+    losses = []
+    for users in (["alice"], ["alice", "bob"]):
+        arguments = {"model": str(moe.directory), "out": str(tmp_path), "lora": moe.settings}
+        (answer,) = pool.run(
+            "replayed",
+            1,
+            backend="megatron",
+            layout={"routing_replay": "recorded"},
+            users=dict.fromkeys(users, str(moe.adapter)),
+            **arguments,
+        )
+        losses.append(answer["losses"])
+    assert losses[0] == losses[1]
+    assert losses[0][0] == pytest.approx(moe.steps[0]["loss"], abs=1e-4)

@@ -13,15 +13,11 @@ import grpc
 import pytest
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
-from services.trainer.config import TrainerConfig
 from services.trainer.controller.checkpoints import CheckpointRecord, check_adapter_files
-from services.trainer.controller.trainer import Trainer
-from services.trainer.errors import AdaptersUnsupportedError, CheckpointMismatchError
+from services.trainer.errors import CheckpointMismatchError
 from sluice import faults
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.client import RemoteError, TrainerClient, typed_errors
-from sluice.config import parse_config
-from sluice.runtime.waits import Waits
 from sluice.weights.adapter import ADAPTER_CONFIG, AdapterSpec, encode_adapter_config
 from sluice.weights.store import WeightStore
 from tests.patience import PATIENCE
@@ -40,11 +36,15 @@ from tests.service.trainer.harness import (
 fast = pytest.mark.fast
 LORA = {"rank": 4, "alpha": 8, "max_adapters": 3}
 REFERENCE = {"lora": LORA, "keep_versions": 1}
-FSDP = {
-    "backend": "fsdp",
-    "fsdp": {"dtype": "float32"},
+TWO_RANKS = {
     "ranks": {"count": 2, "heartbeat_seconds": 0.2, "silent_seconds": 1, "restart_backoff": 0.1},
     "lora": LORA,
+}
+FSDP = {**TWO_RANKS, "backend": "fsdp", "fsdp": {"dtype": "float32"}}
+MEGATRON = {
+    **TWO_RANKS,
+    "backend": "megatron",
+    "megatron": {"dtype": "float32", "tensor": 2, "sequence_parallel": True},
 }
 Digests = list[str]
 
@@ -119,9 +119,11 @@ async def client(trainer: RunningTrainer) -> AsyncIterator[TrainerClient]:
         yield client
 
 
-async def alone(root: Path, model: Path, seed: int, count: int) -> Digests:
+async def alone(
+    root: Path, model: Path, settings: dict[str, Any], seed: int, count: int
+) -> Digests:
     """What a trainer of one adapter publishes after each of `count` steps."""
-    with running_trainer(root, model, **FSDP) as running:
+    with running_trainer(root, model, **settings) as running:
         async with running.client() as client:
             await until(client, lambda now: now.state == ACTIVE)
             line, digests = Line(client, "", seed), []
@@ -388,16 +390,6 @@ async def test_a_trainer_of_a_model_has_no_adapters(tmp_path: Path, model: Path)
 
 
 @fast
-@pytest.mark.parametrize("name", ["alice", "../alice"])
-def test_a_backend_of_one_adapter_says_so(tmp_path: Path, model: Path, name: str) -> None:
-    values = {"model": str(model), "store": str(tmp_path), "backend": "megatron", "lora": LORA}
-    config = parse_config(TrainerConfig, values)
-    adapters = Trainer(config, Waits()).adapters
-    with pytest.raises(AdaptersUnsupportedError, match="backend megatron trains one adapter"):
-        adapters.settings(name, None, None, ())
-
-
-@fast
 @pytest.mark.parametrize(
     ("saved", "reason"),
     [
@@ -443,17 +435,18 @@ async def lose(client: TrainerClient, how: str) -> None:
     )
 
 
+@pytest.mark.parametrize("settings", [FSDP, MEGATRON], ids=["fsdp", "megatron"])
 async def test_each_recovers_to_its_own_checkpoint_and_goes_on_to_the_bit(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, settings: dict[str, Any]
 ) -> None:
     """Ranks die between steps of two, while one is saved, loaded and published; so does the
     controller."""
     expected = {
-        "": await alone(tmp_path / "own", model, 3, 3),
-        "alice": await alone(tmp_path / "alice", model, 1, 3),
-        "bob": await alone(tmp_path / "bob", model, 2, 3),
+        "": await alone(tmp_path / "own", model, settings, 3, 3),
+        "alice": await alone(tmp_path / "alice", model, settings, 1, 3),
+        "bob": await alone(tmp_path / "bob", model, settings, 2, 3),
     }
-    with running_trainer(tmp_path / "several", model, **FSDP) as running:
+    with running_trainer(tmp_path / "several", model, **settings) as running:
         folder = running.store.parent / "faults"
         async with running.client() as client:
             await until(client, lambda now: now.state == ACTIVE)
@@ -509,7 +502,7 @@ async def test_each_recovers_to_its_own_checkpoint_and_goes_on_to_the_bit(
                 assert await line.digest() == expected[line.adapter][2]
             end(running.process.pid, signal.SIGKILL)
         await asyncio.to_thread(running.process.wait, PATIENCE)
-    with running_trainer(tmp_path / "anew", model, **FSDP, store=str(running.store)) as anew:
+    with running_trainer(tmp_path / "anew", model, **settings, store=str(running.store)) as anew:
         async with anew.client() as client:
             await until(client, lambda now: now.state == ACTIVE)
             assert not (await client.get()).adapters

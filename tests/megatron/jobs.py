@@ -471,7 +471,7 @@ def replay_rollout(rank: int, world: int, arguments: dict[str, Any]) -> dict[str
 def replay_recorded(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Losses under weights that moved since the experts were recorded, with and without them."""
     backend = open_backend(rank, world, arguments)
-    replay, mesh = backend._replay, backend.mesh
+    replay, mesh = backend._passes.replay, backend.mesh
     assert replay is not None
     batches = micro_batches(make_rows(), mesh.data_rank, mesh.data_size)
     backend.compute_logprobs(batches, model="policy", temperature=1.0)

@@ -75,7 +75,7 @@ def prove(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
 def _prove(backend: MegatronBackend, rank: int, out: Path, count: int) -> dict[str, Any]:
     _score(backend, rank, out / "logprobs")
     _run_step(backend, 0)
-    backend._stepper.reduce(1.0)  # type: ignore[union-attr]
+    backend._stepper.reduce(1.0)
     trained = [tensor for tensor in backend._policy.tensors if tensor.parameter.requires_grad]
     save_tensors(trained, out / f"gradients-{rank}.safetensors", _gradient)
     backend.discard_gradients()

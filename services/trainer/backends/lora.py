@@ -7,12 +7,12 @@ model is its base. Several are on one model by name, and passes are of the one t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import safetensors.torch
 import torch
@@ -303,36 +303,39 @@ class AdapterTraining:
         return [write(directory, ADAPTER_FILE, tensors, dict.fromkeys(tensors, dtype))()]
 
 
+class AdaptedModel(Protocol):
+    """A frozen model whose layers add what the adapters in use give; None and it is its base."""
+
+    used: Adapters | None
+
+
 class TrainedAdapters:
-    """The adapters of a transformers model that all ranks hold, by name, each trained by itself.
+    """The adapters of a model by name, each trained by itself.
 
     That of the settings has no name. What any of them costs is its own tensors: the base is one.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: AdaptedModel,
         settings: LoraConfig,
         config: TrainerConfig,
-        mesh: Mesh,
-        ranks: Collectives | None,
-        device: torch.device,
+        start: Callable[[Adapters], AdapterTraining],
     ) -> None:
-        """Freeze the model and begin its first adapter; collective.
+        """Begin the first adapter; collective. `start` gives adapters their layers of the model.
 
         Raises InvalidAdapterError, or another WeightStoreError.
         """
-        self._config, self._mesh, self._ranks = config, mesh, ranks
-        self._layers = AdaptableLayers(model, device)
+        self._model, self._seed, self._start = model, config.seed, start
         first = begin(settings, Path(config.model), seed=config.seed)
         self._base_digest = first.spec.base_digest
-        self._trained = {"": self._start(first)}
+        self._trained = {"": start(first)}
         self.use("")
 
     def create(self, name: str, settings: LoraConfig) -> None:
         """Begin another one, which is not in use. Raises InvalidAdapterError."""
         spec = settings.spec(self._base_digest)
-        self._trained[name] = self._start(Adapters(spec, seed=self._config.seed))
+        self._trained[name] = self._start(Adapters(spec, seed=self._seed))
 
     def delete(self, name: str) -> None:
         """Forget one, if it is there."""
@@ -343,7 +346,7 @@ class TrainedAdapters:
     def use(self, name: str) -> None:
         """Have passes, steps and files be of this one."""
         self.used = self._trained[name]
-        self._layers.used = self.used.adapters
+        self._model.used = self.used.adapters
 
     def held(self, others: Iterable[torch.Tensor]) -> HeldTensors:
         """Return the tensors of all adapters and of their optimizers, and others beside them."""
@@ -351,13 +354,6 @@ class TrainedAdapters:
         return HeldTensors(
             [*others, *(tensor for held in each for tensor in held.state)],
             [tensor for held in each for tensor in held.gradients],
-        )
-
-    def _start(self, adapters: Adapters) -> AdapterTraining:
-        self._layers.attach(adapters)
-        is_writer = self._mesh.rank == 0
-        return AdapterTraining(
-            adapters, self._config.optim, self._mesh, self._ranks, is_writer=is_writer
         )
 
 
@@ -368,10 +364,19 @@ def training(
     ranks: Collectives | None,
     device: torch.device,
 ) -> TrainedAdapters | None:
-    """Begin adapters as `TrainedAdapters` does; None where the configuration has no `lora`."""
+    """Freeze a transformers model that all ranks hold, and begin adapters; collective.
+
+    None where the configuration has no `lora`. Raises as `TrainedAdapters` does.
+    """
     if config.lora is None:
         return None
-    return TrainedAdapters(model, config.lora, config, mesh, ranks, device)
+    layers = AdaptableLayers(model, device)
+
+    def start(adapters: Adapters) -> AdapterTraining:
+        layers.attach(adapters)
+        return AdapterTraining(adapters, config.optim, mesh, ranks, is_writer=mesh.rank == 0)
+
+    return TrainedAdapters(layers, config.lora, config, start)
 
 
 def check_checkpoint(directory: Path, spec: AdapterSpec) -> None:

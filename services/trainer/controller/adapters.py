@@ -17,8 +17,6 @@ from sluice.runtime.errors import AlreadyExistsError, InvalidFieldError, Service
 from sluice.weights.adapter import check_name
 from sluice.weights.errors import InvalidAdapterError
 
-SEVERAL = ("reference", "fsdp")  # backends that train several adapters
-
 
 class TrainerAdapters:
     """The adapters of a trainer that calls began. Methods raise the errors that clients see."""
@@ -45,12 +43,6 @@ class TrainerAdapters:
         own = self._config.lora
         if own is None:
             raise AdaptersUnsupportedError("this trainer trains the model itself: set lora")
-        if self._config.backend not in SEVERAL:
-            raise AdaptersUnsupportedError(
-                f"backend {self._config.backend} trains one adapter: several are trained by "
-                f"{' and '.join(SEVERAL)}",
-                backend=self._config.backend,
-            )
         try:
             check_name(name)
         except InvalidAdapterError as error:

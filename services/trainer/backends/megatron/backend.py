@@ -47,7 +47,7 @@ from services.trainer.backends.megatron.weights import (
     untrained_tensors,
     write_shards,
 )
-from services.trainer.config import Head, TrainerConfig
+from services.trainer.config import Head, LoraConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
 from sluice import platform
@@ -79,23 +79,14 @@ class MegatronBackend(TrainingBackend):
         self._policy = self._create_model(
             config.model, head=config.head, trained=config.lora is None
         )
-        self._stepper: Stepper | lora.ParallelTraining
-        if config.lora is None:
-            self._stepper = Stepper(
+        self._lora = lora.training(self._policy, config, mesh, self._groups)
+        self._whole: Stepper | None = None  # of the model itself
+        if self._lora is None:
+            self._whole = Stepper(
                 self._policy, self._layout, config.optim, self._groups, self._scales
             )
-        else:
-            layers = lora.adapt(
-                self._policy, self._layout, config.lora, Path(config.model), seed=config.seed
-            )
-            self._stepper = lora.ParallelTraining(layers, config.optim, mesh, self._groups)
-        self._replay = self._create_replay()
-        self._passes = ChunkPasses(
-            chunks=self._policy.chunks,
-            head=self._policy.head,
-            replay=self._replay,
-            sees=self._policy.source.images is not None,
-        )
+        self._passes_of = {"": self._create_passes()}  # each with its own records of routing
+        self._passes = self._passes_of[""]
 
     def compute_logprobs(
         self, micro_batches: Sequence[MicroBatch], *, model: ModelName, temperature: float
@@ -103,10 +94,10 @@ class MegatronBackend(TrainingBackend):
         batches = self._pack(micro_batches)
         if model == "policy":
             scored = self._passes.score(batches, temperature=temperature)
-        elif isinstance(self._stepper, Stepper):
+        elif self._lora is None:
             scored = self._reference.score(batches, temperature=temperature)
         else:
-            with self._stepper.adapters.off():
+            with self._lora.used.adapters.off():
                 scored = self._base.score(batches, temperature=temperature)
         return share_responses(batches, scored, self._device)
 
@@ -126,20 +117,28 @@ class MegatronBackend(TrainingBackend):
         )
 
     def step(self, *, normalizer: float, learning_rate: float | None) -> StepOutcome:
-        if self._replay is not None:
-            self._replay.step()
+        if self._passes.replay is not None:
+            self._passes.replay.step()
         self._groups.end_step()
-        if isinstance(self._stepper, lora.ParallelTraining):
+        if self._lora is not None:
             rate = self._config.optim.learning_rate if learning_rate is None else learning_rate
-            return self._stepper.step(normalizer, rate)
+            return self._lora.used.step(normalizer, rate)
         return self._stepper.step(normalizer=normalizer, learning_rate=learning_rate)
 
+    @property
+    def _stepper(self) -> Stepper:
+        assert self._whole is not None
+        return self._whole
+
     def discard_gradients(self) -> None:
-        self._stepper.clear()
+        if self._lora is not None:
+            self._lora.used.clear()
+        else:
+            self._stepper.clear()
 
     def stage_checkpoint(self, directory: Path) -> StagedCheckpoint:
-        if isinstance(self._stepper, lora.ParallelTraining):
-            return self._stepper.stage(directory, sync=self._config.durable)
+        if self._lora is not None:
+            return self._lora.used.stage(directory, sync=self._config.durable)
         return checkpoint.stage(
             self._policy,
             self._stepper,
@@ -151,8 +150,8 @@ class MegatronBackend(TrainingBackend):
         )
 
     def load_checkpoint(self, directory: Path) -> None:
-        if isinstance(self._stepper, lora.ParallelTraining):
-            self._stepper.load(directory)
+        if self._lora is not None:
+            self._lora.used.load(directory)
             return
         refuse_checkpoint(directory)
         checkpoint.load(self._policy, self._stepper, self._layout, directory, scales=self._scales)
@@ -160,8 +159,8 @@ class MegatronBackend(TrainingBackend):
 
     def write_shards(self, directory: Path, write: ShardWrite | None = None) -> list[ShardFile]:
         write = write or PublishedShards(keep=False, sync=self._config.durable).submit
-        if isinstance(self._stepper, lora.ParallelTraining):
-            return self._stepper.write(directory, write, self._policy.config.params_dtype)
+        if self._lora is not None:
+            return self._lora.used.write(directory, write, self._policy.config.params_dtype)
         policy, mesh = self._policy, self.mesh
         untrained = untrained_tensors(
             policy.source.directory, policy.untrained, rank=mesh.rank, world_size=mesh.world_size
@@ -174,12 +173,25 @@ class MegatronBackend(TrainingBackend):
             write=write,
         )
 
+    def create_adapter(self, name: str, settings: LoraConfig) -> None:
+        assert self._lora is not None
+        self._lora.create(name, settings)
+        self._passes_of[name] = self._create_passes()
+
+    def delete_adapter(self, name: str) -> None:
+        assert self._lora is not None
+        self._lora.delete(name)
+        self._passes_of.pop(name, None)
+
+    def use_adapter(self, name: str) -> None:
+        if self._lora is not None:
+            self._lora.use(name)
+            self._passes = self._passes_of[name]
+
     def held_tensors(self) -> HeldTensors:
         models = self._policy.models
         tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
-        if isinstance(self._stepper, lora.ParallelTraining):
-            return self._stepper.optimizer.held(tensors)
-        return self._stepper.held(tensors)
+        return (self._lora or self._stepper).held(tensors)
 
     def release_spare(self) -> None:
         self.__dict__.pop("_reference", None)  # of the cached property
@@ -215,11 +227,13 @@ class MegatronBackend(TrainingBackend):
             float32_head=self._config.float32_head,
         )
 
-    def _create_replay(self) -> RoutingReplay | None:
+    def _create_passes(self) -> ChunkPasses:
         mode, policy = self._layout.routing_replay, self._policy
-        if mode == "off":
-            return None
-        return RoutingReplay(mode, policy.models, policy.source, policy.config, self._groups)
+        replay = None
+        if mode != "off":
+            replay = RoutingReplay(mode, policy.models, policy.source, policy.config, self._groups)
+        sees = policy.source.images is not None
+        return ChunkPasses(chunks=policy.chunks, head=policy.head, replay=replay, sees=sees)
 
     def _pack(self, micro_batches: Sequence[MicroBatch]) -> list[PackedBatch]:
         """Interleaved pipelines take groups of micro-batches: dummies fill the last one."""

@@ -9,9 +9,8 @@ summed over ranks, not the output.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,14 +25,14 @@ from megatron.core.tensor_parallel import (
 from torch.nn.functional import linear
 
 from services.trainer.backend import Mesh
-from services.trainer.backends.lora import Adapters, AdapterTraining, begin
+from services.trainer.backends.lora import Adapter, Adapters, AdapterTraining, TrainedAdapters
 from services.trainer.backends.megatron import parallel
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.model import PolicyModel
 from services.trainer.backends.megatron.model_config import uses_transformer_engine
 from services.trainer.backends.megatron.parallel import RankGroups
 from services.trainer.backends.megatron.weights import LocalTensor
-from services.trainer.config import LoraConfig, OptimConfig
+from services.trainer.config import OptimConfig, TrainerConfig
 from sluice.weights.adapter import leaf_of, matched_layers, tensor_names
 from sluice.weights.errors import InvalidAdapterError
 from sluice.weights.rules.packing import row_runs, source_slices
@@ -72,107 +71,122 @@ class HeldFactor:
             at += size
 
 
-class AdaptedLayers:
-    """The adapters of this rank's layers, hooked to them."""
+class AdaptableLayers:
+    """The layers of this rank of a frozen model, which add what the adapters in use give.
 
-    def __init__(
-        self, policy: PolicyModel, config: MegatronConfig, settings: LoraConfig, adapters: Adapters
-    ) -> None:
-        self.adapters, self.held = adapters, dict[str, HeldFactor]()
-        self._scattered = config.sequence_parallel
-        self._targets = set(settings.targets)
-        self._check(policy, settings)
-        owners = {
+    A parallel layer has one hook, however many adapters there are.
+    """
+
+    def __init__(self, policy: PolicyModel, config: MegatronConfig) -> None:
+        self._policy, self._scattered = policy, config.sequence_parallel
+        self._owners = {
             id(module.weight): module
             for model in policy.models
             for module in model.modules()
             if isinstance(getattr(module, "weight", None), torch.nn.Parameter)
         }
-        for tensor in policy.tensors:
+        self._hooked: set[int] = set()  # ids of weights
+        self.used: Adapters | None = None
+
+    def attach(self, adapters: Adapters) -> dict[str, HeldFactor]:
+        """Give adapters their layers, which take part while they are in use.
+
+        Returns what this rank has of every factor. Raises InvalidAdapterError for targets that are
+        not there.
+        """
+        targets, held = set(adapters.spec.targets), dict[str, HeldFactor]()
+        self._check(adapters)
+        for tensor in self._policy.tensors:
             layers = [_layer_of(source.name) for source in tensor.binding.sources]
-            if any(layer and leaf_of(layer) in self._targets for layer in layers):
-                self._attach(tensor, owners[id(tensor.parameter)], layers)
+            if not any(layer and leaf_of(layer) in targets for layer in layers):
+                continue
+            held |= self._create(tensor, layers, adapters)
+            if id(tensor.parameter) not in self._hooked:
+                self._hooked.add(id(tensor.parameter))
+                self._hook(tensor, layers)
         if not adapters.layers:
             stage = parallel_state.get_pipeline_model_parallel_rank()
             raise InvalidAdapterError(f"pipeline stage {stage} has no layer of lora.targets")
+        return held
 
-    def _check(self, policy: PolicyModel, settings: LoraConfig) -> None:
-        every = policy.source.weights.hf_tensors()
+    def _check(self, adapters: Adapters) -> None:
+        every = self._policy.source.weights.hf_tensors()
         layers = [layer for name in every if (layer := _layer_of(name))]
-        matched = matched_layers(layers, settings.targets)
+        matched = matched_layers(layers, adapters.spec.targets)
         if experts := sorted({leaf_of(name) for name in matched if ".experts." in name}):
             raise InvalidAdapterError(
                 f"lora.targets name {', '.join(map(repr, experts))}: layers of the model's experts "
                 "too, which take no adapters here; name others"
             )
-        self.adapters.check_layers(matched)
+        adapters.check_layers(matched)
 
-    def _attach(self, tensor: LocalTensor, module: torch.nn.Module, layers: Sequence[str]) -> None:
-        binding = tensor.binding
+    def _create(
+        self, tensor: LocalTensor, layers: Sequence[str], adapters: Adapters
+    ) -> dict[str, HeldFactor]:
+        """Make the adapters of those layers in a parallel one that are targets."""
+        binding, rank, made = tensor.binding, adapters.spec.rank, dict[str, HeldFactor]()
         partition = parallel.partition(expert=False, padded_vocab=0)
-        device = tensor.parameter.device
-        adds: list[Callable[[torch.Tensor], torch.Tensor]] = []
-        places: list[torch.Tensor | None] = []
         runs, columns = row_runs(binding, partition), source_slices(binding, partition)
         for index, (source, layer) in enumerate(zip(binding.sources, layers, strict=True)):
-            if leaf_of(layer) not in self._targets:
+            if leaf_of(layer) not in adapters.spec.targets:
                 continue
             outside, inside = source.part
-            rank = self.adapters.spec.rank
             a, b = HeldFactor((rank, inside)), HeldFactor((outside, rank))
-            place = None
             if binding.cut is ShardAxis.ROWS:
                 own = [run for run in runs if run.source == index]
                 spans = tuple((run.start, run.start + run.rows) for run in own)
                 a = HeldFactor(a.shape, summed=True)
                 b = HeldFactor(b.shape, 0, spans)
-                rows = [torch.arange(run.row, run.row + run.rows) for run in own]
-                place = None if len(layers) == 1 else torch.cat(rows).to(device)
             elif binding.cut is ShardAxis.COLUMNS:
                 span = (columns[index].start, columns[index].stop)
                 a = HeldFactor(a.shape, 1, (span,))
                 b = HeldFactor(b.shape, summed=self._scattered)
             else:  # whole on every rank, over its own tokens
                 a, b = (HeldFactor(f.shape, summed=self._scattered) for f in (a, b))
-            adds.append(self._create(layer, a, b, binding.cut, device))
-            places.append(place)
-        enter = self._gather if binding.cut is ShardAxis.ROWS else _as_it_is
+            whole = adapters.draw(layer, (inside, outside))
+            device = tensor.parameter.device
+            adapters.add(layer, a.cut(whole[0]).to(device), b.cut(whole[1]).to(device))
+            made |= zip(tensor_names(layer), (a, b), strict=True)
+        return made
+
+    def _hook(self, tensor: LocalTensor, layers: Sequence[str]) -> None:
+        """Have a parallel layer add what adapters give, each to the rows of its layer."""
+        cut = tensor.binding.cut
+        places: dict[str, torch.Tensor | None] = dict.fromkeys(filter(None, layers))
+        if cut is ShardAxis.ROWS and len(layers) > 1:
+            runs = row_runs(tensor.binding, parallel.partition(expert=False, padded_vocab=0))
+            for index, layer in enumerate(layers):
+                own = [run for run in runs if run.source == index]
+                rows = [torch.arange(run.row, run.row + run.rows) for run in own]
+                places[layer] = torch.cat(rows).to(tensor.parameter.device)
+        enter = self._gather if cut is ShardAxis.ROWS else _as_it_is
+        update = self._add_partial if cut is ShardAxis.COLUMNS else Adapter.__call__
 
         def add(
             _: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, Any]
         ) -> tuple[torch.Tensor, Any] | None:
-            if not self.adapters.are_on:
+            used = self.used
+            if used is None or not used.are_on:
+                return None
+            mine = [(used.layers[layer], places[layer]) for layer in places if layer in used.layers]
+            if not mine:
                 return None
             hidden, given = output[0], enter(inputs[0])
-            for update, place in zip(adds, places, strict=True):
-                more = update(given).to(hidden.dtype)
+            for adapter, place in mine:
+                more = update(adapter, given, used.spec.scale).to(hidden.dtype)
                 hidden = hidden + more if place is None else hidden.index_add(-1, place, more)
             return hidden, *output[1:]
 
-        module.register_forward_hook(add)
+        self._owners[id(tensor.parameter)].register_forward_hook(add)
 
-    def _create(
-        self, layer: str, a: HeldFactor, b: HeldFactor, cut: ShardAxis, device: torch.device
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Make an adapter; what it adds to the output of its layer, given the whole input."""
-        whole = self.adapters.draw(layer, (a.shape[1], b.shape[0]))
-        held = (a, b)
-        mine = [factor.cut(drawn).to(device) for factor, drawn in zip(held, whole, strict=True)]
-        adapter = self.adapters.add(layer, *mine)
-        self.held |= zip(tensor_names(layer), held, strict=True)
-        scale = self.adapters.spec.scale
-        if cut is not ShardAxis.COLUMNS:
-            return lambda given: adapter(given, scale)
-
-        def add_partial(given: torch.Tensor) -> torch.Tensor:
-            low = linear(given, adapter.a.to(given.dtype))
-            if self._scattered:
-                low = reduce_scatter_to_sequence_parallel_region(low)
-            else:
-                low = reduce_from_tensor_model_parallel_region(low)
-            return linear(low, adapter.b.to(low.dtype)) * scale
-
-        return add_partial
+    def _add_partial(self, adapter: Adapter, given: torch.Tensor, scale: float) -> torch.Tensor:
+        """What an adapter adds to the whole output, of this rank's columns of its input."""
+        low = linear(given, adapter.a.to(given.dtype))
+        if self._scattered:
+            low = reduce_scatter_to_sequence_parallel_region(low)
+        else:
+            low = reduce_from_tensor_model_parallel_region(low)
+        return linear(low, adapter.b.to(low.dtype)) * scale
 
     def _gather(self, given: torch.Tensor) -> torch.Tensor:
         """All tokens; what comes back is summed over ranks, each of which has other rows."""
@@ -195,28 +209,31 @@ def _layer_of(name: str) -> str:
     return found["layer"] if found else ""
 
 
-def adapt(
-    policy: PolicyModel,
-    config: MegatronConfig,
-    settings: LoraConfig,
-    directory: Path,
-    *,
-    seed: int,
-) -> AdaptedLayers:
-    """Freeze a model and give its target layers adapters; collective.
+def training(
+    policy: PolicyModel, config: TrainerConfig, mesh: Mesh, groups: RankGroups
+) -> TrainedAdapters | None:
+    """Freeze a model and begin adapters; collective. None where there is no `lora`.
 
     Raises InvalidAdapterError, or ValueError for a layout that has none.
     """
-    if uses_transformer_engine(config, policy.source):
+    if config.lora is None:
+        return None
+    layout = config.megatron
+    if uses_transformer_engine(layout, policy.source):
         raise ValueError("lora needs megatron.layer_spec local: others fuse norms into layers")
     for model in policy.models:
         model.requires_grad_(False)
         embedding = getattr(model, "embedding", None)
-        if config.recompute == "full" and isinstance(embedding, torch.nn.Module):
+        if layout.recompute == "full" and isinstance(embedding, torch.nn.Module):
             # a layer that is run again is left out of backward if nothing before it has gradients
             embedding.register_forward_hook(_require_gradient)
-    adapters = begin(settings, directory, seed=seed)
-    return AdaptedLayers(policy, config, settings, adapters)
+    layers = AdaptableLayers(policy, layout)
+
+    def start(adapters: Adapters) -> ParallelTraining:
+        held = layers.attach(adapters)
+        return ParallelTraining(adapters, held, config.optim, mesh, groups)
+
+    return TrainedAdapters(layers, config.lora, config, start)
 
 
 def _require_gradient(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
@@ -227,15 +244,21 @@ class ParallelTraining(AdapterTraining):
     """Adapters cut over tensor ranks and stages, gathered on the first rank to be written."""
 
     def __init__(
-        self, layers: AdaptedLayers, optim: OptimConfig, mesh: Mesh, groups: RankGroups
+        self,
+        adapters: Adapters,
+        held: Mapping[str, HeldFactor],
+        optim: OptimConfig,
+        mesh: Mesh,
+        groups: RankGroups,
     ) -> None:
-        self._layers, self._groups = layers, groups
-        super().__init__(layers.adapters, optim, mesh, groups.data, is_writer=mesh.rank == 0)
+        """held: what this rank has of every factor, by its name."""
+        self._held, self._groups = held, groups
+        super().__init__(adapters, optim, mesh, groups.data, is_writer=mesh.rank == 0)
 
     def reduce(self, gradients: torch.Tensor) -> None:
         """Sum over data and context ranks, and over tensor ranks what these have in parts."""
         views = dict(self.optimizer.views())
-        partial = [views[name] for name, held in self._layers.held.items() if held.summed]
+        partial = [views[name] for name, held in self._held.items() if held.summed]
         if partial and self._groups.tensor.size > 1:
             flat = torch.cat([view.flatten() for view in partial])
             self._groups.tensor.all_reduce(flat, "sum")
@@ -249,7 +272,7 @@ class ParallelTraining(AdapterTraining):
         squares = [
             torch.linalg.vector_norm(view, dtype=torch.float64).square()
             for name, view in self.optimizer.views()
-            if is_first or self._layers.held[name].axis is not None
+            if is_first or self._held[name].axis is not None
         ]
         total = torch.zeros((), dtype=torch.float64, device=gradients.device)
         total += sum(squares)
@@ -257,13 +280,13 @@ class ParallelTraining(AdapterTraining):
         return float(total.sqrt())
 
     def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return self._layers.held[_factor_of(name)].cut(tensor)
+        return self._held[_factor_of(name)].cut(tensor)
 
     def whole(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         mine = {}
         if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
             for name, tensor in tensors.items():
-                held = self._layers.held[_factor_of(name)]
+                held = self._held[_factor_of(name)]
                 if tensor.ndim == 0:  # a count of steps
                     held = HeldFactor((1, 1))
                 if held.axis is not None or self._groups.tensor.rank == 0:
