@@ -202,9 +202,9 @@ demo-mixture: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns tw
 	$(RUN) -m examples.demo_mixture --seed $(SEED) --backend $(BACKEND) --ranks $(RANKS) \
 		--tensor $(TP) --engine $(ENGINE)
 
-demo-smollm2: $(VENV)/.reference  ## the real SmolLM2-135M learns to add, then to compare two numbers
-	$(RUN) -m examples.demo_smollm2 --task chain_sum --steps 60 --stop-at-reward 0.5 --target 0.3
-	$(RUN) -m examples.demo_smollm2
+demo-smollm2: $(VENV)/.reference  ## the real SmolLM2-135M learns to add, then to compare two numbers (LORA=16)
+	$(RUN) -m examples.demo_smollm2 --lora $(LORA) --task chain_sum --steps 60 --stop-at-reward 0.5 --target 0.3
+	$(RUN) -m examples.demo_smollm2 --lora $(LORA)
 
 fault-matrix: $(VENV)/.dev  ## kills, stops, lost answers, damaged files, full disks, partitions
 	$(RUN) -m tools.fault_matrix

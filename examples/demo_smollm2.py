@@ -1,9 +1,10 @@
 """A real model: SmolLM2-135M-Instruct learns to answer with the number alone, by GRPO on a CPU.
 
-`python -m examples.demo_smollm2 [--task compare | chain_sum] [--seed 0]`
+`python -m examples.demo_smollm2 [--task compare | chain_sum] [--lora 16] [--seed 0]`
 
 Much of what it learns is elicitation: asked which of two numbers is larger it first says so in a
-sentence, afterwards it says the number.
+sentence, afterwards it says the number. With `--lora` it is adapters of that rank that learn, and
+the model stays as it was.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from sluice.loop.config import RunConfig
 from sluice.supervise import UpConfig
 
 HELD_OUT = 64
+WHOLE_RATE, ADAPTER_RATE = 3e-5, 2e-4
 CHAIN_SUM_QUESTION = "State the final answer to the following arithmetic problem: 2 + 3 ="
 
 
@@ -102,16 +104,25 @@ def chain_sum_task(run_dir: Path, seed: int) -> dict[str, Any]:
 TASKS = {"compare": compare_task, "chain_sum": chain_sum_task}
 
 
-def services(run_dir: Path, model: Path, seed: int) -> UpConfig:
-    """float32 weights trained under bfloat16 autocast, a bfloat16 engine."""
-    trainer = {
+def services(run_dir: Path, model: Path, seed: int, lora: int) -> UpConfig:
+    """float32 weights trained under bfloat16 autocast, a bfloat16 engine; adapters of rank `lora`
+    beside the model, unless that is 0."""
+    trainer: dict[str, Any] = {
         "model": str(model),
         "seed": seed,
-        "optim": {"learning_rate": 3e-5},
+        "optim": {"learning_rate": ADAPTER_RATE if lora else WHOLE_RATE},
         "autocast": True,
         "max_tokens_per_micro_batch": 4096,
     }
-    engine = {"dtype": "bfloat16", "max_running": 64, "max_model_length": 192, "threads": 1}
+    engine: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "max_running": 64,
+        "max_model_length": 192,
+        "threads": 1,
+    }
+    if lora:
+        trainer["lora"] = {"rank": lora}
+        engine["model"] = str(model)
     entries = {
         "router": {"kind": "router"},
         "trainer": {"kind": "trainer", "config": trainer},
@@ -144,10 +155,13 @@ def main() -> int:
     parser.add_argument("--task", choices=sorted(TASKS), default="compare")
     parser.add_argument("--run-dir", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains the model")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--stop-at-reward", type=float, default=0.85)
     parser.add_argument("--target", type=float, default=0.8, help="exit 1 below this score")
     flags = parser.parse_args()
+    if flags.lora < 0:
+        parser.error("--lora: a rank is positive; 0 trains the model")
     logs.configure("WARNING")
     try:
         run_dir = empty_directory(flags.run_dir or Path(f"runs/smollm2-{flags.task}"))
@@ -156,7 +170,9 @@ def main() -> int:
     model = ensure_smollm2()
     cost = Cost()
     if code := exit_code(
-        measured_run(services(run_dir, model, flags.seed), training(run_dir, flags), cost)
+        measured_run(
+            services(run_dir, model, flags.seed, flags.lora), training(run_dir, flags), cost
+        )
     ):
         return code
     print(
