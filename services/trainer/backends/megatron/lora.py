@@ -71,7 +71,7 @@ class HeldFactor:
             at += size
 
 
-class AdaptableLayers:
+class ParallelLayers:
     """The layers of this rank of a frozen model, which add what the adapters in use give.
 
     A parallel layer has one hook, however many adapters there are.
@@ -227,7 +227,7 @@ def training(
         if layout.recompute == "full" and isinstance(embedding, torch.nn.Module):
             # a layer that is run again is left out of backward if nothing before it has gradients
             embedding.register_forward_hook(_require_gradient)
-    layers = AdaptableLayers(policy, layout)
+    layers = ParallelLayers(policy, layout)
 
     def start(adapters: Adapters) -> ParallelTraining:
         held = layers.attach(adapters)
