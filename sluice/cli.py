@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from contextlib import AsyncExitStack
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from rich.console import Console
@@ -45,6 +45,7 @@ from sluice.loop.status import (
 )
 from sluice.loop.training import Critic, MismatchError, TrainerBrokenError, TrainerLostError
 from sluice.loop.workers import NoWorkerError, RolloutFailedError
+from sluice.place import is_bucket
 from sluice.platform import PlatformError
 from sluice.protoset import PROTOSET_USAGE, write_protoset
 from sluice.run_commands import (
@@ -75,6 +76,9 @@ from sluice.supervise import (
     read_store,
     read_weights,
 )
+
+if TYPE_CHECKING:
+    from sluice.loop.run_archive import RunArchive  # nobody else needs obstore
 
 USAGE = {
     "demo": "sluice demo [--run-dir DIR] [--steps N] ...",
@@ -262,15 +266,36 @@ async def run_sft(config: SftConfig) -> None:
     async with AsyncExitStack() as stack:
         stack.enter_context(owned(config.run_dir))
         await stack.enter_async_context(_own_port(config))
+        archive = await stack.enter_async_context(_own_archive(config))
         report = stack.enter_context(RunReport(config.run_dir, steps, line=LINE))
         report.begin("sft", config.model_dump(mode="json"))
         report.track(config.trackers, config.model_dump(mode="json"))
-        run = SftRun(config, rows, report)
+        for text in [] if archive is None else archive.notes:
+            report.note(text)
+        run = SftRun(config, rows, report, archive)
         try:
             await run.start()
             await run.train()
         finally:
             await run.close()
+
+
+@contextlib.asynccontextmanager
+async def _own_archive(config: CommonRunConfig) -> AsyncIterator[RunArchive | None]:
+    """The run in the bucket that is its store, for itself; None where that is a directory."""
+    store = config.store_place
+    if not is_bucket(store):
+        if config.takeover_seconds is not None:
+            raise ConfigError("takeover_seconds: has no effect, for the store is no bucket")
+        yield None
+        return
+    # nobody else needs obstore
+    from sluice.loop.run_archive import TAKEOVER_SECONDS, RunArchive, owned_archive
+
+    seconds = config.takeover_seconds or TAKEOVER_SECONDS
+    archive = RunArchive(str(store), config.run_dir, seconds)
+    async with owned_archive(archive, resume=config.resume):
+        yield archive
 
 
 @contextlib.asynccontextmanager
@@ -320,10 +345,13 @@ async def run_training(
     async with AsyncExitStack() as stack:
         stack.enter_context(owned(config.run_dir))
         await stack.enter_async_context(_own_port(config))
+        archive = await stack.enter_async_context(_own_archive(config))
         report = stack.enter_context(RunReport(config.run_dir, config.steps))
         report.begin("train", config.model_dump(mode="json"))
         report.track(config.trackers, config.model_dump(mode="json"))
-        run = TrainingRun(config, report, critic)
+        for text in [] if archive is None else archive.notes:
+            report.note(text)
+        run = TrainingRun(config, report, critic, archive)
         try:
             await run.start()
             await training(run)

@@ -268,6 +268,13 @@ class CommonRunConfig(ProcessConfig):
         "or run_dir/store.",
     )
     store_cache: StoreCacheConfig = StoreCacheConfig()
+    takeover_seconds: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="For a store that is a bucket: a loop of this run elsewhere that has given no "
+        "sign of life for so long is taken for dead. Default: 30.",
+    )
     security: SecurityConfig = SecurityConfig()
     server: ServerConfig | None = Field(
         ServerConfig(drain_seconds=1),

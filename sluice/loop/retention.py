@@ -7,8 +7,9 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sluice import faults
 from sluice.config import ConfigError
@@ -25,6 +26,9 @@ from sluice.place import Place, StoreCacheConfig, directory_of, within
 from sluice.samples.blobs import BlobNotFoundError, BlobReference, open_blobs
 from sluice.weights.errors import VersionNotFoundError, WeightStoreError
 from sluice.weights.store import WeightStore
+
+if TYPE_CHECKING:
+    from sluice.loop.run_archive import RunArchive  # nobody else needs obstore
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +47,9 @@ class Retention:
         ledger: Ledger,
         weights: str = "",
         cache: StoreCacheConfig | None = None,
+        archive: RunArchive | None = None,
     ) -> None:
-        """`weights` is where versions are, if not in `store`.
+        """`weights` is where versions are, if not in `store`; `archive` has run checkpoints too.
 
         Raises ConfigError when `store` is neither a bucket nor a directory that is there.
         """
@@ -52,6 +57,7 @@ class Retention:
         if root is not None and not root.is_dir():
             raise ConfigError(f"store: {store} does not exist; name the store of the services")
         self._config, self._store, self._ledger = config, store, ledger
+        self._archive = archive
         self._run_checkpoints = run_dir / RUN_CHECKPOINTS
         self._owner = f"run/{ledger.run_id}"
         readable = re.sub(r"[^A-Za-z0-9_-]+", "-", run_dir.name).strip("-_")[:40] or "run"
@@ -149,10 +155,15 @@ class Retention:
     async def record(self, run_checkpoint: RunCheckpoint) -> None:
         """Makes this the place to resume from, and begins to remove what it supersedes.
 
-        `settle` before the next checkpoint is saved.
+        `settle` before the next checkpoint is saved. Cancelled on the way it is recorded, or not:
+        in the bucket as here.
         """
-        write_run_checkpoint(self._run_checkpoints, run_checkpoint)
-        faults.point("run_checkpoint")
+        recording = asyncio.ensure_future(asyncio.to_thread(self._write, run_checkpoint))
+        try:
+            await asyncio.shield(recording)
+        except asyncio.CancelledError:
+            await asyncio.wait([recording])
+            raise
         await self.settle()
         every = list_run_checkpoints(self._run_checkpoints)
         for superseded in every[: -self._config.cuts]:
@@ -161,18 +172,26 @@ class Retention:
         needed = self._ledger.needed_blobs(kept[0].step)
         spare = self._pinned - needed
         self._pinned -= spare
-        checkpoints = {Path(name).name for each in kept for name in each.checkpoints}
         self._expected = None
         faults.point("run_checkpoints_removed")
         try:
             await self._release_older(kept)
         except OSError as error:
             logger.warning("store: versions were not unpinned: %s", error)
-        work = asyncio.to_thread(self._remove, spare, checkpoints)
+        work = asyncio.to_thread(self._remove, kept, spare)
         self._removing = asyncio.create_task(work, name="remove what is not needed")
 
-    def _remove(self, spare: set[str], checkpoints: set[str]) -> None:
+    def _write(self, run_checkpoint: RunCheckpoint) -> None:
+        if self._archive is not None:
+            self._archive.record(run_checkpoint, self._ledger.run_id)
+        write_run_checkpoint(self._run_checkpoints, run_checkpoint)
+        faults.point("run_checkpoint")
+
+    def _remove(self, kept: Sequence[RunCheckpoint], spare: set[str]) -> None:
+        checkpoints = {Path(name).name for each in kept for name in each.checkpoints}
         try:
+            if self._archive is not None:
+                self._archive.retain(each.step for each in kept)
             self._remove_checkpoints(checkpoints)
             if spare:
                 self._blobs.unpin(self._owner, spare)
@@ -203,11 +222,17 @@ class Retention:
 
         bucket = ObjectBucket(str(self._store))
         critics = [f"{CRITICS}/{name}/{CHECKPOINTS}" for name in bucket.folders(CRITICS)]
-        for folder in [CHECKPOINTS, *critics]:
-            for name in bucket.folders(folder):
-                if name.startswith(self._prefix) and name not in kept:
-                    bucket.delete([f"{folder}/{name}/{RECORD}"])  # whole, or not there
-                    bucket.delete(bucket.keys(f"{folder}/{name}"))
+        gone = [
+            f"{folder}/{name}"
+            for folder in [CHECKPOINTS, *critics]
+            for name in bucket.folders(folder)
+            if name.startswith(self._prefix) and name not in kept
+        ]
+        if self._archive is not None:
+            self._archive.verify()  # what was listed is no other loop's
+        for folder in gone:
+            bucket.delete([f"{folder}/{RECORD}"])  # whole, or not there
+            bucket.delete(bucket.keys(folder))
 
     async def _release_older(self, kept: Iterable[RunCheckpoint]) -> None:
         """Unpin versions that nobody goes back to. Later ones than engines serve are on the way."""

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sluice import faults
 from sluice.api.common.v1 import sample_pb2
@@ -68,6 +68,9 @@ from sluice.loop.workers import EpisodeWorkers, Task, build_request, check_teach
 from sluice.place import place_of, within
 from sluice.runtime.recovery import NotReadyError, wait_until_ready
 
+if TYPE_CHECKING:
+    from sluice.loop.run_archive import RunArchive  # nobody else needs obstore
+
 logger = logging.getLogger(__name__)
 
 
@@ -77,8 +80,15 @@ C = TypeVar("C", bound=CommonRunConfig)
 class TrainerRun(ABC, Generic[C]):
     """A run of steps on a trainer: where it stands, and the run checkpoints it can go back to."""
 
-    def __init__(self, config: C, report: RunReport, weights: str = "") -> None:
-        """`weights` is where versions are, if not in the store."""
+    def __init__(
+        self,
+        config: C,
+        report: RunReport,
+        weights: str = "",
+        archive: RunArchive | None = None,
+    ) -> None:
+        """`weights` is where versions are, if not in the store; `archive` has run checkpoints of a
+        run whose store is a bucket."""
         self.config, self.report, self._weights_location = config, report, weights
         self.trainer = TrainerClient(config.trainer, config.security)
         self.ledger = Ledger(config.run_dir / LEDGER)
@@ -88,6 +98,7 @@ class TrainerRun(ABC, Generic[C]):
         self._settings: dict[str, str] = {}  # digests of those that shape the run
         self._run_checkpoints = config.run_dir / RUN_CHECKPOINTS
         self._recovery = TrainerRecovery(self.trainer, self._begin, config.service_timeout_seconds)
+        self._archive = archive
         self._retained: Retention | None = None
         self._saving: asyncio.Task[None] | None = None  # of the run checkpoint asked for last
         self._write_behind = False  # whether the trainer may promise versions
@@ -114,6 +125,7 @@ class TrainerRun(ABC, Generic[C]):
             self.ledger,
             self._weights_location,
             config.store_cache,
+            self._archive,
         )
         await self._inspect_store()
         await self._recovery.run(self._begin)
@@ -170,6 +182,8 @@ class TrainerRun(ABC, Generic[C]):
         Raises RunDirectoryError where none is, and leaves all as they are.
         """
         await self._drop_saving()
+        if self._archive is not None:
+            await asyncio.to_thread(self._archive.verify)
         self._promised = None
         await self._take_devices()
         lost = damaged_run_checkpoints(self._run_checkpoints)
@@ -324,7 +338,10 @@ class TrainerRun(ABC, Generic[C]):
                 await saving
 
     async def _note_saved(self) -> None:
-        """Raises why the run checkpoint that was asked for will be none, if that is known."""
+        """Raises why the run checkpoint that was asked for will be none, if that is known, and
+        RunTakenError where another loop has taken the run over."""
+        if self._archive is not None:
+            await self._archive.attend()
         if self._saving is not None and self._saving.done():
             await self._settle_saving()
 
@@ -406,14 +423,20 @@ class TrainerRun(ABC, Generic[C]):
 class TrainingRun(TrainerRun[RunConfig]):
     """One training run over running services. `start`, `train`, then `close`."""
 
-    def __init__(self, config: RunConfig, report: RunReport, critic: Critic | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        report: RunReport,
+        critic: Critic | None = None,
+        archive: RunArchive | None = None,
+    ) -> None:
         self._sources, self._shares = open_sources(config), config.shares
         for name, source in self._sources.items():
             check_teachers(config, self._shares[name], source)
         self._filters = GroupFilters(config.filters)
         settings = settings_digests(config, digest_of(self._sources))
         check_resumed(config, settings, report.note)
-        super().__init__(config, report, config.weights)
+        super().__init__(config, report, config.weights, archive)
         self._settings = settings
         self.critic = critic
         self.router = RouterClient(config.router, config.security)

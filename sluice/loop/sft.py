@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -27,6 +27,9 @@ from sluice.samples.blobs import open_blobs
 from sluice.samples.chat_template import ChatTemplate, ChatTemplateError
 from sluice.samples.sample import Sample
 from sluice.samples.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    from sluice.loop.run_archive import RunArchive  # nobody else needs obstore
 
 ASSISTANT = "assistant"
 
@@ -244,10 +247,16 @@ class SftRun(TrainerRun[SftConfig]):
     A step's rows are one blob and one entry of the ledger, at the step's number.
     """
 
-    def __init__(self, config: SftConfig, rows: ConversationRows, report: RunReport) -> None:
+    def __init__(
+        self,
+        config: SftConfig,
+        rows: ConversationRows,
+        report: RunReport,
+        archive: RunArchive | None = None,
+    ) -> None:
         """Raises ConfigError and RunDirectoryError for a run_dir that does not fit."""
         checked_run_checkpoint(config.run_dir, resume=config.resume, seed=config.seed)
-        super().__init__(config, report)
+        super().__init__(config, report, archive=archive)
         self._rows = rows
         self.steps = step_count(config, rows)
         self._blobs = open_blobs(config.store_place, config.store_cache)

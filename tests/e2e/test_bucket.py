@@ -1,8 +1,9 @@
-"""A whole run whose store is a bucket: nothing is shared but that and the run's directory."""
+"""A whole run whose store is a bucket: nothing is shared but that."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from sluice.bucket import ObjectBucket
+from sluice.loop.journal import read_journal
 from sluice.loop.run_directory import latest_run_checkpoint
 from sluice.loop.run_samples import load_samples
 from tests.e2e import conftest
 from tests.e2e.conftest import Stack, start_stack, stop_stack
+from tests.patience import PATIENCE
 from tests.s3_server import environment, make_bucket, running_s3
 
 URL = "s3://runs/one"
@@ -55,3 +58,60 @@ def test_a_run_in_a_bucket_is_killed_and_goes_on(stack: Stack) -> None:
     assert not Path(training.run_dir / "store").exists()
     seen = list(load_samples(training.run_dir, URL, range(6, 7), print))
     assert {sample.step for sample in seen} == {6}
+
+
+def test_a_run_goes_on_where_nothing_is_left_of_its_directory(stack: Stack) -> None:
+    settings = {"steps": 6, "store": None, "checkpoint_every": 1, "takeover_seconds": 2}
+    training = stack.train("moved", dies_at=("archive.recorded", 3), **settings)
+    training.died()
+    first = [row["reward_mean"] for row in training.rows()][:2]
+    before = training.rows()[0]["optimizer_step"] - 1  # of the run that the trainer had
+    shutil.rmtree(training.run_dir)  # its host is lost
+    training = stack.train("moved", dies_at=("archive.uploaded", 3), resume=True, **settings)
+    training.died()
+    shutil.rmtree(training.run_dir)
+    training = stack.train("moved", resume=True, **settings)
+    training.finish()
+    consumed = {group.group_id: group.consumed_step for group in training.groups("consumed")}
+    assert consumed == {f"g{i:07}": i // 4 + 1 for i in range(24)}
+    rows = training.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert {row["optimizer_step"] - row["step"] for row in rows} == {before}  # each was made once
+    assert [row["reward_mean"] for row in rows][:2] == first  # they came along
+    events = [event["event"] for event in read_journal(training.run_dir)]
+    assert events.count("start") > 1
+    assert "in s3://runs/one/loops/" in training.run_dir.joinpath("journal.jsonl").read_text()
+
+
+def test_of_two_loops_of_one_run_the_second_is_refused_by_name(stack: Stack) -> None:
+    settings = {"steps": 400, "store": None, "checkpoint_every": 2}
+    training = stack.train("twice", **settings)
+    training.wait_for_step(3)
+    shutil.move(training.run_dir, training.run_dir.with_name("kept"))  # as on another host
+    try:
+        second = stack.train("twice", resume=True, **settings)
+        output, _ = second.process.communicate(timeout=PATIENCE)
+    finally:
+        training.process.kill()
+        training.process.wait()
+    assert second.process.returncode == 1, output
+    assert f"process {training.process.pid} on " in output, output
+    assert "trains this run (s3://runs/one/loops/" in output, output
+
+
+def test_a_loop_that_was_stopped_ends_when_another_has_taken_over(stack: Stack) -> None:
+    settings = {"steps": 40, "store": None, "checkpoint_every": 1, "takeover_seconds": 2}
+    training = stack.train("stopped", **settings)
+    training.wait_for_step(2)
+    os.kill(training.process.pid, signal.SIGSTOP)
+    kept = training.run_dir.with_name("kept of stopped")
+    shutil.move(training.run_dir, kept)
+    second = stack.train("stopped", resume=True, **{**settings, "steps": 8})
+    second.wait_for_step(5)
+    os.kill(training.process.pid, signal.SIGCONT)
+    output, _ = training.process.communicate(timeout=PATIENCE)
+    assert training.process.returncode == 1, output
+    assert f"process {second.process.pid} on " in output and "has taken over" in output, output
+    second.finish()
+    consumed = {group.group_id: group.consumed_step for group in second.groups("consumed")}
+    assert consumed == {f"g{i:07}": i // 4 + 1 for i in range(32)}
