@@ -13,7 +13,7 @@ from services.trainer.backends.fsdp.config import FsdpConfig
 from services.trainer.backends.megatron.config import MegatronConfig
 from sluice.balance.planner import OversizePolicy
 from sluice.config import Config, ProcessConfig
-from sluice.place import Place, StoreCacheConfig, StorePlace, directory_of, is_bucket, within
+from sluice.place import Place, StoreCacheConfig, StorePlace, directory_of, within
 from sluice.runtime.server import ServerConfig
 from sluice.weights.adapter import DEFAULT_TARGETS, MAX_RANK, AdapterSpec
 from sluice.weights.errors import InvalidAdapterError
@@ -358,11 +358,6 @@ class TrainerConfig(ProcessConfig):
             )
         if self.lora is not None:
             raise ValueError("transfer.write_behind is not for lora: adapters are written at once")
-        if is_bucket(self.weights_location):
-            raise ValueError(
-                "transfer.write_behind is not for weights in a bucket, where nobody can tell "
-                "whether the writer of a version lives"
-            )
         return self
 
     @model_validator(mode="after")

@@ -3,16 +3,20 @@
 versions/<8 digits>/<file>  the files of a version; `manifest.json` comes last and makes it one
 allocated/<8 digits>        one object per number given out lately; names the parent
 announced/<8 digits>/<file> a file of a version in the making is there; digests of it
+promised/<8 digits>         the manifest of a version whose files come later
 pins/<8 digits>/<owner>     keeps a version from retention
 retiring/<8 digits>         the version is being removed: nobody may pin it any more
 
 An object store has no locks. Who pins writes the pin, then looks for `retiring`; who removes
-writes `retiring`, then looks for pins: at least one of the two sees the other.
+writes `retiring`, then looks for pins: at least one of the two sees the other. Nor does it tell
+whether the writer of a promised version lives: who publishes says so, and an old promise is
+nobody's.
 """
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -72,6 +76,14 @@ class BucketObjects(ObjectBucket, Objects):
         self.delete(self.keys(_folder(version)))
         self.delete([sign])
         return True
+
+    def abandoned_promises(self) -> Sequence[str]:
+        kept = self.versions()
+        return [
+            info.key
+            for info in self.list("promised")
+            if info.version in kept or info.age > UNFINISHED_SECONDS
+        ]
 
     def clear(self) -> None:
         files, signs = self.list("versions"), self.list("retiring")

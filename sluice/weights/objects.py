@@ -23,7 +23,7 @@ from pathlib import Path
 from sluice import faults
 from sluice.durable import locked, sync_path, write_new
 from sluice.weights.manifest import MANIFEST_NAME
-from sluice.weights.staging import Staging
+from sluice.weights.staging import Staging, is_owned
 
 _FOLDERS = ("versions", "allocated", "announced", "promised", "staging", "pins", "trash")
 
@@ -100,6 +100,10 @@ class Objects(ABC):
     @abstractmethod
     def remove(self, version: int) -> bool:
         """Remove a version; False where somebody has pinned it meanwhile."""
+
+    @abstractmethod
+    def abandoned_promises(self) -> Sequence[str]:
+        """List the keys of promises that nobody will keep any more, as far as can be told."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -195,6 +199,10 @@ class DirectoryObjects(Objects):
         self.directory(version).rename(trash)
         faults.point("weights.trashed")
         return True
+
+    def abandoned_promises(self) -> Sequence[str]:
+        keys = self.keys("promised")
+        return [key for key in keys if not is_owned(self.staging, int(os.path.basename(key)))]
 
     def clear(self) -> None:
         self._sync(self._root / "versions")

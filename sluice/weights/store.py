@@ -42,7 +42,6 @@ from sluice.weights.staging import (
     assemble,
     check_shards,
     close_staging,
-    is_owned,
     open_staging,
     sweep_staging,
 )
@@ -114,7 +113,6 @@ class WeightStore:
         else:
             root = Path(self.location.removeprefix("file://"))
             self._objects = DirectoryObjects(root, durable=durable)
-        self._takes_promises = not is_bucket(self.location)  # their owner's life is a lock here
         self._records: dict[int, StoredVersion] = {}
         self._lines: dict[int, str] = {}  # of the versions that are there, once they were asked for
 
@@ -233,12 +231,9 @@ class WeightStore:
 
         `companions` are copied in. Others find it by `find`, and may pin it; it is no version
         before `fulfil`, and none ever where that is not called: `abort` takes the promise back,
-        and once its owner is gone `sweep` does. Only a directory can tell whether the owner lives:
-        raises ValueError for a bucket. Raises as `commit` does, and InvalidCheckpointError for a
-        delta.
+        and once its owner is gone `sweep` does. Raises as `commit` does, and
+        InvalidCheckpointError for a delta.
         """
-        if not self._takes_promises:
-            raise ValueError(f"{self.location} is no directory: nothing can be promised there")
         self._check_open(staging, is_adapter=False)
         shards = list(shards)
         if changed := [shard.file_name for shard in shards if shard.delta]:
@@ -303,8 +298,7 @@ class WeightStore:
     def abort(self, staging: Staging) -> None:
         """Drop a version in the making; its number stays taken. May be repeated."""
         self._objects.delete(self._objects.keys(f"announced/{staging.version:08d}"))
-        if self._takes_promises:
-            self._objects.delete([_promise(staging.version)])
+        self._objects.delete([_promise(staging.version)])
         close_staging(staging)
         if not self._has(staging.version):
             self._objects.delete(self._objects.keys(self._objects.draft(staging)))
@@ -327,8 +321,6 @@ class WeightStore:
         return self.manifest(version) if promised is None else promised
 
     def _promised(self, version: int) -> Manifest | None:
-        if not self._takes_promises:
-            return None
         try:
             return _decode(version, self._objects.get(_promise(version)))
         except FileNotFoundError:
@@ -479,18 +471,12 @@ class WeightStore:
         """Remove what crashed writers left, promises too; a live writer's directory is locked and
         stays."""
         removed = sweep_staging(self._objects.staging)
-        if self._takes_promises:
-            promised = {_number(key): key for key in self._objects.keys("promised")}
-            staging = self._objects.staging
-            self._objects.delete(
-                [key for number, key in promised.items() if not is_owned(staging, number)]
-            )
+        self._objects.delete(self._objects.abandoned_promises())
         return removed
 
     def _is_known(self, version: int) -> bool:
         """Whether it is promised or, since promises go when they are kept, committed."""
-        promised = self._takes_promises and self._objects.exists(_promise(version))
-        return promised or self._has(version)
+        return self._objects.exists(_promise(version)) or self._has(version)
 
     def _has(self, version: int) -> bool:
         return self._objects.exists(_key(version, MANIFEST_NAME))

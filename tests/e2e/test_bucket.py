@@ -94,7 +94,7 @@ def test_of_two_loops_of_one_run_the_second_is_refused_by_name(stack: Stack) -> 
     finally:
         training.process.kill()
         training.process.wait()
-    assert second.process.returncode == 1, output
+    assert second.process.returncode == 2, output
     assert f"process {training.process.pid} on " in output, output
     assert "trains this run (s3://runs/one/loops/" in output, output
 
@@ -110,7 +110,7 @@ def test_a_loop_that_was_stopped_ends_when_another_has_taken_over(stack: Stack) 
     second.wait_for_step(5)
     os.kill(training.process.pid, signal.SIGCONT)
     output, _ = training.process.communicate(timeout=PATIENCE)
-    assert training.process.returncode == 1, output
+    assert training.process.returncode == 2, output
     assert f"process {second.process.pid} on " in output and "has taken over" in output, output
     second.finish()
     consumed = {group.group_id: group.consumed_step for group in second.groups("consumed")}

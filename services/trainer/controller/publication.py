@@ -218,7 +218,7 @@ class Publisher:
 
     async def _write(self, staging: Staging) -> StoredVersion:
         began = time.monotonic()
-        directory = str(staging.directory.resolve())
+        directory = str(staging.directory.resolve()) if self._is_shared else ""
         command = pb.WriteWeightsCommand(directory=directory, version=staging.version)
         try:
             with disk_errors():

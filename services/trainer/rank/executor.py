@@ -606,7 +606,17 @@ class RankPublisher:
         def note(_: ShardFile) -> None:
             faults.point("weights.behind")
 
-        self._shards.write_kept(command.version, Path(command.directory), note)
+        if command.directory:
+            self._shards.write_kept(command.version, Path(command.directory), note)
+            return
+        with scratch("sluice-behind-") as folder:
+            store = WeightStore(self._config.weights_location, scratch=folder)
+
+            def upload(shard: ShardFile) -> None:
+                store.upload(command.version, folder / shard.file_name)
+                note(shard)
+
+            self._shards.write_kept(command.version, folder, upload)
 
     def _write_shards(self, version: int, directory: Path) -> list[ShardFile]:
         store = WeightStore(self._config.weights_location, durable=False)

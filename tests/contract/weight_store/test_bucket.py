@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from sluice.bucket import ObjectsError
+from sluice.weights import bucket as bucket_module
 from sluice.weights.bucket import BucketObjects
 from sluice.weights.errors import VersionNotFoundError
+from sluice.weights.shards import write_shard
 from sluice.weights.store import WeightStore
 from tests.contract.weight_store.policy import Policy
 
@@ -122,8 +127,27 @@ def test_a_writer_at_work_is_left_alone(store: WeightStore, policy: Policy, buck
     ] == [12]
 
 
-def test_nothing_is_promised_where_nobody_can_tell_who_lives(store: WeightStore) -> None:
-    staging = store.allocate(None)
-    with pytest.raises(ValueError, match="is no directory"):
-        store.promise(staging, [], [], 0)
-    store.abort(staging)
+def test_an_old_promise_and_one_that_is_kept_are_swept(
+    store: WeightStore, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its writer died with it; one of a living writer is young."""
+    objects = BucketObjects(bucket, tmp_path / "scratch")
+    stagings = [store.allocate(None) for _ in range(2)]
+    shards = [
+        write_shard(each.directory, "a.safetensors", {"w": torch.ones(3)}) for each in stagings
+    ]
+    for staging, shard in zip(stagings, shards, strict=True):
+        store.promise(staging, [shard], [], 0)
+    kept = objects.get("promised/00000001")
+    store.fulfil(stagings[0])
+    objects.put("promised/00000001", kept)  # as if the writer had died before it removed it
+    store.sweep()
+    assert objects.keys("promised") == ["promised/00000002"]
+    assert not store.find(1).promised
+    assert store.find(2).promised
+    monkeypatch.setattr(bucket_module, "UNFINISHED_SECONDS", -1.0)
+    store.sweep()
+    assert objects.keys("promised") == []
+    with pytest.raises(VersionNotFoundError):
+        store.fulfil(stagings[1])
+    assert list(store.versions()) == [1]

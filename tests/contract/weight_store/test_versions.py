@@ -115,6 +115,34 @@ def test_an_abort_leaves_nothing(store: WeightStore, tmp_path: Path) -> None:
         store.local_file(staging.version, "a.safetensors", tmp_path)
 
 
+def test_a_promise_is_no_version_until_it_is_kept(
+    store: WeightStore, open_again: OpenStore, tmp_path: Path
+) -> None:
+    staging = store.allocate(None)
+    shard = write_shard(staging.directory, "a.safetensors", {"w": torch.ones(3)})
+    (staging.directory / "a.safetensors").rename(tmp_path / "a.safetensors")  # for later
+    expected = store.promise(staging, [shard], [], 4)
+    other = open_again()
+    assert (other.find(1).promised, other.find(1).digest) == (True, expected.digest)
+    other.pin(1, "engine")
+    assert (other.has(1), list(other.versions())) == (False, [])
+    with pytest.raises(MissingFileError, match=r"a\.safetensors"):
+        store.fulfil(staging)
+    (tmp_path / "a.safetensors").rename(staging.directory / "a.safetensors")
+    assert store.fulfil(staging).digest == expected.digest
+    assert (other.find(1).promised, other.get(1).step, other.pins()) == (False, 4, {1: {"engine"}})
+    taken_back = store.allocate(1)
+    shard = write_shard(taken_back.directory, "a.safetensors", {"w": torch.zeros(3)})
+    store.promise(taken_back, [shard], [], 5)
+    store.abort(taken_back)
+    with pytest.raises(VersionNotFoundError):
+        other.find(2)
+    with pytest.raises(VersionNotFoundError):
+        other.pin(2, "engine")
+    with pytest.raises(StagingLostError):
+        store.fulfil(taken_back)
+
+
 def test_a_commit_refuses_what_is_not_as_reported(store: WeightStore) -> None:
     staging = store.allocate(None)
     shard = write_shard(staging.directory, "a.safetensors", {"w": torch.ones(3)})
