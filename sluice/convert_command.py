@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +23,8 @@ from sluice.api.converter.v1 import converter_service_pb2 as pb
 from sluice.api.converter.v1 import converter_service_pb2_grpc as pb_grpc
 from sluice.client import Client, error_from_status
 from sluice.config import ConfigError, ProcessConfig, load_config
+from sluice.durable import scratch
+from sluice.place import Place, StorePlace, directory_of, place_of
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.wire import (
     comparison_to_proto,
@@ -40,9 +43,21 @@ FLAGS = "[--key value ...]"
 SHOWN = 8  # names of a list in the report
 
 
-class ConvertConfig(ProcessConfig, ConvertOptions):
-    """Flags of `sluice convert SRC DST`."""
+SCRATCH = (
+    "Of this host, with room for what comes from a bucket and goes there. Default: the system's."
+)
 
+
+class ConvertConfig(ProcessConfig, ConvertOptions):
+    """Flags of `sluice convert SRC DST`, directories or s3:// URLs."""
+
+    model: StorePlace | None = Field(  # type: ignore[assignment]
+        None, description="Directory or s3:// URL with config.json, if SRC has none."
+    )
+    origin: StorePlace | None = Field(  # type: ignore[assignment]
+        None, description="HF checkpoint that fills in what SRC lacks."
+    )
+    scratch: Path | None = Field(None, description=SCRATCH)
     validate_only: bool = False
     report: Path | None = Field(None, description="Write the whole report there, as JSON.")
     address: str = Field("", description="host:port of a converter that does it instead.")
@@ -52,7 +67,10 @@ class ConvertConfig(ProcessConfig, ConvertOptions):
 class VerifyConfig(ProcessConfig):
     """What `sluice verify FIRST SECOND` takes besides."""
 
-    model: Path | None = Field(None, description="Directory with config.json, if neither has one.")
+    model: StorePlace | None = Field(
+        None, description="Directory or s3:// URL with config.json, if neither has one."
+    )
+    scratch: Path | None = Field(None, description=SCRATCH)
     address: str = Field("", description="host:port of a converter that does it instead.")
     security: SecurityConfig = SecurityConfig()
 
@@ -63,7 +81,7 @@ class CheckpointError(Exception):
 
 async def convert(arguments: Sequence[str]) -> None:
     """Convert a checkpoint and print what became of its tensors."""
-    source, target, flags = _two_paths(arguments)
+    source, target, flags = _two_places(arguments)
     config = load_config(ConvertConfig, flags, f"sluice convert SRC DST {FLAGS}")
     answer = await (_convert_there if config.address else _convert_here)(config, source, target)
     if config.report is not None:
@@ -73,7 +91,7 @@ async def convert(arguments: Sequence[str]) -> None:
 
 async def verify(arguments: Sequence[str]) -> None:
     """Compare two checkpoints. Raises CheckpointError."""
-    first, second, flags = _two_paths(arguments)
+    first, second, flags = _two_places(arguments)
     config = load_config(VerifyConfig, flags, f"sluice verify FIRST SECOND {FLAGS}")
     answer = await (_verify_there if config.address else _verify_here)(config, first, second)
     console = Console()
@@ -88,36 +106,111 @@ async def verify(arguments: Sequence[str]) -> None:
 
 
 async def _convert_here(
-    config: ConvertConfig, source: Path, target: Path
+    config: ConvertConfig, source: Place, target: Place
 ) -> pb.ConvertCheckpointResponse:
-    from sluice.weights.convert.conversion import convert, validate
     from sluice.weights.convert.work import Control
 
     _check_here(source, config.model, config.origin)
     control = Control()
-    if config.validate_only:
-        result = await _in_thread(lambda: validate(source, target, config), control)
-    else:
-        result = await _in_thread(lambda: convert(source, target, config, control), control)
-    return conversion_to_proto(result)
+    return await _in_thread(lambda: _convert(config, source, target, control), control)
+
+
+def _convert(
+    config: ConvertConfig, source: Place, target: Place, control: Control
+) -> pb.ConvertCheckpointResponse:
+    from sluice.weights.convert.conversion import convert, validate
+
+    with _Here(config.scratch, control) as here:
+        with here.claim(target, is_kept=not config.validate_only) as written:
+            values = {name: getattr(config, name) for name in ConvertOptions.model_fields}
+            values |= {name: here.directory(values[name]) for name in ("model", "origin")}
+            options, read = ConvertOptions(**values), here.existing(source)
+            if config.validate_only:
+                result = validate(read, written, options)
+            else:
+                result = convert(read, written, options, control)
+        answer = conversion_to_proto(result)
+        answer.target = str(target)
+        return answer
 
 
 async def _verify_here(
-    config: VerifyConfig, first: Path, second: Path
+    config: VerifyConfig, first: Place, second: Place
 ) -> pb.VerifyCheckpointResponse:
     from sluice.weights.convert.verify import compare
     from sluice.weights.convert.work import Control
 
     _check_here(first, second, config.model)
     control = Control()
-    comparison = await _in_thread(
-        lambda: compare(first, second, control, model=config.model), control
-    )
-    return comparison_to_proto(comparison)
+
+    def work() -> pb.VerifyCheckpointResponse:
+        with _Here(config.scratch, control) as here:
+            one, other = here.existing(first), here.existing(second)
+            return comparison_to_proto(
+                compare(one, other, control, model=here.directory(config.model))
+            )
+
+    return await _in_thread(work, control)
 
 
-def _check_here(*directories: Path | None) -> None:
-    for directory in directories:
+class _Here:
+    """Places as directories of this host: themselves, or what was fetched of a bucket."""
+
+    def __init__(self, scratch: Path | None, control: Control) -> None:
+        """`scratch` is where files of a bucket lie meanwhile."""
+        self._scratch, self._control = scratch, control
+        self._stack = contextlib.ExitStack()
+        self._fetched: dict[str, Path] = {}
+
+    def __enter__(self) -> _Here:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def existing(self, place: Place) -> Path:
+        """Return a directory with what is in a place."""
+        if (directory := directory_of(place)) is not None:
+            return directory
+        from sluice.weights.convert.places import fetch  # nobody else needs obstore
+
+        url = str(place)
+        if url not in self._fetched:
+            # by its name: a record of the conversion has it
+            folder = self._room() / url.rpartition("/")[2]
+            self._fetched[url] = fetch(url, folder, self._control)
+        return self._fetched[url]
+
+    def directory(self, place: Place | None) -> Path | None:
+        """The same of a place that need not be given."""
+        return None if place is None else self.existing(place)
+
+    @contextlib.contextmanager
+    def claim(self, place: Place, *, is_kept: bool) -> Iterator[Path]:
+        """Have a directory for the block that becomes what is in a place, if it `is_kept`."""
+        if (directory := directory_of(place)) is not None:
+            yield directory
+            return
+        from sluice.weights.convert.places import check_free, claimed, put
+
+        url = str(place)
+        folder = self._room() / url.rpartition("/")[2]
+        if not is_kept:
+            check_free(url)
+            yield folder
+            return
+        with claimed(url):
+            yield folder
+            put(folder, url, self._control)
+
+    def _room(self) -> Path:
+        """Return a new directory, which is gone at the end; that of a killed process too."""
+        return self._stack.enter_context(scratch("sluice-convert-", self._scratch))
+
+
+def _check_here(*places: Place | None) -> None:
+    for place in places:
+        directory = None if place is None else directory_of(place)
         try:
             is_there = directory is None or directory.is_dir()
         except OSError:  # a name longer than any can be
@@ -144,9 +237,11 @@ async def _in_thread(work: Callable[[], T], control: Control) -> T:
 
 
 async def _convert_there(
-    config: ConvertConfig, source: Path, target: Path
+    config: ConvertConfig, source: Place, target: Place
 ) -> pb.ConvertCheckpointResponse:
-    request = convert_options_to_proto(config)
+    values = {name: getattr(config, name) for name in ConvertOptions.model_fields}
+    values |= {name: _of_service(values[name]) for name in ("model", "origin")}
+    request = convert_options_to_proto(ConvertOptions(**values))
     request.request_id = str(uuid.uuid4())
     request.source, request.target = _there(source), _there(target)
     request.validate_only = config.validate_only
@@ -156,7 +251,7 @@ async def _convert_there(
 
 
 async def _verify_there(
-    config: VerifyConfig, first: Path, second: Path
+    config: VerifyConfig, first: Place, second: Place
 ) -> pb.VerifyCheckpointResponse:
     request = pb.VerifyCheckpointRequest(
         request_id=str(uuid.uuid4()),
@@ -179,16 +274,29 @@ async def _follow(client: ConverterClient, operation: Any, response: M) -> M:
     return response
 
 
-def _two_paths(arguments: Sequence[str]) -> tuple[Path, Path, list[str]]:
+def _two_places(arguments: Sequence[str]) -> tuple[Place, Place, list[str]]:
     if "--help" in arguments or "-h" in arguments:
         return Path(), Path(), ["--help"]
     if len(arguments) < 2 or any(path.startswith("-") for path in arguments[:2]):
-        raise ConfigError("two directories are needed, before any flag")
-    return Path(arguments[0]), Path(arguments[1]), list(arguments[2:])
+        raise ConfigError("two directories or s3:// URLs are needed, before any flag")
+    try:
+        first, second = map(place_of, arguments[:2])
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return first, second, list(arguments[2:])
 
 
-def _there(path: Path | None) -> str:
-    """Return a path as the converter sees it: the same, and absolute."""
+def _of_service(place: Place | None) -> Path | None:
+    """Return a place as a directory. Raises ConfigError for a bucket."""
+    directory = None if place is None else directory_of(place)
+    if place is not None and directory is None:
+        raise ConfigError(f"{place}: a converter reads and writes directories; leave out --address")
+    return directory
+
+
+def _there(place: Place | None) -> str:
+    """Return a place as the converter sees it: the same, and absolute."""
+    path = _of_service(place)
     return "" if path is None else str(path.absolute())
 
 
