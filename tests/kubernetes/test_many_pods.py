@@ -45,17 +45,20 @@ def manifests() -> dict[tuple[str, str], dict[str, Any]]:
     return rendered(MANY)
 
 
-@pytest.fixture(scope="module")
-def in_a_bucket(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
-    """All components together."""
-    folder = tmp_path_factory.mktemp("overlay")
+def overlay(folder: Path, *components: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """The base with some components, as kubectl renders it."""
     kustomization = read_yaml(MANY / "kustomization.yaml")
     base = Path("../" * len(folder.parts)) / str(ROOT / "deploy").lstrip("/")
     kustomization["resources"] = [str(base / "kubernetes")]
-    names = ("ranks", "engines", "monitoring", "s3")
-    kustomization["components"] = [str(base / "kubernetes" / "components" / n) for n in names]
+    kustomization["components"] = [str(base / "kubernetes" / "components" / n) for n in components]
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
     return rendered(folder)
+
+
+@pytest.fixture(scope="module")
+def in_a_bucket(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    """Most components together."""
+    return overlay(tmp_path_factory.mktemp("overlay"), "ranks", "engines", "monitoring", "s3")
 
 
 def config_files(manifests: dict[tuple[str, str], dict[str, Any]], folder: Path) -> Path:
@@ -71,7 +74,7 @@ def test_kubernetes_and_its_operators_know_every_key(manifests, in_a_bucket) -> 
     assert ("StatefulSet", "rollout") not in manifests  # LeaderWorkerSet has a service of its own
     assert ("Service", "rollout") not in manifests
     files = {path.parent.name for path in COMPONENTS.glob("*/kustomization.yaml")}
-    assert files == {"ranks", "engines", "monitoring", "s3"}
+    assert files == {"ranks", "engines", "monitoring", "s3", "service-monitor"}
 
 
 @pytest.mark.parametrize(
@@ -215,6 +218,36 @@ def test_metrics_of_every_service_are_scraped_with_its_token(manifests) -> None:
     assert serving == set(wanted["values"])
     credentials = endpoint["authorization"]["credentials"]
     assert credentials == {"name": "sluice-token", "key": "token"}
+
+
+def test_a_service_monitor_scrapes_every_pod_behind_a_service(tmp_path) -> None:
+    manifests = overlay(tmp_path, "ranks", "service-monitor")
+    monitor = manifests["ServiceMonitor", "sluice"]
+    for each in manifests.values():
+        check(each)
+    (wanted,) = monitor["spec"]["selector"]["matchExpressions"]
+    (endpoint,) = monitor["spec"]["endpoints"]
+    scraped = set()
+    for (kind, _), manifest in manifests.items():
+        ports = {port["name"]: port for port in manifest.get("spec", {}).get("ports", [])}
+        if kind == "Service" and manifest["metadata"]["labels"]["app"] in wanted["values"]:
+            assert ports[endpoint["port"]]["port"] == 9100
+            scraped.add(manifest["spec"]["selector"]["app"])
+    serving = {
+        template["metadata"]["labels"]["app"]
+        for manifest in manifests.values()
+        for template in pod_templates(manifest)
+        for container in template["spec"]["containers"]
+        for port in container.get("ports", [])
+        if port["name"] == "metrics"
+    }
+    assert scraped == serving == set(wanted["values"])
+    assert endpoint["authorization"]["credentials"] == {"name": "sluice-token", "key": "token"}
+    for path in ("selector", "endpoints"):
+        misspelt = copy.deepcopy(monitor)
+        misspelt["spec"][f"{path}s"] = misspelt["spec"].pop(path)
+        with pytest.raises(REFUSED):
+            check(misspelt)
 
 
 def test_a_bucket_is_named_to_all_who_read_or_write_weights(in_a_bucket, tmp_path) -> None:

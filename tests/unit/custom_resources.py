@@ -1,4 +1,4 @@
-"""Which keys JobSet, LeaderWorkerSet and PodMonitor have, for manifests that are not applied.
+"""Which keys JobSet, LeaderWorkerSet and the monitors have, for manifests that are not applied.
 
 Written down from their API references: `jobset.x-k8s.io/v1alpha2`, `leaderworkerset.x-k8s.io/v1`
 and `monitoring.coreos.com/v1`. The pods and jobs inside are checked by Kubernetes' own schemas.
@@ -140,40 +140,47 @@ SELECTOR = of(
         )
     ),
 )
+_SCRAPED = {
+    "path": TEXT,
+    "scheme": one_of("http", "https"),
+    "interval": TEXT,
+    "scrapeTimeout": TEXT,
+    "params": {"type": "object"},
+    "honorLabels": YES,
+    "honorTimestamps": YES,
+    "followRedirects": YES,
+    "enableHttp2": YES,
+    "filterRunning": YES,
+    "tlsConfig": TLS,
+    "authorization": of(type=TEXT, credentials=SECRET_KEY),
+    "relabelings": many(RELABELING),
+    "metricRelabelings": many(RELABELING),
+}
+_MONITOR = {
+    "jobLabel": TEXT,
+    "podTargetLabels": many(TEXT),
+    "selector": SELECTOR,
+    "namespaceSelector": of(any=YES, matchNames=many(TEXT)),
+    "sampleLimit": COUNT,
+    "targetLimit": COUNT,
+    "labelLimit": COUNT,
+}
 POD_MONITOR = of(
     ("selector",),
-    jobLabel=TEXT,
-    podTargetLabels=many(TEXT),
-    selector=SELECTOR,
-    namespaceSelector=of(any=YES, matchNames=many(TEXT)),
-    sampleLimit=COUNT,
-    targetLimit=COUNT,
-    labelLimit=COUNT,
-    podMetricsEndpoints=many(
-        of(
-            port=TEXT,
-            portNumber=COUNT,
-            path=TEXT,
-            scheme=one_of("http", "https"),
-            interval=TEXT,
-            scrapeTimeout=TEXT,
-            params={"type": "object"},
-            honorLabels=YES,
-            honorTimestamps=YES,
-            followRedirects=YES,
-            enableHttp2=YES,
-            filterRunning=YES,
-            tlsConfig=TLS,
-            authorization=of(type=TEXT, credentials=SECRET_KEY),
-            relabelings=many(RELABELING),
-            metricRelabelings=many(RELABELING),
-        )
-    ),
+    **_MONITOR,
+    podMetricsEndpoints=many(of(port=TEXT, portNumber=COUNT, **_SCRAPED)),
+)
+SERVICE_MONITOR = of(
+    ("selector", "endpoints"),
+    **_MONITOR,
+    targetLabels=many(TEXT),
+    endpoints=many(of(port=TEXT, targetPort=TEXT, **_SCRAPED)),
 )
 KINDS = {
     ("jobset.x-k8s.io/v1alpha2", "JobSet"): JOB_SET,
     ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): LEADER_WORKER_SET,
     ("monitoring.coreos.com/v1", "PodMonitor"): POD_MONITOR,
+    ("monitoring.coreos.com/v1", "ServiceMonitor"): SERVICE_MONITOR,
 }
 
 
