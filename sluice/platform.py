@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from sluice.imports import uncollected
+from sluice.shared_memory import MemoryHandle, ProcessIdentity, SharedMemoryError
 
 if TYPE_CHECKING:
     import torch
@@ -104,6 +105,57 @@ class Platform:
         """Returns uint8[size] of this host that the device copies to without a stop between."""
         return _torch().empty(size, dtype=_torch().uint8, pin_memory=True)
 
+    def shareable_memory(self, size: int) -> torch.Tensor:
+        """Returns uint8[size] of the device that `share` takes."""
+        return _torch().empty(size, dtype=_torch().uint8, device=self.device_type)
+
+    def share(self, memory: torch.Tensor) -> MemoryHandle:
+        """Returns a handle of `shareable_memory`, by which one other process may open it.
+
+        What is written to it must be there (`synchronize`) before others are told. Raises
+        PlatformError where this device's memory cannot be shared.
+        """
+        storage = memory.untyped_storage()
+        share = getattr(storage, f"_share_{self.device_type}_", None)
+        if share is None:
+            raise PlatformError(f"this torch cannot share memory of {self.device_type}")
+        _, *parts = share()  # but for the device, which has another number elsewhere
+        own, size = ProcessIdentity.own(), storage.nbytes()
+        return MemoryHandle(own, self.device_type, self._device_id(), size, tuple(parts))
+
+    def open_shared(self, handle: MemoryHandle) -> torch.Tensor:
+        """Returns the memory of a handle, uint8; raises SharedMemoryError where it is gone."""
+        handle.owner.check()
+        if (handle.device_type, handle.device_id) != (self.device_type, self._device_id()):
+            raise SharedMemoryError(
+                f"it is memory of {handle.device_type} {handle.device_id}, and this process uses "
+                f"{self.device_type} {self._device_id()}"
+            )
+        try:
+            storage = self._open(handle)
+        except (OSError, RuntimeError, TypeError, ValueError) as error:
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise SharedMemoryError(f"memory of process {handle.owner.process}: {why}") from error
+        if storage.nbytes() < handle.size:
+            raise SharedMemoryError(
+                f"memory of process {handle.owner.process} has {storage.nbytes()} bytes, not "
+                f"{handle.size}"
+            )
+        memory = _torch().empty(0, dtype=_torch().uint8, device=storage.device)
+        shared: torch.Tensor = memory.set_(storage)[: handle.size]
+        return shared
+
+    def _open(self, handle: MemoryHandle) -> Any:
+        opened = getattr(_torch().UntypedStorage, f"_new_shared_{self.device_type}", None)
+        if opened is None:
+            raise SharedMemoryError(f"this torch cannot share memory of {self.device_type}")
+        return opened(self.module.current_device(), *handle.parts)
+
+    def _device_id(self) -> str:
+        """The current device, by a name that it has in all processes of the host."""
+        properties = self.module.get_device_properties(self.module.current_device())
+        return str(getattr(properties, "uuid", properties.name))
+
     def side_stream(self) -> Any:
         """Returns a stream for copies, which begins when all that is queued now is done."""
         stream = self.module.Stream()
@@ -150,6 +202,37 @@ class _Cpu(Platform):
 
     def host_memory(self, size: int) -> torch.Tensor:
         return _torch().empty(size, dtype=_torch().uint8)
+
+    def shareable_memory(self, size: int) -> torch.Tensor:
+        storage = _torch().UntypedStorage._new_shared(size, device="cpu")
+        memory: torch.Tensor = _torch().empty(0, dtype=_torch().uint8).set_(storage)
+        return memory
+
+    def share(self, memory: torch.Tensor) -> MemoryHandle:
+        """By its file, which has no name and is found among those that this process has open."""
+        storage = memory.untyped_storage()
+        descriptor, size = storage._share_fd_cpu_()
+        found = os.fstat(descriptor)
+        parts = (descriptor, found.st_dev, found.st_ino)
+        return MemoryHandle(ProcessIdentity.own(), self.device_type, "", size, parts)
+
+    def _open(self, handle: MemoryHandle) -> Any:
+        descriptor, device, inode = handle.parts
+        own = os.open(
+            f"/proc/{handle.owner.process}/fd/{int(descriptor)}", os.O_RDWR | os.O_CLOEXEC
+        )
+        try:
+            found = os.fstat(own)
+            if (found.st_dev, found.st_ino) != (device, inode) or found.st_size < handle.size:
+                raise SharedMemoryError(
+                    f"memory of process {handle.owner.process} is gone: it has given it up"
+                )
+            return _torch().UntypedStorage._new_shared_fd_cpu(own, handle.size)
+        finally:
+            os.close(own)
+
+    def _device_id(self) -> str:
+        return ""
 
     def side_stream(self) -> Any:
         return None

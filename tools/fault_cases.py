@@ -8,13 +8,14 @@ while the loop stands still at such a point, so that it meets every run at the s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 # Settings of a run, by schedule. Those that are deterministic have the same weights.
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "sync": {},
     "colocated": {"placement": "colocated"},
+    "colocated-sampled": {"placement": "colocated", "deterministic": False},  # without seeds
     "asynchronous": {"deterministic": False, "max_staleness": 3},
     "over-sampled": {"deterministic": False, "over_sampling": 1.5},
     "behind": {"deterministic": False, "weight_transport": "collective"},
@@ -153,6 +154,29 @@ COLOCATED = (
     Fault("engine-0", "engine.swapped", 3, "colocated"),
     Fault("episodes", "journal.recorded", 3, "colocated"),
 )
+# ... of trainers and engines that do so in a way of their own, each on a stack of its kind: what
+# ranks give up and take back, and what they publish in between.
+HANDED_OVER = (
+    Fault("trainer", "rank0.sleep", 3, "colocated"),
+    Fault("trainer", "rank1.sleep", 2, "colocated", stops=True),
+    Fault("trainer", "rank1.wake", 3, "colocated"),
+    Fault("trainer", "rank0.wake", 2, "colocated", stops=True),
+    Fault("trainer", "done.Sleep", 3, "colocated"),
+    Fault("trainer", "done.Wake", 3, "colocated", stops=True),
+    Fault("trainer", "rank1.publish", 3, "colocated"),
+    Fault("trainer", "weights.announced", 4, "colocated", stops=True),
+    Fault("trainer", "weights.manifest", 3, "colocated"),
+    Fault("trainer", "rank0.step", 3, "colocated"),
+)
+SGLANG = (
+    Fault("engine-0", "done.Sleep", 3, "colocated-sampled"),
+    Fault("engine-0", "done.Wake", 3, "colocated-sampled"),
+    Fault("engine-0", "done.Wake", 2, "colocated-sampled", stops=True),
+    Fault("engine-0", "reply.Sleep", 3, "colocated-sampled"),
+    Fault("engine-0", "reply.Wake", 3, "colocated-sampled"),
+    Fault("engine-0", "engine.prepared", 3, "colocated-sampled"),
+    Fault("engine-0", "engine.swapped", 3, "colocated-sampled"),
+)
 # Weights that are sent first and written behind: between the broadcast and the version. On a stack
 # whose trainer does that.
 BEHIND = (
@@ -241,6 +265,24 @@ _PROCESSES = (*_SERVICES, *_RANKS, *_ENVIRONMENT, "supervisor", "loop")
 _MOMENTS = (("generated", 6), ("uploaded", 3))  # while groups are sampled; while the trainer works
 
 
+# every process at every point of a hand-over, in its order
+HANDOVERS = (
+    *(
+        Disturbance(kind, process, at, 3, schedule="colocated")
+        for at in ("engines_asleep", "trainers_awake", "published", "trainers_asleep", "committed")
+        for process in ("trainer", "rank1", "engine-0", "router", "loop")
+        for kind in ("kill", "pause")
+    ),
+)
+SGLANG_HANDOVERS = (
+    *(
+        replace(each, schedule="colocated-sampled")
+        for each in HANDOVERS
+        if each.target in ("engine-0", "loop") and each.at != "trainers_awake"
+    ),
+)
+
+
 def _signals() -> Iterable[Disturbance]:
     sampling, training = _MOMENTS
     for process in _PROCESSES:
@@ -254,10 +296,7 @@ def _signals() -> Iterable[Disturbance]:
     for process in ("trainer", "rank1"):
         yield Disturbance("stop", process, *training)
     yield Disturbance("kill again", "rank0", "uploaded", 3)
-    for at in ("engines_asleep", "trainers_awake", "trainers_asleep"):
-        for process in ("trainer", "rank1", "engine-0", "router", "loop"):
-            yield Disturbance("kill", process, at, 3, schedule="colocated")
-            yield Disturbance("pause", process, at, 3, schedule="colocated")
+    yield from HANDOVERS
 
 
 def _files() -> Iterable[Disturbance]:

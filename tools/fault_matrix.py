@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -37,23 +38,31 @@ from tools.fault_cases import (
     BEHIND_DISTURBANCES,
     COLOCATED,
     DISTURBANCES,
+    HANDED_OVER,
+    HANDOVERS,
     KILLS,
     LOST_REPLIES,
     PARTITIONS,
     SCHEDULED,
     SCHEDULES,
+    SGLANG,
+    SGLANG_HANDOVERS,
     Disturbance,
     Fault,
 )
 from tools.fault_damage import NothingToDisturbError
 from tools.fault_network import Network
 from tools.fault_stack import (
+    BACKENDS,
     PARTED,
+    SGLANG_PYTHON,
     FaultRun,
     Outcome,
     Stack,
+    backend_services,
     behind_services,
     save_first_checkpoint,
+    sglang_services,
     wide_services,
 )
 
@@ -108,6 +117,7 @@ def running_stack(
     services: Callable[[Path], dict[str, Any]],
     seconds: float,
     network: Network | None = None,
+    schedule: str = "sync",
 ) -> Iterator[tuple[Stack, Outcome]]:
     """A stack, and what an undisturbed run on it comes to. Raises MatrixError."""
     stack = Stack(directory, services, network)
@@ -115,7 +125,7 @@ def running_stack(
     try:
         stack.start(seconds)
         stack.initial_checkpoint = save_first_checkpoint(stack, seconds)
-        reference = FaultRun(stack, "undisturbed", seconds).run()
+        reference = FaultRun(stack, "undisturbed", seconds, SCHEDULES[schedule]).run()
         if reference.failure or reference.hung or reference.lost:
             raise MatrixError(f"an undisturbed run fails: {reference.failure or reference}")
         yield stack, reference
@@ -231,13 +241,15 @@ def _matrix(flags: argparse.Namespace, directory: Path, number: int) -> Totals:
     def is_wanted(name: str) -> bool:
         return any(text in name for text in flags.only)
 
-    def chosen(cases: Iterable[Disturbance]) -> list[Disturbance]:
+    def chosen(cases: Iterable[Disturbance], of: str = "") -> list[Disturbance]:
         able = [case for case in cases if flags.unshared or not case.needs_namespaces]
-        return [case for case in able if is_wanted(str(case))][share]
+        return [case for case in able if is_wanted(f"{of}{case}")][share]
 
-    def wanted(cases: Iterable[Fault]) -> list[Fault]:
+    def wanted(cases: Iterable[Fault], of: str = "") -> list[Fault]:
         return [
-            fault for fault in cases if is_wanted(f"{fault.process}/{fault.name} {fault.schedule}")
+            fault
+            for fault in cases
+            if is_wanted(f"{of}{fault.process}/{fault.name} {fault.schedule}")
         ][share]
 
     faults, behind = wanted((*KILLS, *SCHEDULED, *COLOCATED, *LOST_REPLIES)), wanted(BEHIND)
@@ -259,6 +271,28 @@ def _matrix(flags: argparse.Namespace, directory: Path, number: int) -> Totals:
         sending = directory / "behind"
         with running_stack(sending, behind_services, flags.seconds) as (stack, reference):
             inject_each(behind, stack, reference)
+            disturb_each(disturbances, stack, reference)
+        totals.orphans += len(stack.orphans())
+    for backend in BACKENDS:
+        faults = wanted(HANDED_OVER, f"{backend} ")
+        disturbances = chosen(HANDOVERS, f"{backend} ")
+        if faults or disturbances:
+            services, place = partial(backend_services, backend), directory / backend
+            with running_stack(place, services, flags.seconds) as (stack, reference):
+                _print_row(backend, "undisturbed", reference)
+                inject_each(faults, stack, reference)
+                disturb_each(disturbances, stack, reference)
+            totals.orphans += len(stack.orphans())
+    faults, disturbances = wanted(SGLANG, "sglang "), chosen(SGLANG_HANDOVERS, "sglang ")
+    if (faults or disturbances) and not SGLANG_PYTHON.exists():
+        print(f"no cases of SGLang, which is not in {SGLANG_PYTHON}: make sglang-cpu", flush=True)
+    elif faults or disturbances:
+        sampling = running_stack(
+            directory / "sglang", sglang_services, flags.seconds, schedule="colocated-sampled"
+        )
+        with sampling as (stack, reference):
+            _print_row("sglang", "undisturbed", reference)
+            inject_each(faults, stack, reference)
             disturb_each(disturbances, stack, reference)
         totals.orphans += len(stack.orphans())
     if partitions:

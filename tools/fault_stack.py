@@ -116,6 +116,37 @@ def behind_services(
     return services
 
 
+# Settings of the trainer, by backend. A hand-over has its own in each.
+BACKENDS: Mapping[str, Mapping[str, Any]] = {
+    "fsdp": {"backend": "fsdp"},
+    "megatron": {"backend": "megatron", "megatron": {"tensor": 2, "dtype": "float32"}},
+}
+
+
+def backend_services(backend: str, model: Path) -> dict[str, Any]:
+    """As wide ones, with a trainer of another backend."""
+    services = wide_services(model)
+    services["trainer"]["config"] |= BACKENDS[backend]
+    return services
+
+
+SGLANG_PYTHON = Path("build/sglang/bin/python").absolute()
+
+
+def sglang_services(model: Path) -> dict[str, Any]:
+    """As wide ones, with one engine, which has a real SGLang."""
+    services = wide_services(model)
+    del services["engine-1"]
+    services["engine-0"]["config"]["engine"] = {
+        "max_running": 16,
+        "max_model_length": 16,
+        "threads": 1,
+        "backend": "sglang",
+        "sglang": {"python": str(SGLANG_PYTHON), "server_args": {"enable_memory_saver": True}},
+    }
+    return services
+
+
 _ENGINE = {"max_running": 16, "max_model_length": 16, "deterministic": True}
 _EPISODES = {
     "kept_rollouts": 4,

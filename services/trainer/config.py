@@ -173,9 +173,11 @@ class PublishConfig(Config):
 
 
 class TransferConfig(Config):
-    """Weights that are broadcast to engines after they were published.
+    """Weights that are sent to engines after they were published.
 
     enabled: ranks keep the bytes they published (in host memory, once) to send them.
+    medium: collective broadcasts them; handles has engines of the same host, and device, take them
+    out of the ranks' memory (CUDA IPC; on a CPU shared memory), also where a device is shared.
     host: where engines reach the ranks; empty is this host's loopback for local ranks, and the
     rank's own host name for others. What is sent there is neither encrypted nor authenticated.
     write_behind: what is sent is written to the store afterwards, beside other work; until it is
@@ -185,6 +187,7 @@ class TransferConfig(Config):
     """
 
     enabled: bool = False
+    medium: Literal["collective", "handles"] = "collective"
     write_behind: bool = False
     host: str = ""
     bucket_bytes: int = Field(256 << 20, ge=1)
@@ -343,6 +346,14 @@ class TrainerConfig(ProcessConfig):
         document = json.loads((Path(self.model) / "config.json").read_bytes())
         if "vision_config" in document:
             raise ValueError("lora is not for a model that sees: its tower has layers of like name")
+        return self
+
+    @model_validator(mode="after")
+    def _check_medium(self) -> Self:
+        if self.transfer.medium == "handles" and not self.transfer.enabled:
+            raise ValueError("transfer.medium has no effect without transfer.enabled")
+        if self.transfer.medium == "handles" and self.transfer.host:
+            raise ValueError("transfer.host has no effect with medium handles: all are of one host")
         return self
 
     @model_validator(mode="after")

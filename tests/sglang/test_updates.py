@@ -16,7 +16,8 @@ from sluice.runtime.errors import ServiceError
 from sluice.weights.manifest import Manifest, read_manifest
 from sluice.weights.shards import load_verified
 from sluice.weights.store import StoredVersion
-from sluice.weights.transfer.group import Deadline, Meeting
+from sluice.weights.transfer.deadline import Deadline
+from sluice.weights.transfer.group import Meeting
 from sluice.weights.transfer.plan import Bucket, Membership, plan_buckets
 from tests.contract.engine.cases import Model, complete, request_of
 from tests.patience import PATIENCE

@@ -19,7 +19,8 @@ from sluice import platform
 from sluice.weights.checkpoint import data_start
 from sluice.weights.errors import TransferBrokenError
 from sluice.weights.manifest import read_manifest
-from sluice.weights.transfer.group import Deadline, Meeting, join_group, receive, send
+from sluice.weights.transfer.deadline import Deadline
+from sluice.weights.transfer.group import Meeting, join_group, receive, send
 from sluice.weights.transfer.plan import Bucket, Membership, plan_buckets
 from tools.accelerator_check.steps import PACKAGE
 from tools.accelerator_check.work import StepWork

@@ -70,8 +70,9 @@ from sluice.weights.errors import (
 from sluice.weights.manifest import FileEntry, ShardFile, delta_name
 from sluice.weights.shards import PublishedShards
 from sluice.weights.store import WeightStore
-from sluice.weights.transfer.group import Deadline, Meeting, TransferGroup, send
-from sluice.weights.transfer.plan import plan_shards
+from sluice.weights.transfer.deadline import Deadline
+from sluice.weights.transfer.group import Meeting, MemberGroup, send
+from sluice.weights.transfer.plan import HANDLES, plan_shards
 
 logger = logging.getLogger(__name__)
 
@@ -580,7 +581,9 @@ class RankPublisher:
         sync = config.durable and not is_bucket(config.weights_location)
         self._shards = PublishedShards(keep=keep, sync=sync)
         self._meeting: Meeting | None = None
-        self._group: TransferGroup | None = None
+        self._group: MemberGroup | None = None
+        by_handles = config.transfer.medium == "handles"
+        self._medium = HANDLES if by_handles else platform.current().collective
 
     def publish(self, command: pb.PublishCommand, result: pb.CommandResult) -> None:
         """Write this rank's shards; each is announced when it is written and digested.
@@ -652,7 +655,7 @@ class RankPublisher:
         seconds = seconds_of(command.timeout)
         self._meeting = Meeting(self._host(), command.world_size, seconds)
         result.transfer_address = self._meeting.address
-        result.transfer_backend = platform.current().collective
+        result.transfer_backend = self._medium
 
     def send(self, command: pb.SendWeightsCommand, result: pb.CommandResult) -> None:
         """Broadcast the version published last. That engines are gone is no error here."""
@@ -663,8 +666,7 @@ class RankPublisher:
             buckets = plan_shards(self._shards.report(command.version), command.bucket_bytes)
             if self._group is None:
                 name = f"{command.transfer_group}-{self._backend.mesh.rank}"
-                backend = platform.current().collective
-                self._group = self._meeting.join(name, backend, deadline)
+                self._group = self._meeting.join(name, self._medium, deadline)
             result.sent_bytes = send(self._group, buckets, self._shards.read, deadline)
         except WeightStoreError as error:
             self.close()

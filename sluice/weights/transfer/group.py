@@ -9,10 +9,9 @@ import asyncio
 import contextlib
 import datetime
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,9 @@ from sluice import faults, platform
 from sluice.weights.errors import TensorDigestError, TransferBrokenError
 from sluice.weights.manifest import digest_bytes
 from sluice.weights.shards import TORCH_DTYPES
-from sluice.weights.transfer.plan import Bucket, Membership
+from sluice.weights.transfer.deadline import Deadline
+from sluice.weights.transfer.handles import HandleGroup
+from sluice.weights.transfer.plan import HANDLES, Bucket, Membership
 
 OPEN_PORTS = (
     (
@@ -31,21 +32,6 @@ OPEN_PORTS = (
         "nothing: libraries open them, for as long as the transfer lasts",
     ),
 )
-
-
-class Deadline:
-    """Seconds that are left of a budget."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-
-    def left(self) -> datetime.timedelta:
-        """At least a millisecond: torch takes 0 for no limit."""
-        return datetime.timedelta(seconds=max(0.001, self._end - time.monotonic()))
-
-    @property
-    def passed(self) -> bool:
-        return time.monotonic() >= self._end
 
 
 class Meeting:
@@ -70,20 +56,20 @@ class Meeting:
             master_listen_fd=listener.detach(),
         )
 
-    def join(self, group: str, backend: str, deadline: Deadline) -> TransferGroup:
+    def join(self, group: str, backend: str, deadline: Deadline) -> MemberGroup:
         """Be rank 0 of `group`; returns when all have come. Raises TransferBrokenError."""
         assert self._store is not None
         member = Membership(
             address=self.address, group=group, rank=0, world_size=self._world_size, backend=backend
         )
-        return TransferGroup(self._store, member, deadline)
+        return _create_group(self._store, member, deadline)
 
     def close(self) -> None:
         """Stop listening."""
         self._store = None
 
 
-def join_group(member: Membership, deadline: Deadline) -> TransferGroup:
+def join_group(member: Membership, deadline: Deadline) -> MemberGroup:
     """Be a receiver; returns when all have come, or, of backends that connect with the first
     broadcast, when the sender's store answers. Raises TransferBrokenError."""
     host, _, port = member.address.rpartition(":")
@@ -96,7 +82,22 @@ def join_group(member: Membership, deadline: Deadline) -> TransferGroup:
             timeout=deadline.left(),
             wait_for_workers=False,
         )
-    return TransferGroup(store, member, deadline)
+    return _create_group(store, member, deadline)
+
+
+class MemberGroup(Protocol):
+    """Members of a transfer that have met: rank 0 sends, the others receive."""
+
+    def broadcast(self, flat: torch.Tensor, deadline: Deadline) -> None:
+        """Fill `flat` (uint8) from rank 0's. Raises TransferBrokenError."""
+
+    def close(self) -> None:
+        """Leave."""
+
+
+def _create_group(store: dist.Store, member: Membership, deadline: Deadline) -> MemberGroup:
+    kind = HandleGroup if member.backend == HANDLES else TransferGroup
+    return kind(store, member, deadline)
 
 
 class TransferGroup:
@@ -142,7 +143,7 @@ def _breaking(group: str) -> Iterator[None]:
 
 
 def send(
-    group: TransferGroup,
+    group: MemberGroup,
     buckets: Sequence[Bucket],
     read: Callable[[Bucket], torch.Tensor],
     deadline: Deadline,
@@ -159,7 +160,7 @@ def send(
 
 
 def receive(
-    senders: Sequence[tuple[TransferGroup, Sequence[Bucket]]], deadline: Deadline
+    senders: Sequence[tuple[MemberGroup, Sequence[Bucket]]], deadline: Deadline
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor of every sender, on the device, as views of memory that a bucket shares.
 
@@ -197,7 +198,7 @@ class Receiver:
     def __init__(self, initializer: Callable[[], None] = lambda: None) -> None:
         """`initializer` runs first on the thread."""
         self._thread = ThreadPoolExecutor(1, "weight-receiver", initializer=initializer)
-        self._groups: list[TransferGroup] = []
+        self._groups: list[MemberGroup] = []
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def join(self, members: Sequence[Membership], seconds: float) -> None:

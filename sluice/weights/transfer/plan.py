@@ -42,6 +42,7 @@ from sluice.weights.errors import InvalidCheckpointError
 from sluice.weights.manifest import Manifest, ShardFile, TensorEntry
 
 DEFAULT_BUCKET_BYTES = 256 << 20
+HANDLES = "handles"  # in place of a collective backend: `sluice.weights.transfer.handles`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from sluice.weights.checkpoint import parse_header
 from sluice.weights.host_cache import HostCache
 from sluice.weights.manifest import delta_name
 from sluice.weights.store import StoredVersion, WeightStore
-from sluice.weights.transfer.plan import Membership
+from sluice.weights.transfer.plan import HANDLES, Membership
 from tests.contract.engine.cases import Model, build_model
 from tests.contract.weight_transport.sender import Sender
 
@@ -65,6 +65,15 @@ class Stage:
     versions: list[StoredVersion]
     transport: str
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether it comes from the senders' memory, and not from the store."""
+        return self.transport in ("collective", HANDLES)
+
+    @property
+    def backend(self) -> str:
+        return HANDLES if self.transport == HANDLES else platform.CPU.collective
+
     async def deliver(
         self, record: StoredVersion, files: Sequence[tuple[str, ...]] | None = None
     ) -> float:
@@ -73,7 +82,7 @@ class Stage:
         `files` are what the engine is told that each sender owns; by default what it does.
         Returns once the senders, too, have ended.
         """
-        if self.transport != "collective":
+        if not self.is_sent:
             return await self.weights.prepare(record.version, record.digest)
         name = f"group-{next(_names)}"
         addresses = self.sender.call("open", 2, SECONDS)
@@ -83,13 +92,13 @@ class Stage:
                 group=f"{name}-{rank}",
                 rank=1,
                 world_size=2,
-                backend=platform.CPU.collective,
+                backend=self.backend,
             )
             for rank, address in enumerate(addresses)
         ]
         told = FILES if files is None else files
         transfer = Transfer(group=name, files=told, bucket_bytes=BUCKET_BYTES, seconds=SECONDS)
-        send = ("send", record.version, name, BUCKET_BYTES, SECONDS)
+        send = ("send", record.version, name, BUCKET_BYTES, SECONDS, self.backend)
         sending = asyncio.create_task(asyncio.to_thread(self.sender.call, *send))
         try:
             await self.weights.transfers.join(name, members, SECONDS)
@@ -99,13 +108,13 @@ class Stage:
 
     def spoil(self, record: StoredVersion, tensor: str) -> None:
         """One bit of a tensor is another on the way to the engine."""
-        if self.transport == "collective":
+        if self.is_sent:
             self.sender.call("damage", tensor)
             return
         flip(self.store, record, tensor)
 
     def mend(self, record: StoredVersion, tensor: str) -> None:
-        if self.transport == "collective":
+        if self.is_sent:
             self.sender.call("damage", "")
         else:
             flip(self.store, record, tensor)
@@ -145,7 +154,7 @@ async def started(
         await engine.close()
 
 
-@pytest.fixture(params=["store", "delta", "collective"])
+@pytest.fixture(params=["store", "delta", "collective", HANDLES])
 async def stage(
     request: pytest.FixtureRequest, shared_sender: Sender, models: list[Model], tmp_path: Path
 ) -> AsyncIterator[Stage]:

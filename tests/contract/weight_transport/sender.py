@@ -13,12 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sluice import faults, platform
+from sluice import faults
 from sluice.weights.checkpoint import companion_files
 from sluice.weights.errors import WeightStoreError
 from sluice.weights.shards import PublishedShards
 from sluice.weights.store import StoredVersion, WeightStore
-from sluice.weights.transfer.group import Deadline, Meeting, TransferGroup, send
+from sluice.weights.transfer.deadline import Deadline
+from sluice.weights.transfer.group import Meeting, MemberGroup, send
 from sluice.weights.transfer.plan import Bucket, plan_shards
 from tests.patience import PATIENCE
 
@@ -39,7 +40,7 @@ class _Ranks:
     def __init__(self) -> None:
         self._shards = [PublishedShards(keep=True, sync=False) for _ in range(2)]
         self._meetings: list[Meeting] = []
-        self._groups: list[TransferGroup] = []
+        self._groups: list[MemberGroup] = []
         self._damaged = ""
 
     def publish(self, store_root: Path, model: Path, base: int | None) -> StoredVersion:
@@ -59,12 +60,11 @@ class _Ranks:
         self._meetings = [Meeting("127.0.0.1", world_size, seconds) for _ in self._shards]
         return [meeting.address for meeting in self._meetings]
 
-    def send(self, version: int, name: str, bucket_bytes: int, seconds: float) -> str:
+    def send(self, version: int, name: str, bucket_bytes: int, seconds: float, backend: str) -> str:
         """Why it broke, or nothing."""
         deadline = Deadline(seconds)
         try:
             for rank, meeting in enumerate(self._meetings):
-                backend = platform.current().collective
                 self._groups.append(meeting.join(f"{name}-{rank}", backend, deadline))
             for group, shards in zip(self._groups, self._shards, strict=True):
                 buckets = plan_shards(shards.report(version), bucket_bytes)

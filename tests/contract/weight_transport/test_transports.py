@@ -13,6 +13,7 @@ from services.rollout.engine.reference.engine import ReferenceEngine
 from services.rollout.errors import DigestMismatchError, TransferFailedError, UnfitWeightsError
 from sluice.runtime.errors import NotFoundError, ServiceError
 from sluice.weights.host_cache import HostCache
+from sluice.weights.transfer.plan import HANDLES
 from tests.contract.engine.cases import Model, complete, request_of
 from tests.contract.weight_transport.conftest import FILES, SECONDS, Stage, started
 from tests.contract.weight_transport.sender import Sender
@@ -83,7 +84,7 @@ async def test_one_flipped_bit_is_refused_by_the_name_of_the_tensor(
 async def test_a_version_that_is_not_whole_is_refused(stage: Stage, models: list[Model]) -> None:
     """Of the transfer: what the senders said they own is not all there is."""
     second = stage.versions[1]
-    if stage.transport == "collective":
+    if stage.is_sent:
         stage.store.get(second.version).directory.joinpath("manifest.json").unlink()
     else:
         next(second.directory.glob("model-0*")).unlink()
@@ -92,7 +93,7 @@ async def test_a_version_that_is_not_whole_is_refused(stage: Stage, models: list
     assert await serves(stage, models[0])
 
 
-@pytest.mark.parametrize("stage", ["collective"], indirect=True)
+@pytest.mark.parametrize("stage", ["collective", HANDLES], indirect=True)
 async def test_files_of_fewer_senders_than_were_joined_are_refused(
     stage: Stage, models: list[Model]
 ) -> None:
@@ -125,7 +126,7 @@ async def test_what_a_transfer_failed_to_bring_comes_from_the_store(
     stage: Stage, models: list[Model]
 ) -> None:
     second = stage.versions[1]
-    if stage.transport == "collective":
+    if stage.is_sent:
         stage.sender.call("damage", PROJECTION)
         with pytest.raises(DigestMismatchError):
             await stage.deliver(second)
@@ -137,7 +138,7 @@ async def test_what_a_transfer_failed_to_bring_comes_from_the_store(
 async def test_senders_killed_midway_leave_the_engine_serving(
     stage: Stage, models: list[Model], tmp_path
 ) -> None:
-    if stage.transport != "collective":
+    if not stage.is_sent:
         stage.store.retain(1)  # nobody sends: the engine reads what is there
     else:
         mortal = Sender(tmp_path / "faults")
@@ -229,7 +230,7 @@ class OneVersion(ReferenceEngine):
         await super().commit(incoming.manifest.version, incoming.mode)
 
 
-@pytest.mark.parametrize("stage", ["collective"], indirect=True)
+@pytest.mark.parametrize("stage", ["collective", HANDLES], indirect=True)
 async def test_an_engine_that_holds_one_version_tells_when_it_serves_it(
     stage: Stage, models: list[Model], tmp_path
 ) -> None:
@@ -252,7 +253,7 @@ async def test_an_engine_without_a_model_begins_with_the_store(
     second = stage.versions[1]
     async with started(stage.store, tmp_path / "other") as (engine, weights):
         stage.engine, stage.weights = engine, weights
-        if stage.transport == "collective":
+        if stage.is_sent:
             with pytest.raises(UnfitWeightsError, match="needs the store"):
                 await stage.deliver(second)
             await weights.prepare(second.version, second.digest)

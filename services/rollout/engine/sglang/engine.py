@@ -62,7 +62,7 @@ from sluice.api.rollout.v1 import engine_node_service_pb2_grpc as pb_grpc
 from sluice.runtime.errors import QueueFullError, ServiceError
 from sluice.weights.checkpoint import CheckedShards
 from sluice.weights.manifest import Manifest, ShardFile
-from sluice.weights.transfer.plan import Membership
+from sluice.weights.transfer.plan import HANDLES, Membership
 
 logger = logging.getLogger(__name__)
 
@@ -295,6 +295,11 @@ class SglangEngine(Engine):
             await self._replica.leave()
 
     async def join_transfer(self, groups: Sequence[Membership], seconds: float) -> None:
+        if any(member.backend == HANDLES for member in groups):
+            raise NoTransferError(
+                "SGLang takes no handles of this trainer's: set transfer.medium: collective, or "
+                "have it read versions from memory of the host"
+            )
         async with self._changing:
             await self._replica.join(groups, seconds)
 
