@@ -233,10 +233,12 @@ class TrainerClient(Client):
         temperature: float | None = None,
         allow_other_temperature: bool = False,
         adapter: str = "",
+        top_count: int = 0,
     ) -> trainer_pb.ComputeLogprobsResponse:
         """Add `old_logprobs`, or `reference_logprobs`.
 
-        `allow_other_temperature`: also to rows that were sampled at another one.
+        `allow_other_temperature`: also to rows that were sampled at another one. `top_count`: name
+        as many likeliest tokens at each place besides, `top_columns` of `sluice.samples.sample`.
         """
         kind = trainer_pb.ComputeLogprobsRequest
         model = kind.MODEL_REFERENCE if reference else kind.MODEL_POLICY
@@ -247,6 +249,7 @@ class TrainerClient(Client):
             request_id=new_request_id(),
             allow_other_temperature=allow_other_temperature,
             adapter=adapter,
+            top_count=top_count,
         )
         return await self._call(self.stub.ComputeLogprobs, request)
 
@@ -337,6 +340,38 @@ class TrainerClient(Client):
                 for row in response.rows:
                     rows[row.sample_id] = wire.columns_from_proto(row.columns, "columns")
         return rows
+
+    async def refer_columns(self, batch: str, columns: Sequence[str]) -> list[BlobReference]:
+        """Blobs of the store that hold columns of all rows, for `take_columns`.
+
+        They are kept for the grace period of the store's collector.
+        """
+        request = trainer_pb.GetColumnsRequest(batch=batch, columns=columns, by_reference=True)
+        blobs: list[BlobReference] = []
+        with typed_errors():
+            async for response in self.stub.GetColumns(request):
+                blobs += [wire.blob_from_proto(blob) for blob in response.blobs]
+        return blobs
+
+    async def take_columns(
+        self, batch: str, blobs: Sequence[BlobReference], columns: Mapping[str, str]
+    ) -> int:
+        """Set columns that lie in blobs, of a trainer on the same store; returns the rows changed.
+
+        columns: which of them, with the names that they get.
+        """
+        request = trainer_pb.PutColumnsRequest(
+            batch=batch,
+            request_id=new_request_id(),
+            blobs=[wire.blob_to_proto(blob) for blob in blobs],
+            columns=columns,
+        )
+
+        async def messages() -> AsyncIterator[trainer_pb.PutColumnsRequest]:
+            yield request
+
+        response = await self._call(self.stub.PutColumns, messages())
+        return int(response.row_count)
 
     async def put_columns(
         self, batch: str, rows: Mapping[str, Mapping[str, np.ndarray | float]]

@@ -12,6 +12,7 @@ import torch
 
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
+from sluice.algo.logprobs import TopLogprobs
 from sluice.algo.spec import LossSpec
 from sluice.imports import import_named
 from sluice.samples.sample import MediaSpan
@@ -113,6 +114,17 @@ class TrainingBackend(ABC):
         self, micro_batches: Sequence[MicroBatch], *, model: ModelName, temperature: float
     ) -> dict[str, torch.Tensor]:
         """Log-probabilities of response tokens: sample_id -> float32[response] on the CPU."""
+
+    @abstractmethod
+    def compute_top_logprobs(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        model: ModelName,
+        temperature: float,
+        count: int,
+    ) -> dict[str, TopLogprobs]:
+        """`compute_logprobs`, and the `count` likeliest tokens at each place, by sample_id."""
 
     @abstractmethod
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 
 import grpc
@@ -19,7 +19,7 @@ from services.trainer.controller.publication import Publication
 from services.trainer.controller.state import PassScalars, PolicyState
 from services.trainer.controller.trainer import Trainer
 from services.trainer.controller.transfer import Target
-from services.trainer.controller.uploads import ColumnUpdate
+from services.trainer.controller.uploads import ColumnUpdate, ReferencedColumns
 from services.trainer.errors import WrongHeadError
 from sluice.algo.plugins import SHIPPED, is_shipped
 from sluice.algo.spec import LossSpec
@@ -46,6 +46,8 @@ from sluice.runtime.wire import (
     sample_from_proto,
     timestamp_of,
 )
+from sluice.samples.blobs import BlobReference
+from sluice.samples.sample import MOST_TOP
 
 ALLOCATION_SECONDS = 0.5  # that an answer waits for the number of a version
 MAX_RESPONSE_BYTES = 1 << 20  # of one message of a stream, unless a row alone is larger
@@ -66,6 +68,7 @@ def bound_requests(server: Server, config: TrainerConfig) -> None:
     rows = config.max_rows, "max_rows"
     server.bound(pb.BatchHeader, "sample_count", *rows)
     server.bound(pb.PutColumnsRequest, "rows", *rows)
+    server.bound(pb.PutColumnsRequest, "blobs", *rows)
     server.bound(pb.PlanBatchRequest, "bare_rows", *rows)
     server.bound(pb.PlanBatchRequest, "sample_ids", *rows)
     server.bound(pb.ForwardBackwardRequest, "sample_ids", *rows)
@@ -157,6 +160,9 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             raise InvalidFieldError(
                 "temperature", f"must be positive and finite, got {temperature}"
             )
+        most = min(MOST_TOP, self._trainer.batches.limits.vocabulary_size)
+        if not 0 <= request.top_count <= most:
+            raise InvalidFieldError("top_count", f"must be within 0..{most}")
 
         async def run() -> pb.ComputeLogprobsResponse:
             scalars = await self._trainer.passes.compute_logprobs(
@@ -165,6 +171,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                 temperature,
                 any_temperature=request.allow_other_temperature,
                 adapter=request.adapter,
+                top_count=request.top_count,
             )
             return logprobs_to_proto(COLUMN_OF_MODEL[request.model], scalars)
 
@@ -222,31 +229,35 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> pb.PutColumnsResponse:
         trainer = self._trainer
-        update: ColumnUpdate | None = None
-        head = pb.PutColumnsRequest()
+        inline: ColumnUpdate | None = None
+        head, blobs = pb.PutColumnsRequest(), list[BlobReference]()
         async for message in request_iterator:
-            if update is None:
-                head = pb.PutColumnsRequest(batch=message.batch, request_id=message.request_id)
-                update = ColumnUpdate(trainer.state.batches.get(message.batch))
+            if inline is None:
+                head = pb.PutColumnsRequest(
+                    batch=message.batch, request_id=message.request_id, columns=message.columns
+                )
+                inline = ColumnUpdate(trainer.state.batches.get(message.batch))
             elif (message.batch, message.request_id) != (head.batch, head.request_id):
                 raise InvalidFieldError("batch", "and request_id must be the same in every message")
+            elif dict(message.columns) != dict(head.columns):
+                raise InvalidFieldError("columns", "must be the same in every message")
             for index, row in enumerate(message.rows):
                 columns = columns_from_proto(row.columns, f"rows[{index}].columns")
-                update.add(row.sample_id, columns)
-        if update is None:
+                inline.add(row.sample_id, columns)
+            blobs += [blob_from_proto(blob) for blob in message.blobs]
+        if inline is None:
             raise InvalidFieldError("batch", "is required")
-        gathered = update
-        spooled = await asyncio.to_thread(gathered.spool, trainer.batches.blobs)
+        update = _update_of(inline, blobs, head.columns)
+        read = update.spool if isinstance(update, ColumnUpdate) else update.find
+        stored = await asyncio.to_thread(read, trainer.batches.blobs)
 
         async def run() -> pb.PutColumnsResponse:
             return pb.PutColumnsResponse(
-                row_count=await trainer.batches.put_columns(gathered, spooled)
+                row_count=await trainer.batches.put_columns(update, stored)
             )
 
-        body = worker_pb.AddRows(batch_id=head.batch)
-        body.blobs.extend(
-            worker_pb.BlobRows(blob=blob_to_proto(blob), rows=rows) for blob, rows in spooled
-        )
+        body = pb.PutColumnsRequest(batch=head.batch, columns=head.columns)
+        body.blobs.extend(blob_to_proto(part.blob) for part in stored)
         return await self._requests.once(head.request_id, body, run)
 
     async def GetColumns(
@@ -254,6 +265,12 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     ) -> AsyncIterator[pb.GetColumnsResponse]:
         response, size = pb.GetColumnsResponse(), 0
         batches = self._trainer.batches
+        if request.by_reference:
+            if request.sample_ids:
+                raise InvalidFieldError("sample_ids", "have no effect with by_reference")
+            found = await batches.refer_columns(request.batch, request.columns)
+            yield pb.GetColumnsResponse(blobs=[blob_to_proto(blob) for blob in found])
+            return
         rows = await batches.get_columns(request.batch, request.columns, request.sample_ids)
         for sample in rows:
             row = pb.RowColumns(
@@ -465,6 +482,19 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         own = self._trainer.config.head
         if own != head:
             raise WrongHeadError(f"{what} need a trainer of head {head}, this is {own}", head=own)
+
+
+def _update_of(
+    inline: ColumnUpdate, blobs: Sequence[BlobReference], columns: Mapping[str, str]
+) -> ColumnUpdate | ReferencedColumns:
+    """Rows that came inline, or else what lies in blobs. Raises InvalidFieldError."""
+    if not blobs:
+        if columns:
+            raise InvalidFieldError("columns", "have no effect without blobs")
+        return inline
+    if not inline.empty:
+        raise InvalidFieldError("blobs", "come in place of rows; leave either out")
+    return ReferencedColumns(inline.batch, blobs, columns)
 
 
 def _deadline_of(context: grpc.aio.ServicerContext) -> float:

@@ -13,7 +13,7 @@ whatever the sizes and settings; backward none, but for that of the hidden state
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from sluice import platform
 from sluice.algo.collectives import Collectives
+from sluice.algo.likeliest import find_likeliest, merge_likeliest
 
 EntropyMode = Literal["off", "metric", "gradient"]
 
@@ -124,6 +125,81 @@ def linear_logprobs(
         options = replace(options, float32=True)
     apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _LinearLogprobs.apply
     return apply(hidden_TH, weight_VH, targets_T, options)
+
+
+@dataclass(frozen=True)
+class TopLogprobs:
+    """What is said of given tokens, and which are likeliest at their places.
+
+    logprobs: float[T], of the tokens. ids: integer[T, K], the likeliest, falling, of equals the
+    lower id first. top: float[T, K], their log-probs.
+    """
+
+    logprobs: torch.Tensor
+    ids: torch.Tensor
+    top: torch.Tensor
+
+    def split(self, lengths: Sequence[int]) -> list[TopLogprobs]:
+        """Cuts into so many places each, as they leave the device: float32 and int32."""
+        parts = (
+            self.logprobs.float().cpu().split(list(lengths)),
+            self.ids.int().cpu().split(list(lengths)),
+            self.top.float().cpu().split(list(lengths)),
+        )
+        # a part that is kept must not keep the whole
+        return [TopLogprobs(*(each.clone() for each in of)) for of in zip(*parts, strict=True)]
+
+
+@torch.no_grad()
+def top_logprobs(
+    hidden_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_T: torch.Tensor,
+    count: int,
+    *,
+    bias_V: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    chunk_rows: int = DEFAULT_CHUNK_ROWS,
+    vocab: VocabShard = WHOLE_VOCAB,
+    float32: bool = False,
+) -> TopLogprobs:
+    """Finds the `count` likeliest tokens at each place beside `linear_logprobs`; no gradient.
+
+    One pass over the logits, in as much memory as there. With `vocab.collectives` two all-gathers
+    of `count` numbers a place follow the all-reduces. Raises ValueError for more tokens than the
+    vocabulary has, besides what `linear_logprobs` does.
+    """
+    options = _check_options(
+        temperature, "off", chunk_rows, vocab, targets_T, len(weight_VH), hidden_TH.device
+    )
+    whole = len(weight_VH) if vocab.size is None else vocab.size
+    if not 1 <= count <= whole and (vocab.size is not None or vocab.collectives is None):
+        raise ValueError(f"{count} tokens of a vocabulary of {whole}")
+    options = replace(options, float32=float32)
+    real = vocab.real_columns(len(weight_VH))
+    real_VH = _factor(weight_VH[:real]) if float32 else weight_VH[:real]
+    targets_T1 = targets_T[:, None]
+    sums = _RowSums(hidden_TH, targets_T1, options)
+    values_TK = sums.max_T.new_empty(len(hidden_TH), count)
+    ids_TK = torch.empty(values_TK.shape, dtype=torch.int64, device=values_TK.device)
+    buffer_RV = _chunk_buffer(hidden_TH, real_VH, options)
+    for rows in _row_blocks(len(hidden_TH), options.chunk_rows):
+        logits_RV = buffer_RV[: rows.stop - rows.start]
+        _make_logits(hidden_TH[rows], real_VH, logits_RV)
+        if bias_V is not None:
+            logits_RV.add_(bias_V[:real])
+        for part in _sub_blocks(logits_RV, options):
+            whole_part = slice(rows.start + part.start, rows.start + part.stop)
+            sums.add_rows(whole_part.start, logits_RV[part], targets_T1[whole_part])
+            values_TK[whole_part], ids_TK[whole_part] = find_likeliest(logits_RV[part], count)
+    logprobs_T, _, log_total_T = sums.finish(targets_T)
+    ids_TK += vocab.start
+    if vocab.collectives is not None:
+        values_TK, ids_TK = merge_likeliest(values_TK, ids_TK, vocab.collectives)
+    if temperature != 1:
+        values_TK = values_TK / temperature
+    top_TK = values_TK - sums.max_T[:, None] - log_total_T[:, None]
+    return TopLogprobs(logprobs_T, ids_TK, top_TK)
 
 
 def float32_logits(hidden_TH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:

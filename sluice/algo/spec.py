@@ -38,7 +38,7 @@ from sluice.algo.plugins import (
     is_shipped,
 )
 from sluice.algo.surrogate import Loss, LossHead
-from sluice.samples.sample import TOP_IDS, top_columns
+from sluice.samples.sample import top_columns
 
 Aggregation = Literal["token_mean", "sample_mean", "group_mean", "constant"]
 OldLogprobs = Literal["old", "rollout"]
@@ -342,11 +342,6 @@ class LossTraits:
     head: LossHead
     silent: bool
     rounds: int
-
-    @property
-    def reads_top(self) -> bool:
-        """Whether it reads the tokens that a teacher named."""
-        return any(name.startswith(TOP_IDS) for name in self.columns)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -212,8 +212,6 @@ def read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--teacher needs --algorithm {DISTILLED}")
     if flags.divergence != SAMPLED and flags.algorithm != DISTILLED:
         parser.error(f"--divergence needs --algorithm {DISTILLED}")
-    if flags.divergence != SAMPLED and flags.teacher != "engine":
-        parser.error("--divergence: a trainer names no likeliest tokens; it needs --teacher engine")
     if flags.lora and flags.algorithm == DISTILLED:
         parser.error("--lora: a run of a teacher and students trains whole models")
     if flags.lora < 0:

@@ -489,12 +489,6 @@ class RunConfig(CommonRunConfig):
                 "teachers: no part of the algorithm learns from one; set advantage.name: "
                 "distillation, or advantage.teacher_coefficient, or a loss topk_*"
             )
-        for name, teacher in self.teachers.items():
-            if top_count and not teacher.pool:
-                raise ValueError(
-                    f"teachers.{name}: a trainer names no likeliest tokens, which loss "
-                    f"{self.algorithm.loss.name} reads; give a pool of engines"
-                )
         for name in self.teachers:
             if not PLAIN_NAME.fullmatch(name):
                 raise ValueError(f"teachers.{name}: {PLAIN_NAME_RULE}")

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import ClientCache, EngineClient, RemoteError, RouterClient, TrainerClient
 from sluice.config import ConfigError
 from sluice.loop import trace
 from sluice.loop.config import RunConfig
 from sluice.loop.ledger import LedgerGroup
-from sluice.loop.training import is_lost, wait_for_trainer
+from sluice.loop.training import BLOB_LOST, is_lost, wait_for_trainer
 from sluice.runtime.recovery import NotReadyError, wait_until_ready
 from sluice.runtime.security import SecurityConfig
+from sluice.samples.blobs import BlobReference
+from sluice.samples.sample import top_columns
 
 COLUMN = "teacher_logprobs"
 ATTEMPTS = 5  # of a teacher that is lost meanwhile
@@ -43,36 +43,60 @@ class TrainerTeacher:
         groups: Sequence[LedgerGroup],
         batch_id: str,
         temperature: float | None,
+        top_count: int = 0,
     ) -> None:
         """Gives the rows of these groups its log-probs, from the same blobs.
 
-        A teacher that is lost on the way begins anew. Raises RemoteError.
+        And its `top_count` likeliest tokens at each place. Columns go from trainer to trainer
+        through the store. A teacher that is lost on the way begins anew, as does one whose columns
+        are lost there. Raises RemoteError.
         """
-        attempt = 1
-        while True:
+        columns = {"old_logprobs": COLUMN}
+        if top_count:
+            columns |= {name: name for name in top_columns(top_count)}
+        for attempt in range(1, ATTEMPTS + 1):
+            blobs: Sequence[BlobReference] = ()
             try:
-                rows = await self._score(groups, f"{batch_id}-{attempt}", temperature)
-                break
+                blobs = await self._score(
+                    groups, f"{batch_id}-{attempt}", temperature, top_count, list(columns)
+                )
+                await student.take_columns(batch, blobs, columns)
+                return
             except RemoteError as error:
-                if not is_lost(error) or attempt == ATTEMPTS:
+                again = _is_lost_of(error, blobs) if blobs else _is_forgotten(error)
+                if not again or attempt == ATTEMPTS:
                     raise
-                attempt += 1
                 await wait_for_trainer(self._client, self._wait_seconds)
-        await student.put_columns(batch, rows)
 
     async def _score(
-        self, groups: Sequence[LedgerGroup], batch_id: str, temperature: float | None
-    ) -> dict[str, dict[str, np.ndarray | float]]:
+        self,
+        groups: Sequence[LedgerGroup],
+        batch_id: str,
+        temperature: float | None,
+        top_count: int,
+        columns: Sequence[str],
+    ) -> list[BlobReference]:
         blobs = [group.blob for group in groups if group.blob is not None]
         count = sum(group.sample_count for group in groups)
         batch = (await self._client.upload_batch(batch_id, count, blobs=blobs)).batch
-        await self._client.compute_logprobs(batch, temperature=temperature)
-        columns = await self._client.get_columns(batch, ["old_logprobs"])
+        await self._client.compute_logprobs(batch, temperature=temperature, top_count=top_count)
+        found = await self._client.refer_columns(batch, columns)
         await self._client.delete_batch(batch)
-        return {name: {COLUMN: row["old_logprobs"]} for name, row in columns.items()}
+        return found
 
     async def close(self) -> None:
         await self._client.close()
+
+
+def _is_forgotten(error: RemoteError) -> bool:
+    """Whether a teacher went away, or came back without the rows or the columns of before."""
+    return is_lost(error) or error.reason in ("BATCH_NOT_FOUND", "COLUMN_MISSING")
+
+
+def _is_lost_of(error: RemoteError, blobs: Sequence[BlobReference]) -> bool:
+    """Whether a student cannot read one of these."""
+    digest = error.metadata.get("blob") or error.metadata.get("name")
+    return error.reason in BLOB_LOST and digest in {blob.digest for blob in blobs}
 
 
 class Teachers:
@@ -142,7 +166,14 @@ class Teachers:
     ) -> None:
         batch_id = f"{batch.rpartition('/')[2]}-{name}"
         with trace.span(trace.TRAINER, "teacher", name):
-            await self._trainers[name].teach(student, batch, groups, batch_id, temperature)
+            await self._trainers[name].teach(
+                student,
+                batch,
+                groups,
+                batch_id,
+                temperature,
+                self._config.algorithm.teacher_top_count,
+            )
 
     async def _vocabulary(self, name: str) -> str:
         pool = self._config.teachers[name].pool

@@ -45,7 +45,7 @@ _LOST = {
     "NO_GRADIENTS",
 }
 _CHECKPOINT_LOST = {"CHECKPOINT_DAMAGED", "CHECKPOINT_NOT_FOUND"}
-_BLOB_LOST = {"BLOB_NOT_FOUND", "DIGEST_MISMATCH"}
+BLOB_LOST = {"BLOB_NOT_FOUND", "DIGEST_MISMATCH"}
 
 
 class TrainerBrokenError(Exception):
@@ -89,7 +89,7 @@ def lost_blob(error: RemoteError, groups: Sequence[LedgerGroup]) -> str | None:
         group_id = error.metadata.get("sample_id", "").rpartition("/")[0]
         blobs = [group.blob for group in groups if group.blob and group.group_id == group_id]
         return blobs[0].digest if blobs else None
-    if error.reason not in _BLOB_LOST:
+    if error.reason not in BLOB_LOST:
         return None
     return error.metadata.get("blob") or error.metadata.get("name")
 

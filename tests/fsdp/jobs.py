@@ -17,9 +17,10 @@ from services.trainer.config import TrainerConfig
 from services.trainer.rank import FAILURES
 from sluice.algo.spec import LossSpec
 from sluice.config import parse_config
-from tests.contract.training_backend.cases import PPO, TAUGHT, make_row, ragged_rows
+from tests.contract.training_backend.cases import NAMED, PPO, TAUGHT, make_row, ragged_rows
 
 NORMALIZER = 37.0
+KINDS = ("logprobs", "ids", "top")
 OPTIM = {"learning_rate": 2e-3, "epsilon": 1e-5, "weight_decay": 0.1, "max_grad_norm": 0.5}
 
 
@@ -106,6 +107,16 @@ def taught(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     export(backend, Path(arguments["out"]) / f"gradients-{rank}.safetensors", gradients=True)
     outcome = backend.step(normalizer=NORMALIZER, learning_rate=None)
     return {"rows": len(mine), "loss": float(total), "grad_norm": outcome.grad_norm}
+
+
+def named(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The likeliest tokens of a batch of which a rank may have no row."""
+    backend = open_backend(rank, world, arguments)
+    batches = micro_batches(rows_of(0), rank, world)
+    found = backend.compute_top_logprobs(batches, model="policy", temperature=0.8, count=NAMED)
+    parts = {f"{n}/{kind}": getattr(top, kind) for n, top in found.items() for kind in KINDS}
+    save(parts, Path(arguments["out"]) / f"named-{rank}.safetensors")
+    return {"rows": len(found)}
 
 
 def save(tensors: dict[str, torch.Tensor], path: Path) -> None:

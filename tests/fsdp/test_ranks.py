@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from services.trainer.config import OptimConfig
 from tests.contract.training_backend.cases import NAMED, Oracle, divergence_from_teacher
@@ -53,6 +54,30 @@ def test_what_a_teacher_names_is_learned_over_two_ranks_as_by_one_process(
         replace(row, columns={**row.columns, NAMES: row.columns[NAMES].flip(1)}) for row in rows
     ]
     assert divergence_from_teacher(oracle, other).item() != pytest.approx(loss.item(), rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("family", "world"),
+    [pytest.param("qwen3", 2, marks=fast), ("llama", 4), ("qwen3_moe", 2)],
+)
+def test_likeliest_tokens_are_those_of_one_process(
+    family: str, world: int, pool: Pool, expected: ExpectedByModel, tmp_path: Path
+) -> None:
+    model, _ = expected(family)
+    answers = pool.run("named", world, model=str(model.directory), out=str(tmp_path))
+    assert not answers[-1]["rows"], "one rank is to have none"
+    named, oracle = read_ranks(tmp_path, "named"), Oracle(model.load().double())
+    rows = rows_of(0)
+    assert len(named) == 3 * len(rows)
+    for row in rows:
+        table = oracle.table(row, 0.8).detach()
+        best, ids = table.topk(NAMED, dim=1)
+        assert torch.equal(named[f"{row.sample_id}/ids"].long(), ids)
+        found = named[f"{row.sample_id}/top"].double()
+        torch.testing.assert_close(found, best, atol=2e-5, rtol=1e-5)
+        given = table.gather(1, row.token_ids[row.prompt_length :, None])[:, 0]
+        found = named[f"{row.sample_id}/logprobs"].double()
+        torch.testing.assert_close(found, given, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("family", "world", "fsdp"), CASES)

@@ -59,11 +59,18 @@ class ExpectedByFamily:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._made: dict[str, Expected] = {}
+        self._built: dict[str, Path] = {}
+
+    def directory(self, family: str) -> Path:
+        """The checkpoint alone, of which nothing is computed."""
+        if family not in self._built:
+            self._built[family] = build_checkpoint(family, self._root / family)
+        return self._built[family]
 
     def __call__(self, family: str) -> Expected:
         if family not in self._made:
             torch.set_num_threads(1)
-            directory = build_checkpoint(family, self._root / family)
+            directory = self.directory(family)
             oracle = Oracle(reference_config(directory, OPTIM))
             rows = make_rows()
             self._made[family] = Expected(

@@ -45,10 +45,12 @@ from sluice.algo.spec import LossSpec
 from sluice.weights.errors import WeightStoreError
 from sluice.weights.rules.rule import ShardAxis
 from tests.megatron import former, providers
-from tests.megatron.models import make_rows, micro_batches, routed_rows
+from tests.megatron.models import make_rows, micro_batches, routed_rows, taught_rows
 from tests.megatron.mutants import exchanged, mutants
-from tests.megatron.settings import NORMALIZER, OPTIM, SPEC, STEPS
+from tests.megatron.settings import NAMED, NORMALIZER, OPTIM, SPEC, STEPS, TAUGHT
 from tests.rank_pool import JOB_SECONDS
+
+KINDS = ("logprobs", "ids", "top")
 
 
 def clean_up() -> None:
@@ -118,6 +120,29 @@ def parity(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
         "gradients": sorted(gradients),
         "parameters": sorted(parameters),
     }
+
+
+def taught(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The likeliest tokens of rows, then the gradients of what a teacher named."""
+    out = Path(arguments["out"])
+    backend = open_backend(rank, world, arguments)
+    mesh, rows = backend.mesh, taught_rows(NAMED)
+    batches = micro_batches(rows, mesh.data_rank, mesh.data_size)
+    temperature = TAUGHT.temperature or 1.0
+    named = backend.compute_top_logprobs(
+        batches, model="policy", temperature=temperature, count=arguments["count"]
+    )
+    if mesh.reports:
+        parts = {
+            f"{name}/{kind}": getattr(each, kind) for name, each in named.items() for kind in KINDS
+        }
+        save_file(parts, out / f"named-{rank}.safetensors")
+    loss = gather_gradients(backend, 0, TAUGHT, rows)
+    backend._stepper.reduce(NORMALIZER)
+    trained = [tensor for tensor in backend._policy.tensors if tensor.parameter.requires_grad]
+    save_tensors(trained, out / f"gradients-{rank}.safetensors", main_gradient)
+    backend.close()
+    return {"loss": loss}
 
 
 def vision(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -119,6 +119,22 @@ def make_rows(step: int = 0, *, groups: int = 4) -> list[Row]:
     return rows
 
 
+def taught_rows(count: int) -> list[Row]:
+    """Rows with `count` tokens that a teacher named at each place, any of the vocabulary."""
+    generator = torch.Generator().manual_seed(7)
+    rows = []
+    for row in make_rows():
+        length = row.response_length
+        ids = torch.rand(length, VOCAB, generator=generator).argsort(1)[:, :count]
+        logprobs = torch.randn(length, count + 1, generator=generator).log_softmax(1)[:, :count]
+        named = {
+            f"teacher_top_ids/{count}": ids.int(),
+            f"teacher_top_logprobs/{count}": logprobs,
+        }
+        rows.append(replace(row, columns={**row.columns, **named}))
+    return rows
+
+
 def _make_row(group: str, index: int, length: int, prompt: int, generator: torch.Generator) -> Row:
     response = length - prompt
     noise = torch.randn((3, response), generator=generator)

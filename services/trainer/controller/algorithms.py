@@ -61,13 +61,6 @@ class Algorithms:
             raise InvalidFieldError(
                 "loss.name", f"{spec.name} has no effect on a trainer of head {self._config.head}"
             )
-        cut = self._config.megatron.tensor * self._config.megatron.context
-        if traits.reads_top and self._config.backend == "megatron" and cut > 1:
-            raise InvalidFieldError(
-                "loss.name",
-                f"{spec.name} reads the tokens that a teacher named, which backend megatron scores "
-                "with megatron.tensor 1 and megatron.context 1 only; backend fsdp cuts otherwise",
-            )
         return traits
 
     async def advantage(self, spec: AdvantageSpec) -> AdvantageTraits:

@@ -43,7 +43,7 @@ from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.errors import ServiceError, StepMismatchError
 from sluice.runtime.wire import advantage_to_proto, invalid_setting, loss_to_proto
-from sluice.samples.sample import SEVERAL
+from sluice.samples.sample import SEVERAL, top_columns
 
 COLUMN_OF_MODEL = {
     trainer_pb.ComputeLogprobsRequest.MODEL_POLICY: "old_logprobs",
@@ -112,8 +112,12 @@ class TrainerPasses:
         *,
         any_temperature: bool = False,
         adapter: str = "",
+        top_count: int = 0,
     ) -> PassScalars:
-        """Add a column of log-probabilities to all rows of a batch."""
+        """Add a column of log-probabilities to all rows of a batch.
+
+        And with `top_count` the likeliest tokens at each place.
+        """
         self._state.check_awake()
         batch = self._state.batch(name, adapter)
         if not any_temperature:
@@ -122,11 +126,12 @@ class TrainerPasses:
             batch_id=batch.batch_id,
             model=model,  # type: ignore[arg-type]
             temperature=temperature,
+            top_count=top_count,
         )
         message = pb.FollowResponse(compute_logprobs=command, adapter=adapter)
-        column = COLUMN_OF_MODEL[model]  # type: ignore[index]
-        scalars = await self._add_column(name, column, "logprobs", message)
-        batch.scored_at[column] = temperature
+        columns = [COLUMN_OF_MODEL[model], *(top_columns(top_count) if top_count else ())]  # type: ignore[index]
+        scalars = await self._add_columns(name, columns, "logprobs", message)
+        batch.scored_at |= dict.fromkeys(columns, temperature)
         if not adapter:
             _note_mismatch(scalars.metrics)
         return scalars
@@ -137,7 +142,7 @@ class TrainerPasses:
         self._state.check_awake()
         command = pb.ValuesCommand(batch_id=self._state.batches.get(name).batch_id)
         message = pb.FollowResponse(compute_values=command)
-        return await self._add_column(name, "values", "values", message)
+        return await self._add_columns(name, ["values"], "values", message)
 
     @in_turn
     async def compute_advantages(self, name: str, spec: AdvantageSpec) -> AdvantageScalars:
@@ -326,15 +331,16 @@ class TrainerPasses:
             row, lacking = missing
             raise ColumnMissingError(lacking, batch.facts.sample_ids[row], reader)
 
-    async def _add_column(
-        self, name: str, column: str, kind: str, command: pb.FollowResponse
+    async def _add_columns(
+        self, name: str, columns: Sequence[str], kind: str, command: pb.FollowResponse
     ) -> PassScalars:
         batch, ranks = self._state.batches.get(name), self._ranks.incarnation
         plan = await self._plan(batch, np.arange(batch.row_count))
-        batch.unmark(column)
+        batch.unmark(*columns)
         with metrics.PASS_SECONDS.labels(kind).time():
             total = await self._sum(ranks, split_pass(plan, command))
-        batch.mark(column)
+        for column in columns:
+            batch.mark(column)
         return PassScalars(0.0, total.token_count, find_means(total), plan.micro_batch_count)
 
     async def _advantages(

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,10 +17,10 @@ from services.trainer import metrics
 from services.trainer.config import TrainerConfig
 from services.trainer.controller.incarnation import Build, RankIncarnation
 from services.trainer.controller.passes import ROWS_PER_COMMAND
-from services.trainer.controller.planning import Planner
+from services.trainer.controller.planning import Planner, find_missing
 from services.trainer.controller.rank_group import RankGroup
 from services.trainer.controller.state import Batch, StoredRows, TrainerState, Turns, in_turn
-from services.trainer.errors import disk_errors
+from services.trainer.errors import ColumnMissingError, disk_errors
 from services.trainer.rows import RowLimits, blob_errors, check_numbers, check_row, read_rows
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.errors import InvalidFieldError, NotFoundError, QueueFullError, ServiceError
@@ -38,6 +39,7 @@ from sluice.samples.sample import (
 SPOOL_TOKENS = 1 << 20  # tokens of one spooled blob
 SPOOL_ROWS = 4096  # rows of one spooled blob
 BLOBS_PER_COMMAND = 2_000  # a blob's name takes about 50
+READ_BY_CONTROLLER = ("loss_mask", "advantages")  # which reads the values of no blob
 
 
 class Upload:
@@ -160,8 +162,89 @@ def read_known_facts(blobs: Blobs, reference: BlobReference) -> RowFacts | None:
 Columns = Mapping[str, np.ndarray | float]
 
 
+@dataclass(frozen=True)
+class ColumnRows:
+    """Columns that lie in a blob from its row `first` on, and which rows of a batch they are of."""
+
+    blob: BlobReference
+    rows: Sequence[int]
+    first: int = 0
+
+
+class ReferencedColumns:
+    """New columns of rows of a batch that lie in blobs, whoever put them.
+
+    columns: which of the blobs' to take, with the names that they get.
+    """
+
+    def __init__(
+        self, batch: Batch, references: Sequence[BlobReference], columns: Mapping[str, str]
+    ) -> None:
+        """Raises InvalidFieldError for names of columns that are not taken so."""
+        self.batch, self.columns = batch, dict(columns)
+        self._references = list(references)
+        if not columns:
+            raise InvalidFieldError("columns", "must say which to take of the blobs")
+        check_names(list(columns))
+        for name in columns.values():
+            column = find_column(name)
+            if column is None or not column.per_token or name in READ_BY_CONTROLLER:
+                raise InvalidFieldError(
+                    "columns", f"{name!r} is not taken by reference; put it as rows"
+                )
+        if len(set(columns.values())) < len(columns):
+            raise InvalidFieldError("columns", "give two columns one name")
+
+    def find(self, blobs: Blobs) -> list[ColumnRows]:
+        """Read of the blobs which rows they hold.
+
+        Raises NotFoundError, DataLossError and InvalidFieldError.
+        """
+        found: list[ColumnRows] = []
+        seen: set[int] = set()
+        for reference in self._references:
+            facts = read_known_facts(blobs, reference)
+            if facts is None:
+                with blob_errors(reference):
+                    facts = describe_rows(decode_group(blobs.get(reference)))
+            rows = [self._find_row(sample_id, seen) for sample_id in facts.sample_ids]
+            for name in self.columns:
+                has = facts.present.get(name, np.zeros(len(rows), dtype=np.bool_))
+                if not has.all():
+                    lacking = facts.sample_ids[int(np.argmin(has))]
+                    raise ColumnMissingError([name], lacking, "PutColumns")
+            parts = range(0, len(rows), SPOOL_ROWS)
+            found += [ColumnRows(reference, rows[at : at + SPOOL_ROWS], at) for at in parts]
+        self._rows = sorted(seen)
+        return found
+
+    def _find_row(self, sample_id: str, seen: set[int]) -> int:
+        row = self.batch.rows.get(sample_id)
+        if row is None:
+            raise NotFoundError("sample", sample_id)
+        if row in seen:
+            raise InvalidFieldError(
+                "blobs", f"name sample {sample_id!r} twice", sample_id=sample_id
+            )
+        seen.add(row)
+        return row
+
+    def apply(self) -> int:
+        """Note in the batch what the ranks have now; returns the rows changed."""
+        for name in self.columns.values():
+            self.batch.mark(name, self._rows)
+            self.batch.scored_at.pop(name, None)
+        return len(self._rows)
+
+
 class ColumnUpdate:
     """New columns of some rows of a batch."""
+
+    columns: Mapping[str, str] = {}  # of the blobs all are taken, as they are called
+
+    @property
+    def empty(self) -> bool:
+        return not self._samples
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
@@ -186,12 +269,12 @@ class ColumnUpdate:
         self._samples[row] = sample
 
     @disk_errors()
-    def spool(self, blobs: Blobs) -> list[tuple[BlobReference, list[int]]]:
+    def spool(self, blobs: Blobs) -> list[ColumnRows]:
         """Put blobs and return them with the rows in each, tokens left out."""
         rows = sorted(self._samples)
         parts = [rows[start : start + SPOOL_ROWS] for start in range(0, len(rows), SPOOL_ROWS)]
         return [
-            (blobs.put(encode_group([bare(self._samples[row]) for row in part])), part)
+            ColumnRows(blobs.put(encode_group([bare(self._samples[row]) for row in part])), part)
             for part in parts
         ]
 
@@ -222,16 +305,19 @@ def bare(sample: Sample) -> Sample:
     )
 
 
-def set_columns(batch: Batch, blob: BlobReference, rows: Sequence[int]) -> Build:
+def set_columns(update: ColumnUpdate | ReferencedColumns, part: ColumnRows) -> Build:
     """Return the command that gives every rank the new columns of its rows."""
-    rows_N = np.asarray(rows, dtype=np.int64)
+    batch, rows_N = update.batch, np.asarray(part.rows, dtype=np.int64)
 
     def build(data_rank: int) -> pb.FollowResponse:
         indices = np.flatnonzero(batch.owners[rows_N] == data_rank)
         owned = pb.BlobRows(
-            blob=blob_to_proto(blob), indices=indices.tolist(), rows=rows_N[indices].tolist()
+            blob=blob_to_proto(part.blob),
+            indices=(indices + part.first).tolist(),
+            rows=rows_N[indices].tolist(),
         )
-        return pb.FollowResponse(set_columns=pb.SetColumns(batch_id=batch.batch_id, rows=owned))
+        command = pb.SetColumns(batch_id=batch.batch_id, rows=owned, columns=update.columns)
+        return pb.FollowResponse(set_columns=command)
 
     return build
 
@@ -387,15 +473,15 @@ class TrainerBatches:
 
     @in_turn
     async def put_columns(
-        self, update: ColumnUpdate, spooled: Sequence[tuple[BlobReference, list[int]]]
+        self, update: ColumnUpdate | ReferencedColumns, stored: Sequence[ColumnRows]
     ) -> int:
-        """Give the ranks columns that were spooled before; returns the rows changed."""
+        """Give the ranks columns that lie in the store; returns the rows changed."""
         if self._state.batches.get(update.batch.name) is not update.batch:
             raise NotFoundError("batch", update.batch.name)  # deleted meanwhile
         ranks = self._ranks.incarnation
         try:
-            for blob, rows in spooled:
-                await ranks.run(set_columns(update.batch, blob, rows))
+            for part in stored:
+                await ranks.run(set_columns(update, part))
         except ServiceError:
             await self._reset(ranks, update.batch)
             raise
@@ -426,15 +512,31 @@ class TrainerBatches:
         sample_ids: those to return; empty is all.
         """
         check_names(columns)
-        ranks, batch = self._ranks.incarnation, self._state.batches.get(name)
+        batch = self._state.batches.get(name)
         batch.select(sample_ids)  # or it is refused
         wanted = set(sample_ids)
-        command = pb.ReadColumns(batch_id=batch.batch_id, columns=columns)
-        results = await ranks.run(pb.FollowResponse(read_columns=command))
-        blobs = [blob_from_proto(result.columns) for result in ranks.reporting(results)]
+        blobs = await self._spool_columns(batch, columns)
         parts = [await asyncio.to_thread(self._read_columns, blob) for blob in blobs]
         rows = in_upload_order(batch, parts)
         return (row for row in rows if row.sample_id in wanted) if wanted else rows
+
+    @in_turn
+    async def refer_columns(self, name: str, columns: Sequence[str]) -> list[BlobReference]:
+        """Return blobs that hold the named columns of all rows. Raises ColumnMissingError."""
+        check_names(columns)
+        batch = self._state.batches.get(name)
+        missing = find_missing(batch, np.arange(batch.row_count), columns)
+        if missing is not None:
+            row, lacking = missing
+            raise ColumnMissingError(lacking, batch.facts.sample_ids[row], "GetColumns")
+        return await self._spool_columns(batch, columns)
+
+    async def _spool_columns(self, batch: Batch, columns: Sequence[str]) -> list[BlobReference]:
+        """Have each rank put its rows with these columns into the store."""
+        ranks = self._ranks.incarnation
+        command = pb.ReadColumns(batch_id=batch.batch_id, columns=columns)
+        results = await ranks.run(pb.FollowResponse(read_columns=command))
+        return [blob_from_proto(result.columns) for result in ranks.reporting(results)]
 
     def _read_columns(self, blob: BlobReference) -> list[Sample]:
         with blob_errors(blob):

@@ -60,6 +60,7 @@ from sluice.runtime.wire import (
     seconds_of,
 )
 from sluice.samples.blobs import Blobs, open_blobs
+from sluice.samples.sample import top_columns
 from sluice.weights.checkpoint import check_file
 from sluice.weights.errors import (
     FileDigestError,
@@ -191,15 +192,24 @@ class Executor:
     def _compute_logprobs(self, command: pb.LogprobsCommand, result: pb.CommandResult) -> None:
         model, column = MODELS[command.model]
         micro_batches = self._table.micro_batches(command.batch_id, command.micro_batches)
-        logprobs = self._backend.compute_logprobs(
-            micro_batches, model=model, temperature=command.temperature
-        )
-        rows = self._table.rows(command.batch_id)
+        rows, options = self._table.rows(command.batch_id), {"temperature": command.temperature}
+        if count := command.top_count:
+            named = self._backend.compute_top_logprobs(
+                micro_batches, model=model, count=count, **options
+            )
+            logprobs = {sample_id: top.logprobs for sample_id, top in named.items()}
+        else:
+            named = {}
+            logprobs = self._backend.compute_logprobs(micro_batches, model=model, **options)
         positions = [row for part in command.micro_batches for row in part.rows]
         new, rollout, masks = [], [], []
         for position in positions:
             row = rows[position]
             row.columns[column] = values_T = logprobs[row.sample_id]
+            if count:
+                ids, top = top_columns(count)
+                row.columns[ids] = named[row.sample_id].ids
+                row.columns[top] = named[row.sample_id].top
             new.append(values_T)
             masks.append(row.loss_mask)
             rollout.append(

@@ -13,7 +13,7 @@ import torch
 from services.trainer.backend import (
     Row,
 )
-from services.trainer.rows import RowLimits, blob_errors, check_numbers, read_rows
+from services.trainer.rows import RowLimits, blob_errors, check_numbers, check_row, read_rows
 from sluice.algo.advantages import (
     AdvantageColumns,
     AdvantageRow,
@@ -107,6 +107,11 @@ class RowTable:
         reference = blob_from_proto(command.rows.blob)
         with blob_errors(reference):
             samples = decode_group(self._blobs.get(reference), command.rows.indices)
+        if command.columns:
+            samples = [
+                _renamed(batch[row], sample, command.columns)
+                for row, sample in zip(command.rows.rows, samples, strict=True)
+            ]
         for row, sample in zip(command.rows.rows, samples, strict=True):
             _check_mask(batch[row], sample)
             self._limits.check_named(sample)
@@ -184,6 +189,27 @@ def _set_columns(row: OwnedRow, sample: Sample) -> None:
             row.loss_mask = torch.from_numpy(values.copy())
         else:
             row.columns[name] = torch.from_numpy(values.copy())
+
+
+def _renamed(row: OwnedRow, sample: Sample, names: Mapping[str, str]) -> Sample:
+    """Those of the sample's columns that are asked for, as columns of the row.
+
+    Raises InvalidFieldError where they are of another row, or do not fit this one.
+    """
+    columns = {names[name]: values for name, values in sample.columns.items() if name in names}
+    if sample.sample_id != row.sample_id or len(columns) < len(names):
+        raise InvalidFieldError(
+            "blobs", f"have no columns of sample {row.sample_id!r}", sample_id=row.sample_id
+        )
+    renamed = Sample(
+        sample_id=row.sample_id,
+        group_id=row.group_id,
+        token_ids=row.token_ids.numpy().astype(np.int32),
+        prompt_length=row.prompt_length,
+        columns=columns,
+    )
+    check_row(renamed)
+    return renamed
 
 
 def _bare_sample(row: OwnedRow, names: Sequence[str]) -> Sample:

@@ -177,11 +177,11 @@ class Oracle:
         )
 
     def logprobs(self, row: Row, temperature: float = 1.0) -> torch.Tensor:
-        table_TV = self._table(row, temperature)
+        table_TV = self.table(row, temperature)
         return table_TV.gather(1, row.token_ids[row.prompt_length :, None])[:, 0]
 
     def entropy(self, row: Row) -> torch.Tensor:
-        table_TV = self._table(row, 1.0)
+        table_TV = self.table(row, 1.0)
         return -(table_TV.exp() * table_TV).sum(-1)
 
     def ppo_loss(self, rows: Sequence[Row]) -> torch.Tensor:
@@ -196,7 +196,7 @@ class Oracle:
 
     def named_logprobs(self, row: Row) -> torch.Tensor:
         """[response, NAMED]: of the tokens that the teacher named."""
-        return self._table(row, 1.0).gather(1, row.columns[f"teacher_top_ids/{NAMED}"].long())
+        return self.table(row, 1.0).gather(1, row.columns[f"teacher_top_ids/{NAMED}"].long())
 
     def step(self, loss: torch.Tensor, normalizer: float) -> float:
         """Apply the gradients of loss / normalizer; returns their norm before clipping."""
@@ -206,7 +206,8 @@ class Oracle:
         self.adam.step()
         return float(norm)
 
-    def _table(self, row: Row, temperature: float) -> torch.Tensor:
+    def table(self, row: Row, temperature: float) -> torch.Tensor:
+        """Log-probs of the whole vocabulary at each response token, [response, V]."""
         logits_TV = self.model(row.token_ids[None]).logits[0, row.prompt_length - 1 : -1]
         return (logits_TV / temperature).log_softmax(-1)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.contract.training_backend.cases import (
     PPO,
+    VOCABULARY,
     Model,
     Oracle,
     StartBackend,
@@ -28,6 +31,46 @@ def test_equal_to_plain_transformers(
         expected = oracle.logprobs(row, temperature).detach()
         assert found[row.sample_id].dtype == torch.float32
         torch.testing.assert_close(found[row.sample_id], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("temperature", "count"), [(1.0, 5), (0.6, VOCABULARY)])
+def test_likeliest_tokens_are_those_of_plain_transformers(
+    start_backend: StartBackend, model: Model, temperature: float, count: int
+) -> None:
+    rows = ragged_rows()
+    backend = start_backend(model)
+    found = backend.compute_top_logprobs(
+        [rows[:3], [], rows[3:]], model="policy", temperature=temperature, count=count
+    )
+    plain = backend.compute_logprobs([rows], model="policy", temperature=temperature)
+    oracle = Oracle(model.load().double())
+    assert found.keys() == {row.sample_id for row in rows}
+    for row in rows:
+        table = oracle.table(row, temperature).detach()
+        best, ids = table.topk(count, dim=1)
+        named = found[row.sample_id]
+        assert named.top.dtype == torch.float32 and named.ids.dtype == torch.int32
+        assert torch.equal(named.ids.long(), ids)
+        close = {"atol": 1e-5, "rtol": 1e-5}
+        torch.testing.assert_close(named.top.double(), best, **close)
+        torch.testing.assert_close(named.logprobs, plain[row.sample_id], **close)
+        assert not torch.allclose(named.top.double(), table.gather(1, ids.roll(1, 1)), **close)
+
+
+def test_the_reference_model_names_its_own_tokens(
+    start_backend: StartBackend, qwen3: Model, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = build_model(tmp_path_factory.mktemp("other"), "qwen3", seed=5)
+    rows = ragged_rows()[:4]
+    backend = start_backend(qwen3, reference_model=str(other.directory))
+    options: Any = {"temperature": 1.0, "count": 4}
+    reference = backend.compute_top_logprobs([rows], model="reference", **options)
+    policy = backend.compute_top_logprobs([rows], model="policy", **options)
+    oracle = Oracle(other.load().double())
+    for row in rows:
+        ids = oracle.table(row, 1.0).topk(4, dim=1)[1]
+        assert torch.equal(reference[row.sample_id].ids.long(), ids)
+        assert not torch.equal(policy[row.sample_id].ids.long(), ids)
 
 
 def test_split_into_micro_batches_changes_nothing(

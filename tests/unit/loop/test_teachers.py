@@ -81,7 +81,6 @@ def test_a_row_far_down_that_names_no_teacher_is_found_before_anything_runs(tmp_
         ),
         ({"teachers": ONE}, "no part of the algorithm learns from one"),
         (TOP, r"teachers: algorithm\.loss\.name learns from one"),
-        ({**TOP, "teachers": {"big": {"service": "b"}}}, "teachers.big: a trainer names no"),
         (
             {"algorithm": {**TOP["algorithm"], **DISTIL["algorithm"]}, "teachers": ONE},
             "advantage: has no effect with loss topk_jsd",
@@ -101,6 +100,12 @@ def test_a_row_far_down_that_names_no_teacher_is_found_before_anything_runs(tmp_
 def test_settings_that_contradict_each_other_are_refused(values, said):
     with pytest.raises(ConfigError, match=said):
         parse(**values)
+
+
+@pytest.mark.parametrize("teacher", [{"pool": "a"}, {"service": "b"}, {"address": "h:1"}])
+def test_either_kind_of_teacher_names_likeliest_tokens(teacher):
+    config = parse(**TOP, teachers={"big": teacher})
+    assert config.algorithm.teacher_top_count == 3
 
 
 def test_a_vocabulary_is_its_tokens_and_no_template(tmp_path: Path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -36,7 +37,7 @@ from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
 from sluice import operations, platform
 from sluice.algo.collectives import create_collectives
-from sluice.algo.logprobs import EntropyMode
+from sluice.algo.logprobs import EntropyMode, TopLogprobs
 from sluice.algo.losses import check_columns, compute_loss, pack_named, pack_rows
 from sluice.algo.spec import LossSpec, required_columns
 from sluice.samples.sample import top_columns
@@ -89,13 +90,28 @@ class FsdpBackend(TrainingBackend):
     def compute_logprobs(
         self, micro_batches: Sequence[MicroBatch], *, model: ModelName, temperature: float
     ) -> dict[str, torch.Tensor]:
-        asked = Asked(temperature=temperature)
-        if model == "policy":
-            return self._score(self._policy, micro_batches, asked)
-        if self._lora is None:
-            return self._score(self._load_reference(), micro_batches, asked)
-        with self._lora.used.adapters.off():
-            return self._score(self._policy, micro_batches, asked)
+        with self._scorer(model) as scorer:
+            return self._score(scorer, micro_batches, Asked(temperature=temperature))
+
+    @torch.no_grad()
+    def compute_top_logprobs(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        model: ModelName,
+        temperature: float,
+        count: int,
+    ) -> dict[str, TopLogprobs]:
+        asked = Asked(temperature=temperature, top_count=count)
+        found: dict[str, TopLogprobs] = {}
+        with self._scorer(model) as scorer:
+            for rows, layout in self._layouts(scorer, micro_batches):
+                named = scorer.root(layout, asked)
+                if rows:
+                    parts = named.split([row.response_length for row in rows])
+                    found.update((r.sample_id, part) for r, part in zip(rows, parts, strict=True))
+            scorer.release()
+        return found
 
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
         return self._score(self._policy, micro_batches, Asked())
@@ -201,6 +217,17 @@ class FsdpBackend(TrainingBackend):
             float32_head=self._config.float32_head,
             trained=trained,
         )
+
+    @contextmanager
+    def _scorer(self, model: ModelName) -> Iterator[ShardedModel]:
+        """The model that is asked for; where there are adapters, the reference is without them."""
+        if model == "policy":
+            yield self._policy
+        elif self._lora is None:
+            yield self._load_reference()
+        else:
+            with self._lora.used.adapters.off():
+                yield self._policy
 
     def _load_reference(self) -> ShardedModel:
         """The frozen model, loaded on its first use."""

@@ -37,7 +37,13 @@ from services.trainer.backends.reference.model import (
     with_named,
 )
 from services.trainer.config import Head
-from sluice.algo.logprobs import EntropyMode, linear_logprobs, token_logprobs
+from sluice.algo.logprobs import (
+    EntropyMode,
+    TopLogprobs,
+    linear_logprobs,
+    token_logprobs,
+    top_logprobs,
+)
 from sluice.imports import with_shards
 
 NEW_HEAD = {"score.weight", "score.bias"}  # zero where a checkpoint is a language model's
@@ -47,12 +53,14 @@ NEW_HEAD = {"score.weight", "score.bias"}  # zero where a checkpoint is a langua
 class Asked:
     """What a pass is to give: log-probs and entropy, or (without a temperature) values.
 
-    named: further tokens at each place, int64[R, K], as `ScoredModel.score` has them.
+    named: further tokens at each place, int64[R, K], as `ScoredModel.score` has them. top_count:
+    likeliest tokens to name.
     """
 
     temperature: float | None = None
     entropy: EntropyMode = "off"
     named: torch.Tensor | None = None
+    top_count: int = 0
 
 
 class PolicyRoot(torch.nn.Module):
@@ -66,8 +74,11 @@ class PolicyRoot(torch.nn.Module):
 
     def forward(
         self, layout: PackedLayout, asked: Asked
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs and entropy, or values and None, of all response tokens, float32[R]."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | TopLogprobs:
+        """Log-probs and entropy, or values and None, of all response tokens, float32[R].
+
+        Where likeliest tokens are asked for, those.
+        """
         output = self.model.base_model(
             input_ids=layout.token_ids[None],
             position_ids=layout.position_ids[None],
@@ -77,7 +88,22 @@ class PolicyRoot(torch.nn.Module):
         picked_RH = output.last_hidden_state[0].index_select(0, layout.predictors)
         if asked.temperature is None:
             return self.model.score(picked_RH.float())[:, 0], None
+        if asked.top_count:
+            return self._name(picked_RH, layout.targets, asked)
         return self._score(picked_RH, with_named(layout.targets, asked.named), asked)
+
+    def _name(self, picked_RH: torch.Tensor, targets_R: torch.Tensor, asked: Asked) -> TopLogprobs:
+        head = self.model.get_output_embeddings()
+        assert asked.temperature is not None
+        return top_logprobs(
+            picked_RH,
+            head.weight,
+            targets_R,
+            asked.top_count,
+            bias_V=head.bias,
+            temperature=asked.temperature * self._divisor,
+            float32=self._float32_head and picked_RH.dtype != torch.float32,
+        )
 
     def _score(
         self, picked_RH: torch.Tensor, targets: torch.Tensor, asked: Asked

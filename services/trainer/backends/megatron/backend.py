@@ -51,6 +51,7 @@ from services.trainer.config import Head, LoraConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
 from sluice import platform
+from sluice.algo.logprobs import TopLogprobs
 from sluice.algo.losses import check_columns, compute_loss, pack_named, pack_rows
 from sluice.algo.spec import LossSpec, required_columns
 from sluice.weights.manifest import ShardFile
@@ -92,14 +93,22 @@ class MegatronBackend(TrainingBackend):
         self, micro_batches: Sequence[MicroBatch], *, model: ModelName, temperature: float
     ) -> dict[str, torch.Tensor]:
         batches = self._pack(micro_batches)
-        if model == "policy":
-            scored = self._passes.score(batches, temperature=temperature)
-        elif self._lora is None:
-            scored = self._reference.score(batches, temperature=temperature)
-        else:
-            with self._lora.used.adapters.off():
-                scored = self._base.score(batches, temperature=temperature)
+        with self._scorer(model) as passes:
+            scored = passes.score(batches, temperature=temperature)
         return share_responses(batches, scored, self._device)
+
+    def compute_top_logprobs(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        model: ModelName,
+        temperature: float,
+        count: int,
+    ) -> dict[str, TopLogprobs]:
+        batches = self._pack(micro_batches)
+        with self._scorer(model) as passes:
+            named = passes.name(batches, temperature=temperature, count=count)
+        return share_named(batches, named, count, self._device)
 
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
         batches = self._pack(micro_batches)
@@ -199,6 +208,17 @@ class MegatronBackend(TrainingBackend):
     def close(self) -> None:
         dist.destroy_process_group(self._groups.checkpoint)
         parallel.stop()
+
+    @contextmanager
+    def _scorer(self, model: ModelName) -> Iterator[ChunkPasses]:
+        """Passes of the model that is asked for; of adapters the base is the reference."""
+        if model == "policy":
+            yield self._passes
+        elif self._lora is None:
+            yield self._reference
+        else:
+            with self._lora.used.adapters.off():
+                yield self._base
 
     @cached_property
     def _base(self) -> ChunkPasses:
@@ -308,6 +328,22 @@ class ChunkPasses:
             self._run(batches, keep, forward_only=True)
         return scored
 
+    @torch.no_grad()
+    def name(
+        self, batches: Sequence[PackedBatch], *, temperature: float, count: int
+    ) -> list[TopLogprobs]:
+        """Returns the likeliest tokens of every batch; [] but on the last stage."""
+        named: list[TopLogprobs] = []
+
+        def keep(batch: PackedBatch, output: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
+            assert self.head is not None and non_loss_data
+            named.append(self.head.name(output, batch, temperature=temperature, count=count))
+            return named[-1].logprobs
+
+        with self._replayed("score", batches):
+            self._run(batches, keep, forward_only=True)
+        return named
+
     @contextmanager
     def _replayed(self, purpose: Purpose, batches: Sequence[PackedBatch]) -> Iterator[None]:
         if self.replay is None:
@@ -388,13 +424,39 @@ def share_responses(
     """
     rows = [row for batch in batches for row in batch.rows]
     lengths = [row.response_length for row in rows]
-    if scored:
-        flat = torch.cat(list(scored)).float()
-    else:
-        flat = torch.empty(sum(lengths), dtype=torch.float32, device=device)
-    _from_last_stage(flat)
-    parts = torch.split(flat.cpu(), lengths)
+    parts = torch.split(_share(scored, (sum(lengths),), torch.float32, device).cpu(), lengths)
     return {row.sample_id: part.clone() for row, part in zip(rows, parts, strict=True)}
+
+
+def share_named(
+    batches: Sequence[PackedBatch], named: Sequence[TopLogprobs], count: int, device: torch.device
+) -> dict[str, TopLogprobs]:
+    """Returns what the last stage's `named` says, by sample_id, on the CPU.
+
+    Collective over the pipeline.
+    """
+    rows = [row for batch in batches for row in batch.rows]
+    lengths = [row.response_length for row in rows]
+    flat, wide = (sum(lengths),), (sum(lengths), count)
+    whole = TopLogprobs(
+        _share([each.logprobs for each in named], flat, torch.float32, device),
+        _share([each.ids for each in named], wide, torch.int32, device),
+        _share([each.top for each in named], wide, torch.float32, device),
+    )
+    parts = whole.split(lengths)
+    return {row.sample_id: part for row, part in zip(rows, parts, strict=True)}
+
+
+def _share(
+    parts: Sequence[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """The last stage's parts in one, on every stage."""
+    if parts:
+        whole = torch.cat(list(parts)).to(dtype)
+    else:
+        whole = torch.empty(tuple(shape), dtype=dtype, device=device)
+    _from_last_stage(whole)
+    return whole
 
 
 def share_sums(sums: dict[str, float], device: torch.device) -> dict[str, float]:

@@ -15,7 +15,14 @@ from megatron.core.transformer.module import MegatronModule
 
 from services.trainer.backends.megatron.batch import PackedBatch
 from sluice.algo.collectives import Collectives, gather_placed
-from sluice.algo.logprobs import EntropyMode, VocabShard, linear_logprobs, token_logprobs
+from sluice.algo.logprobs import (
+    EntropyMode,
+    TopLogprobs,
+    VocabShard,
+    linear_logprobs,
+    token_logprobs,
+    top_logprobs,
+)
 
 
 class ValueHeadError(ValueError):
@@ -145,6 +152,26 @@ class OutputHead:
         both = _over_context(torch.cat((columns, entropies[:, None]), dim=1), batch)
         return ResponseOutputs(both[:, 0] if named_RK is None else both[:, :-1], both[:, -1])
 
+    def name(
+        self, output: torch.Tensor, batch: PackedBatch, *, temperature: float, count: int
+    ) -> TopLogprobs:
+        """Returns log-probs of the response tokens, and the likeliest at their places.
+
+        All are equal on all ranks of the pack.
+        """
+        weight_VH = self._weight()
+        found = top_logprobs(
+            output[0].index_select(0, batch.local_predictors),
+            weight_VH,
+            batch.targets,
+            count,
+            temperature=temperature,
+            vocab=self._shard(),
+            float32=self._float32 and weight_VH.dtype != torch.float32,
+        )
+        numbers = _over_context(torch.cat((found.logprobs[:, None], found.top), dim=1), batch)
+        return TopLogprobs(numbers[:, 0], _over_context(found.ids, batch), numbers[:, 1:])
+
     def _weight(self) -> torch.Tensor:
         if getattr(self._owner, "share_embeddings_and_output_weights", False):
             weight: torch.Tensor = self._owner.shared_embedding_or_output_weight()
@@ -180,5 +207,5 @@ def _over_context(local: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         batch.places,
         batch.context,
         local_length=batch.token_ids.shape[1],
-        gradient="own",
+        gradient="own" if torch.is_grad_enabled() else "none",
     )

@@ -30,7 +30,7 @@ from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
 from sluice import operations, platform
 from sluice.algo.collectives import create_collectives
-from sluice.algo.logprobs import EntropyMode
+from sluice.algo.logprobs import EntropyMode, TopLogprobs
 from sluice.algo.losses import compute_loss, pack_named, pack_rows
 from sluice.algo.spec import LossSpec
 from sluice.imports import uncompiled
@@ -76,12 +76,34 @@ class ReferenceBackend(TrainingBackend):
     def compute_logprobs(
         self, micro_batches: Sequence[MicroBatch], *, model: ModelName, temperature: float
     ) -> dict[str, torch.Tensor]:
-        if model == "policy":
-            return self._score(self._policy, micro_batches, temperature)
-        if self._lora is None:
-            return self._score(self._load_reference(), micro_batches, temperature)
-        with self._lora.used.adapters.off():
-            return self._score(self._policy, micro_batches, temperature)
+        found: dict[str, torch.Tensor] = {}
+        with self._scorer(model) as scored:
+            for rows, features in self._passes(micro_batches, scored):
+                with self._precision():
+                    logprobs_T, _ = scored.score(
+                        rows, features, temperature=temperature, entropy="off"
+                    )
+                parts = logprobs_T.float().cpu().split([row.response_length for row in rows])
+                found.update((row.sample_id, part) for row, part in zip(rows, parts, strict=True))
+        return found
+
+    @torch.no_grad()
+    def compute_top_logprobs(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        model: ModelName,
+        temperature: float,
+        count: int,
+    ) -> dict[str, TopLogprobs]:
+        found: dict[str, TopLogprobs] = {}
+        with self._scorer(model) as scored:
+            for rows, features in self._passes(micro_batches, scored):
+                with self._precision():
+                    named = scored.name(rows, features, temperature=temperature, count=count)
+                parts = named.split([row.response_length for row in rows])
+                found.update((row.sample_id, part) for row, part in zip(rows, parts, strict=True))
+        return found
 
     @torch.no_grad()
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
@@ -166,16 +188,16 @@ class ReferenceBackend(TrainingBackend):
     def close(self) -> None:
         self._reference = None
 
-    def _score(
-        self, scored: ScoredModel, micro_batches: Sequence[MicroBatch], temperature: float
-    ) -> dict[str, torch.Tensor]:
-        logprobs: dict[str, torch.Tensor] = {}
-        for rows, features in self._passes(micro_batches, scored):
-            with self._precision():
-                logprobs_T, _ = scored.score(rows, features, temperature=temperature, entropy="off")
-            parts = logprobs_T.float().cpu().split([row.response_length for row in rows])
-            logprobs.update((row.sample_id, part) for row, part in zip(rows, parts, strict=True))
-        return logprobs
+    @contextlib.contextmanager
+    def _scorer(self, model: ModelName) -> Iterator[ScoredModel]:
+        """The model that is asked for; where there are adapters, the reference is without them."""
+        if model == "policy":
+            yield self._policy
+        elif self._lora is None:
+            yield self._load_reference()
+        else:
+            with self._lora.used.adapters.off():
+                yield self._policy
 
     def _passes(
         self, micro_batches: Sequence[MicroBatch], scored: ScoredModel

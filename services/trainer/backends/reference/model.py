@@ -22,7 +22,13 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from services.trainer.backend import MicroBatch, Row
 from services.trainer.config import Head
 from sluice import vision
-from sluice.algo.logprobs import EntropyMode, linear_logprobs, token_logprobs
+from sluice.algo.logprobs import (
+    EntropyMode,
+    TopLogprobs,
+    linear_logprobs,
+    token_logprobs,
+    top_logprobs,
+)
 from sluice.imports import uncompiled
 from sluice.samples.images import ImageRules
 from sluice.vision import TEXT, Features, VisionTower, rotary_positions
@@ -266,20 +272,36 @@ class ScoredModel:
         features: what `see` made of the rows, or of more. named_RK: further tokens at each place,
         int64[R, K], whose log-probs are to follow the response token's: float32[R, 1 + K].
         """
+        layout, picked_RH, weight_VH = self._factors(rows, features)
+        options: Any = {"temperature": temperature, "entropy": entropy}
+        targets = with_named(layout.targets, named_RK)
+        with torch.autocast(self.device.type, enabled=False):
+            if len(targets) * len(weight_VH) > MAX_LOGITS:
+                return linear_logprobs(picked_RH, weight_VH, targets, **options)
+            logits_RV = linear(picked_RH, weight_VH)
+            return token_logprobs(logits_RV, targets, reuse_logits=True, **options)
+
+    def name(
+        self, rows: MicroBatch, features: Features, *, temperature: float, count: int
+    ) -> TopLogprobs:
+        """Returns log-probs of all response tokens, and the likeliest at their places."""
+        layout, picked_RH, weight_VH = self._factors(rows, features)
+        with torch.autocast(self.device.type, enabled=False):
+            return top_logprobs(
+                picked_RH, weight_VH, layout.targets, count, temperature=temperature
+            )
+
+    def _factors(
+        self, rows: MicroBatch, features: Features
+    ) -> tuple[PackedLayout, torch.Tensor, torch.Tensor]:
+        """The pack, and what logits are products of: hidden states and the output weight."""
         layout, hidden_TH = self._run(rows, features)
         weight_VH = self.model.get_output_embeddings().weight
         picked_RH = hidden_TH.index_select(0, layout.predictors)
         kind = self.device.type
         narrow = torch.is_autocast_enabled(kind) and not self.float32_head
         dtype = torch.get_autocast_dtype(kind) if narrow else torch.float32
-        picked_RH, weight_VH = picked_RH.to(dtype), weight_VH.to(dtype)
-        options: Any = {"temperature": temperature, "entropy": entropy}
-        targets = with_named(layout.targets, named_RK)
-        with torch.autocast(kind, enabled=False):
-            if len(targets) * len(weight_VH) > MAX_LOGITS:
-                return linear_logprobs(picked_RH, weight_VH, targets, **options)
-            logits_RV = linear(picked_RH, weight_VH)
-            return token_logprobs(logits_RV, targets, reuse_logits=True, **options)
+        return layout, picked_RH.to(dtype), weight_VH.to(dtype)
 
     def _run(self, rows: MicroBatch, features: Features) -> tuple[PackedLayout, torch.Tensor]:
         """The pack, and the last hidden states of its tokens."""

@@ -209,7 +209,7 @@ class DeleteBatchResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ComputeLogprobsRequest(_message.Message):
-    __slots__ = ("batch", "model", "temperature", "request_id", "allow_other_temperature", "adapter")
+    __slots__ = ("batch", "model", "temperature", "request_id", "allow_other_temperature", "adapter", "top_count")
     class Model(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         MODEL_UNSPECIFIED: _ClassVar[ComputeLogprobsRequest.Model]
@@ -224,13 +224,15 @@ class ComputeLogprobsRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ALLOW_OTHER_TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    TOP_COUNT_FIELD_NUMBER: _ClassVar[int]
     batch: str
     model: ComputeLogprobsRequest.Model
     temperature: float
     request_id: str
     allow_other_temperature: bool
     adapter: str
-    def __init__(self, batch: _Optional[str] = ..., model: _Optional[_Union[ComputeLogprobsRequest.Model, str]] = ..., temperature: _Optional[float] = ..., request_id: _Optional[str] = ..., allow_other_temperature: bool = ..., adapter: _Optional[str] = ...) -> None: ...
+    top_count: int
+    def __init__(self, batch: _Optional[str] = ..., model: _Optional[_Union[ComputeLogprobsRequest.Model, str]] = ..., temperature: _Optional[float] = ..., request_id: _Optional[str] = ..., allow_other_temperature: bool = ..., adapter: _Optional[str] = ..., top_count: _Optional[int] = ...) -> None: ...
 
 class ComputeLogprobsResponse(_message.Message):
     __slots__ = ("column", "mean", "token_count", "rollout_mismatch_mean", "rollout_mismatch_max")
@@ -325,14 +327,25 @@ class RowColumns(_message.Message):
     def __init__(self, sample_id: _Optional[str] = ..., columns: _Optional[_Mapping[str, _sample_pb2.Column]] = ...) -> None: ...
 
 class PutColumnsRequest(_message.Message):
-    __slots__ = ("batch", "rows", "request_id")
+    __slots__ = ("batch", "rows", "request_id", "blobs", "columns")
+    class ColumnsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     BATCH_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOBS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     batch: str
     rows: _containers.RepeatedCompositeFieldContainer[RowColumns]
     request_id: str
-    def __init__(self, batch: _Optional[str] = ..., rows: _Optional[_Iterable[_Union[RowColumns, _Mapping]]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    blobs: _containers.RepeatedCompositeFieldContainer[_sample_pb2.BlobReference]
+    columns: _containers.ScalarMap[str, str]
+    def __init__(self, batch: _Optional[str] = ..., rows: _Optional[_Iterable[_Union[RowColumns, _Mapping]]] = ..., request_id: _Optional[str] = ..., blobs: _Optional[_Iterable[_Union[_sample_pb2.BlobReference, _Mapping]]] = ..., columns: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class PutColumnsResponse(_message.Message):
     __slots__ = ("row_count",)
@@ -341,20 +354,24 @@ class PutColumnsResponse(_message.Message):
     def __init__(self, row_count: _Optional[int] = ...) -> None: ...
 
 class GetColumnsRequest(_message.Message):
-    __slots__ = ("batch", "columns", "sample_ids")
+    __slots__ = ("batch", "columns", "sample_ids", "by_reference")
     BATCH_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_IDS_FIELD_NUMBER: _ClassVar[int]
+    BY_REFERENCE_FIELD_NUMBER: _ClassVar[int]
     batch: str
     columns: _containers.RepeatedScalarFieldContainer[str]
     sample_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, batch: _Optional[str] = ..., columns: _Optional[_Iterable[str]] = ..., sample_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    by_reference: bool
+    def __init__(self, batch: _Optional[str] = ..., columns: _Optional[_Iterable[str]] = ..., sample_ids: _Optional[_Iterable[str]] = ..., by_reference: bool = ...) -> None: ...
 
 class GetColumnsResponse(_message.Message):
-    __slots__ = ("rows",)
+    __slots__ = ("rows", "blobs")
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    BLOBS_FIELD_NUMBER: _ClassVar[int]
     rows: _containers.RepeatedCompositeFieldContainer[RowColumns]
-    def __init__(self, rows: _Optional[_Iterable[_Union[RowColumns, _Mapping]]] = ...) -> None: ...
+    blobs: _containers.RepeatedCompositeFieldContainer[_sample_pb2.BlobReference]
+    def __init__(self, rows: _Optional[_Iterable[_Union[RowColumns, _Mapping]]] = ..., blobs: _Optional[_Iterable[_Union[_sample_pb2.BlobReference, _Mapping]]] = ...) -> None: ...
 
 class BareRow(_message.Message):
     __slots__ = ("length", "prompt_length", "group", "prompt_patches", "patches")

@@ -348,16 +348,18 @@ class MicroBatchRows(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[int]] = ..., loss_weights: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class LogprobsCommand(_message.Message):
-    __slots__ = ("batch_id", "model", "temperature", "micro_batches")
+    __slots__ = ("batch_id", "model", "temperature", "micro_batches", "top_count")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    TOP_COUNT_FIELD_NUMBER: _ClassVar[int]
     batch_id: str
     model: _trainer_service_pb2.ComputeLogprobsRequest.Model
     temperature: float
     micro_batches: _containers.RepeatedCompositeFieldContainer[MicroBatchRows]
-    def __init__(self, batch_id: _Optional[str] = ..., model: _Optional[_Union[_trainer_service_pb2.ComputeLogprobsRequest.Model, str]] = ..., temperature: _Optional[float] = ..., micro_batches: _Optional[_Iterable[_Union[MicroBatchRows, _Mapping]]] = ...) -> None: ...
+    top_count: int
+    def __init__(self, batch_id: _Optional[str] = ..., model: _Optional[_Union[_trainer_service_pb2.ComputeLogprobsRequest.Model, str]] = ..., temperature: _Optional[float] = ..., micro_batches: _Optional[_Iterable[_Union[MicroBatchRows, _Mapping]]] = ..., top_count: _Optional[int] = ...) -> None: ...
 
 class ValuesCommand(_message.Message):
     __slots__ = ("batch_id", "micro_batches")
@@ -435,12 +437,21 @@ class RelativeScores(_message.Message):
     def __init__(self, scores: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class SetColumns(_message.Message):
-    __slots__ = ("batch_id", "rows")
+    __slots__ = ("batch_id", "rows", "columns")
+    class ColumnsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     batch_id: str
     rows: BlobRows
-    def __init__(self, batch_id: _Optional[str] = ..., rows: _Optional[_Union[BlobRows, _Mapping]] = ...) -> None: ...
+    columns: _containers.ScalarMap[str, str]
+    def __init__(self, batch_id: _Optional[str] = ..., rows: _Optional[_Union[BlobRows, _Mapping]] = ..., columns: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ReadColumns(_message.Message):
     __slots__ = ("batch_id", "columns")

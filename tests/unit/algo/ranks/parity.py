@@ -25,7 +25,12 @@ from sluice.algo.advantages import (
 )
 from sluice.algo.aggregation import Moments
 from sluice.algo.layout import SequenceLayout
-from sluice.algo.logprobs import VocabShard, linear_logprobs, token_logprobs
+from sluice.algo.logprobs import (
+    VocabShard,
+    linear_logprobs,
+    token_logprobs,
+    top_logprobs,
+)
 from sluice.algo.losses import compute_loss, pack_rows
 from sluice.algo.spec import AdvantageSpec
 
@@ -145,6 +150,56 @@ def check_vocabulary_shards(context):
                 grad_hidden = collectives.all_reduce(grad_hidden.contiguous(), "sum")
             close(grad_hidden, wanted_grads[0], "d hidden")
             close(grads[1], wanted_grads[1][mine], "d weight")
+
+
+def check_tokens_that_a_teacher_named_over_shards(context):
+    """Several log-probs a place, named on any shards, twice in a row too; against float64."""
+    collectives = context.world
+    generator = torch.Generator().manual_seed(8)
+    named = torch.randint(0, VOCAB, (9, 5), generator=generator)
+    upstream = torch.randn(9, 5, generator=generator, dtype=torch.float64)
+    hidden = torch.randn(9, HIDDEN, generator=generator)
+    for padded in (False, True):
+        columns, shard = shard_of(collectives.rank, padded)
+        whole = torch.zeros(WORLD * columns, HIDDEN)
+        whole[:VOCAB] = torch.randn(VOCAB, HIDDEN, generator=generator)
+        exact = hidden.double().requires_grad_(), whole.double().requires_grad_()
+        table = (exact[0] @ exact[1][:VOCAB].T / 0.7).log_softmax(-1)
+        wanted = torch.autograd.grad((table.gather(1, named) * upstream).sum(), exact)
+        mine = slice(shard.start, shard.start + columns)
+        vocab = VocabShard(start=shard.start, size=VOCAB, collectives=collectives)
+        factors = hidden.clone().requires_grad_(), whole[mine].clone().requires_grad_()
+        found, _ = linear_logprobs(*factors, named, temperature=0.7, vocab=vocab, chunk_rows=4)
+        close(found.double(), table.gather(1, named), "log-probs")
+        grads = torch.autograd.grad((found * upstream).sum(), factors)
+        close(grads[0].double(), wanted[0], "d hidden")
+        close(grads[1].double(), wanted[1][mine], "d weight")
+
+
+def check_likeliest_tokens_over_shards(context):
+    """Those of one process, also where logits of several shards are equal."""
+    collectives = context.world
+    generator = torch.Generator().manual_seed(6)
+    hidden = torch.randint(-1, 2, (40, HIDDEN), generator=generator).float()
+    targets = torch.randint(0, VOCAB, (40,), generator=generator)
+    for padded in (False, True):
+        columns, shard = shard_of(collectives.rank, padded)
+        whole = torch.zeros(WORLD * columns, HIDDEN)
+        whole[:VOCAB] = torch.randint(-1, 2, (VOCAB, HIDDEN), generator=generator)
+        table = (hidden @ whole[:VOCAB].T).double()  # of whole numbers: exact, often equal
+        order = torch.argsort(-table, dim=1, stable=True)
+        assert (table.gather(1, order).diff(dim=1) == 0).any(), "no two are equal"
+        mine = whole[shard.start : shard.start + columns]
+        vocab = VocabShard(start=shard.start, size=VOCAB, collectives=collectives)
+        for count in (1, 6, VOCAB):
+            options = {"temperature": 0.5, "vocab": vocab, "chunk_rows": 7}
+            found = top_logprobs(hidden, mine, targets, count, **options)
+            assert torch.equal(found.ids, order[:, :count]), (padded, count)
+            wanted = (table / 0.5).log_softmax(1)
+            close(found.top.double(), wanted.gather(1, order[:, :count]), "log-probs")
+            close(found.logprobs.double(), wanted.gather(1, targets[:, None])[:, 0], "given")
+        none = top_logprobs(hidden[:0], mine, targets[:0], 3, vocab=vocab)
+        assert none.ids.shape == (0, 3)
 
 
 def check_a_shard_of_banned_tokens(context):
