@@ -187,7 +187,7 @@ test-connectors: $(VENV)/.dev build/verifiers/.installed  ## environments of the
 test-pages: site  ## report, trace and the site of docs in a headless browser (Debian's chromium, or CHROMIUM=)
 	$(TEST) tests/pages
 
-demo: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns by GRPO (ALGORITHM= or opd with TEACHER=trainer or DIVERGENCE=forward_kl, SEED=, BACKEND=fsdp, RANKS=, BACKEND=megatron, TP=, ENGINE=sglang, PLACEMENT=colocated, LORA=8)
+demo: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns by GRPO (ALGORITHM= or opd with TEACHER=trainer, DIVERGENCE=forward_kl, SEED=, BACKEND=fsdp, RANKS=, BACKEND=megatron, TP=, ENGINE=sglang, PLACEMENT=colocated, LORA=8)
 	$(RUN) -m examples.demo --seed $(SEED) --algorithm $(ALGORITHM) --backend $(BACKEND) \
 		--ranks $(RANKS) --tensor $(TP) --engine $(ENGINE) --teacher $(TEACHER) --divergence $(DIVERGENCE) --placement $(PLACEMENT) --lora $(LORA)
 
