@@ -158,6 +158,7 @@ test-models: $(VENV)/.dev  ## every family of docs/models.md: log-probs, gradien
 	$(TEST) tests/models
 
 models-table: test-models  ## rewrite docs/models.md from a run of all families
+	$(TEST) tests/vision/test_megatron.py
 	$(RUN) -m tools.models_table
 
 test-vision: $(VENV)/.dev build/sglang/.installed  ## engines (real SGLang too) and trainers that are shown images against transformers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -32,21 +33,23 @@ class SharedServers:
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
-        self._found: dict[tuple[Path, str], tuple[subprocess.Popen[bytes], str]] = {}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._found: dict[tuple[Path, str], str] = {}
 
     def url(self, model: Path, **arguments: Any) -> str:
         """Of a server for this model; it may hold other weights of the same shape."""
         key = (model, repr(sorted(arguments.items())))
         if key not in self._found:
             self._found[key] = self._start(model, arguments)
-        return self._found[key][1]
+        return self._found[key]
 
     def close(self) -> None:
-        for process, _ in self._found.values():
-            os.killpg(process.pid, signal.SIGKILL)
+        for process in self._processes:  # also those that did not answer in time
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait(timeout=30)
 
-    def _start(self, model: Path, arguments: dict[str, Any]) -> tuple[subprocess.Popen[bytes], str]:
+    def _start(self, model: Path, arguments: dict[str, Any]) -> str:
         assert PYTHON.exists(), "run `make sglang-cpu` first"
         config = EngineConfig(backend="sglang", threads=1, max_cached_tokens=16384)
         port = free_port("127.0.0.1")
@@ -69,13 +72,14 @@ class SharedServers:
             stderr=log,
             start_new_session=True,
         )
+        self._processes.append(process)
         url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + PATIENCE
         while not _answers(url):
             assert process.poll() is None, (self._logs / f"sglang-{port}.log").read_text()[-4000:]
             assert time.monotonic() < deadline, "SGLang did not start"
             time.sleep(0.2)
-        return process, url
+        return url
 
 
 def _answers(url: str) -> bool:

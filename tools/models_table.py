@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from datetime import UTC, datetime
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from services.trainer.backends.fsdp.families import FAMILIES, REFUSED
 RESULTS, PAGE = Path("build/models.json"), Path("docs/models.md")
 HEAD = """# Models
 
-Written by `make models-table`: families that the backend `fsdp` trains ([how](fsdp.md)), each as a
-tiny random model of two layers, against plain transformers, one sample at a time. Two processors,
-no accelerator, float32, gloo, {day}.
+Written by `make models-table`: families that the backends `fsdp` ([how](fsdp.md)) and `megatron`
+([how](megatron.md)) train, each as a tiny random model of two layers, against plain transformers,
+one sample at a time. Two processors, no accelerator, float32, gloo.
 
 - *log-probs*: largest difference; *gradients*: largest difference by the largest element of its
   tensor; *norms*: largest relative difference of the gradient norm in five AdamW steps.
@@ -25,6 +25,10 @@ no accelerator, float32, gloo, {day}.
   the engine does not know: it runs a sample's whole row for every token, which is right and slow.
 - *packing*: `shared` encodes a prompt of several rows once, `rows` gives every row its own; a model
   with a window is packed by rows whatever its family.
+
+## On `fsdp`
+
+{day}.
 
 | family | `model_type` | packing | ranks | log-probs | gradients | norms | reloaded | rollout |
 |---|---|---|---|---|---|---|---|---|
@@ -37,17 +41,40 @@ refused whatever is set:
 |---|---|
 """
 MEGATRON = """
-What `megatron` and `reference` train is in [megatron](megatron.md).
+## On `megatron`
+
+{day}. The same measures, the largest of the layouts named: TP tensor, SP sequence, PP pipeline, CP
+context, EP expert and DP data parallelism. More of them are in [megatron](megatron.md). Families
+that see ([how](vision.md)) have four layers and a tower of three, and are shown images: of them
+*gradients* is a distance by the length of each part of the model, *norms* is of one step, and
+rollouts are those of `make demo-vision`.
+
+| family | `model_type` | layouts | log-probs | gradients | norms | reloaded | rollout |
+|---|---|---|---|---|---|---|---|
 """
+END = """
+What `reference` trains is in [megatron](megatron.md), too.
+"""
+
+
+def worst(proofs: list[dict[str, Any]]) -> list[str]:
+    """The largest of each measure."""
+    names = ("logprob", "gradient", "norm", "reloaded")
+    return [f"{max(proof[name] for proof in proofs):.0e}" for name in names]
+
+
+def megatron_row(case: dict[str, Any]) -> str:
+    """One line of the table of Megatron's families."""
+    proofs = case["megatron"]
+    layouts = ", ".join(dict.fromkeys(proof["layout"] for proof in proofs))
+    rollout = f"{case['megatron_mismatch']:.0e}" if "megatron_mismatch" in case else "demo"
+    cells = [case["title"], f"`{case['model_type']}`", layouts, *worst(proofs), rollout]
+    return "| " + " | ".join(cells) + " |"
 
 
 def row(case: dict[str, Any]) -> str:
     """One line of the table."""
     proofs = case["proofs"]
-
-    def worst(name: str) -> str:
-        return f"{max(proof[name] for proof in proofs):.0e}"
-
     model_type = case["model_type"]
     rollout = f"{case['mismatch']:.0e}" + (" whole rows" if case["whole_rows"] else "")
     cells = [
@@ -55,27 +82,45 @@ def row(case: dict[str, Any]) -> str:
         f"`{model_type}`",
         case["packing"],
         ", ".join(str(proof["ranks"]) for proof in proofs),
-        *(worst(name) for name in ("logprob", "gradient", "norm", "reloaded")),
+        *worst(proofs),
         rollout,
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+def megatron_families() -> set[str]:
+    """Of models that the backend trains."""
+    with warnings.catch_warnings(action="ignore"):
+        from services.trainer.backends.megatron import upstream
+
+        upstream.load()
+        from services.trainer.backends.megatron import model_config
+
+    return model_config.FAMILIES
 
 
 def main() -> int:
     if not RESULTS.exists():
         print(f"models_table: there is no {RESULTS}; `make test-models` makes one", file=sys.stderr)
         return 1
-    found = json.loads(RESULTS.read_bytes()).values()
+    found = [*json.loads(RESULTS.read_bytes()).values()]
     cases = [case for case in found if case.keys() >= {"proofs", "mismatch"}]
-    if missing := FAMILIES.keys() - {case["model_type"] for case in cases}:
+    on_megatron = [case for case in found if "megatron" in case]
+    missing = FAMILIES.keys() - {case["model_type"] for case in cases}
+    missing |= megatron_families() - {c["model_type"].removesuffix("_text") for c in on_megatron}
+    if missing:
         print(f"models_table: no run has {', '.join(sorted(missing))}", file=sys.stderr)
         return 1
     refused = [f"| `{name}` | {reason} |" for name, reason in sorted(REFUSED.items())]
     lines = [*map(row, cases)]
-    day = datetime.fromtimestamp(RESULTS.stat().st_mtime, UTC).date()
-    table = HEAD.format(day=day) + "\n".join(lines) + "\n"
-    PAGE.write_text(table + REFUSALS + "\n".join(refused) + "\n" + MEGATRON)
-    print(f"models_table: {len(cases)} models of {len(FAMILIES)} families in {PAGE}")
+    table = HEAD.format(day=min(case["day"] for case in cases)) + "\n".join(lines) + "\n"
+    table += REFUSALS + "\n".join(refused) + "\n"
+    table += MEGATRON.format(day=min(case["megatron_day"] for case in on_megatron))
+    PAGE.write_text(table + "\n".join(map(megatron_row, on_megatron)) + "\n" + END)
+    print(
+        f"models_table: {len(cases)} models of {len(FAMILIES)} families on fsdp and "
+        f"{len(on_megatron)} on megatron in {PAGE}"
+    )
     return 0
 
 

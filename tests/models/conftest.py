@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.fast_part import keep_fast_part
-from tests.models.proof import Summary
+from tests.models.proof import RESULTS, Summary
 from tests.rank_pool import Pool
 
 SUMMARY = Summary()
-RESULTS = Path("build/models.json")  # of the last runs, for `make models-table`
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,10 @@ from tests.models.families import CASES, Case
 from tests.rank_pool import Pool
 
 MAX_LOGPROB_DIFF, MAX_GRADIENT_DIFF = 5e-6, 5e-5
+RESULTS = Path("build/models.json")  # of the last runs, for `make models-table`
 MAX_MISMATCH = 1e-5  # the engine's and the trainer's log-probs round in other orders
+# which tests/vision builds and proves
+SEEING = (Case("qwen3_vl", "Qwen3-VL"), Case("qwen2_5_vl", "Qwen2.5-VL"))
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Proof:
     """Largest differences of a case on some ranks.
 
     logprob; gradient: by each tensor's largest element; norm: relative, over the steps; reloaded:
-    of log-probs when transformers loads what was published.
+    of log-probs when transformers loads what was published. layout: in short, of Megatron's.
     """
 
     case: str
@@ -44,6 +49,7 @@ class Proof:
     gradient: float
     norm: float
     reloaded: float
+    layout: str = ""
 
     @property
     def holds(self) -> bool:
@@ -66,6 +72,7 @@ class Summary:
     mismatches: dict[str, float] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # how it is packed and served
     megatron: list[Proof] = field(default_factory=list)  # of layouts, beside tests/megatron
+    megatron_mismatches: dict[str, float] = field(default_factory=dict)
 
     def line(self) -> str:
         types = {case.name: case.model_type for case in CASES}
@@ -75,7 +82,7 @@ class Summary:
         logprob = max([*logprobs, *(p.logprob for p in self.megatron)], default=0.0)
         gradient = max((p.gradient for p in (*self.proofs, *self.megatron)), default=0.0)
         return (
-            f"models: fsdp_families={len(families)} megatron_families={count_megatron_families()} "
+            f"models: fsdp_families={len(families)} megatron_families={len(megatron_families())} "
             f"max_logprob_diff={logprob:.1e} max_grad_rel={gradient:.1e} "
             f"refused_by_name={len(REFUSED)}"
         )
@@ -84,25 +91,39 @@ class Summary:
         """Add what this run showed of each case to what is there, for tools/models_table.py."""
         path.parent.mkdir(exist_ok=True)
         found: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
-        for case in CASES:
+        day = datetime.now(UTC).date().isoformat()
+        for case in (*CASES, *SEEING):
             facts = found.setdefault(case.name, {})
             facts |= {"title": case.title, "model_type": case.model_type}
             if proofs := [asdict(proof) for proof in self.proofs if proof.case == case.name]:
-                facts["proofs"] = proofs
+                facts |= {"proofs": proofs, "day": day}
             if case.name in self.mismatches:
                 facts |= {"mismatch": self.mismatches[case.name], **self.facts[case.name]}
+            if proofs := [asdict(proof) for proof in self.megatron if proof.case == case.name]:
+                facts |= {"megatron": proofs, "megatron_day": day}
+            if case.name in self.megatron_mismatches:
+                facts["megatron_mismatch"] = self.megatron_mismatches[case.name]
         path.write_text(json.dumps(found, indent=1))
 
 
-def count_megatron_families() -> int:
-    """Model types that tests/megatron and tests/vision train."""
+def short_name(world: int, layout: Mapping[str, Any]) -> str:
+    """A layout of Megatron's in short, such as `TP2+SPxPP2`."""
+    sizes = {"tensor": "TP", "context": "CP", "pipeline": "PP", "expert": "EP"}
+    parts = {key: f"{name}{layout[key]}" for key, name in sizes.items() if key in layout}
+    if "tensor" in parts and layout.get("sequence_parallel"):
+        parts["tensor"] += "+SP"
+    return "x".join(parts.values()) or ("1" if world == 1 else f"DP{world}")
+
+
+def megatron_families() -> set[str]:
+    """Of models that the backend trains."""
     with warnings.catch_warnings(action="ignore"):
         from services.trainer.backends.megatron import upstream
 
         upstream.load()
         from services.trainer.backends.megatron.model_config import FAMILIES
 
-    return len(FAMILIES)
+    return FAMILIES
 
 
 def prove(

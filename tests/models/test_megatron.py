@@ -1,4 +1,7 @@
-"""Families with gated delta nets train on Megatron as plain transformers says, in every layout."""
+"""Families train on Megatron as plain transformers says.
+
+Those with gated delta nets do in every layout; layouts of the others are in tests/megatron.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,12 @@ from tests.models.families import CASES, Case, build
 from tests.models.proof import (
     MAX_GRADIENT_DIFF,
     MAX_LOGPROB_DIFF,
+    SEEING,
     Proof,
     Summary,
+    megatron_families,
     prove,
+    short_name,
 )
 from tests.rank_pool import Pool
 
@@ -39,6 +45,10 @@ DEEP = {
 DEEP_DENSE = replace(DENSE, settings={**DENSE.settings, **DEEP}, of="deep")
 DEEP_NEXT = replace(NEXT, settings={**NEXT.settings, **DEEP, "mlp_only_layers": [1]}, of="deep")
 SCATTERED = {"tensor": 2, "sequence_parallel": True}
+OTHERS = [
+    BY_NAME[name]
+    for name in ("llama", "llama-tied", "qwen2", "qwen3", "qwen3_moe", "glm4", "deepseek_v3")
+]
 fast = pytest.mark.fast
 
 
@@ -83,6 +93,7 @@ LAYOUTS = [
     pytest.param(SPARSE, 2, SCATTERED, id="sparse-TP2+SP"),
     pytest.param(SPARSE, 2, {"pipeline": 2}, id="sparse-PP2"),
     pytest.param(SPARSE, 2, {"expert": 2}, id="sparse-EP2"),
+    *(pytest.param(case, 2, SCATTERED, id=f"{case.name}-TP2+SP") for case in OTHERS),
 ]
 DEEP_LAYOUTS = [
     pytest.param(DEEP_DENSE, 2, {"pipeline": 2, "virtual_pipeline": 2}, id="dense-PP2xVPP2"),
@@ -108,7 +119,7 @@ def test_a_layout_trains_as_plain_transformers(
     tmp_path: Path,
 ) -> None:
     proof = _prove(ranks, known, case, world, layout, tmp_path)
-    summary.megatron.append(proof)
+    summary.megatron.append(replace(proof, layout=short_name(world, layout)))
     assert proof.logprob <= MAX_LOGPROB_DIFF
     assert proof.gradient <= MAX_GRADIENT_DIFF
     assert proof.norm <= 1e-3
@@ -139,15 +150,21 @@ def _prove(
     return prove(ranks, case, model, expected, out, world, layout=layout, **more)
 
 
-@pytest.mark.parametrize("case", [DENSE, NEXT, SPARSE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [DENSE, NEXT, SPARSE, *OTHERS], ids=lambda case: case.name)
 def test_a_family_rolls_out_what_it_trains(
-    case: Case, ranks: Pool, known: Known, tmp_path: Path
+    case: Case, ranks: Pool, known: Known, summary: Summary, tmp_path: Path
 ) -> None:
     model, _ = known(case)
     (answer,) = ranks.run("roll_out", 1, model=str(model.directory), layout={}, out=str(tmp_path))
     assert answer["versions"] == [1, 2, 3]
     assert all(norm > 0 for norm in answer["norms"])
+    summary.megatron_mismatches[case.name] = answer["mismatch"]
     assert answer["mismatch"] <= LOGPROB_TOLERANCE  # three large steps amplify what rounding does
+
+
+def test_every_family_is_here_or_sees() -> None:
+    proven = {case.values[0].model_type.removesuffix("_text") for case in LAYOUTS}  # type: ignore[union-attr]
+    assert proven | {case.model_type for case in SEEING} == megatron_families()
 
 
 @pytest.mark.parametrize(

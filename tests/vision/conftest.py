@@ -6,8 +6,11 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
+from tests.models.proof import RESULTS, Summary
 from tests.rank_pool import Pool
 from tests.vision.cases import FAMILIES, Model, build_model, differences, layouts
+
+SUMMARY = Summary()
 
 
 @pytest.fixture(scope="session", params=FAMILIES)
@@ -18,6 +21,11 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="session")
 def qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return build_model(tmp_path_factory.mktemp("qwen3_vl"), "qwen3_vl")
+
+
+@pytest.fixture(scope="session")
+def summary() -> Summary:
+    return SUMMARY
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +40,8 @@ def pool() -> Iterator[Pool]:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Generator[None]:
     """What was met, behind everything else; nothing where a test has failed."""
     yield
+    if SUMMARY.megatron:
+        SUMMARY.write(RESULTS)
     if layouts and not exitstatus:
         print(
             f"vision_tests: layouts={len(layouts)} "

@@ -14,6 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from tests.megatron.comparison import read_ranks
 from tests.megatron.settings import NORMALIZER
+from tests.models.proof import Proof, Summary, short_name
 from tests.rank_pool import JobError, Pool
 from tests.vision.cases import (
     MAX_GRADIENT_DIFF,
@@ -78,11 +79,13 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> ExpectedByFamily:
     return ExpectedByFamily(tmp_path_factory.mktemp("models"))
 
 
-def check_logprobs(found: Tensors, expected: Tensors, layout: str) -> None:
+def check_logprobs(found: Tensors, expected: Tensors, layout: str) -> float:
+    """The largest difference."""
     assert found.keys() == expected.keys()
-    for name, logprobs in expected.items():
-        difference = (found[name] - logprobs).abs().max().item()
+    differences = {n: (found[n] - logprobs).abs().max().item() for n, logprobs in expected.items()}
+    for name, difference in differences.items():
         assert record("logprob", difference, layout) <= MAX_LOGPROB_DIFF, name
+    return max(differences.values())
 
 
 @pytest.mark.parametrize(("family", "world", "layout"), LAYOUTS)
@@ -91,30 +94,38 @@ def test_a_layout_gives_what_transformers_gives(
     expected: ExpectedByFamily,
     tmp_path: Path,
     request: pytest.FixtureRequest,
+    summary: Summary,
     family: str,
     world: int,
     layout: dict[str, Any],
 ) -> None:
     want, name = expected(family), request.node.callspec.id
+    short = short_name(world, layout)
     layout = {"distributed_optimizer": False, **layout}
     answers = pool.run(
         "vision", world, model=str(want.model.directory), out=str(tmp_path), layout=layout
     )
-    check_logprobs(read_ranks(tmp_path, "logprobs"), want.logprobs, name)
+    logprob = check_logprobs(read_ranks(tmp_path, "logprobs"), want.logprobs, name)
+    gradient, norm_off = 0.0, 0.0
     norm = sum(float(g.double().square().sum()) for g in want.gradients.values()) ** 0.5
     for answer in answers:
         off = abs(answer["grad_norm"] * NORMALIZER / norm - 1)
+        norm_off = max(norm_off, off)
         assert record("gradient", off, name) <= MAX_GRADIENT_DIFF
     if not layout["distributed_optimizer"]:  # else every rank has a share of the sum
         gradients = read_ranks(tmp_path, "gradients")
         for part, difference in relative_distances(gradients, want.gradients).items():
+            gradient = max(gradient, difference)
             assert record("gradient", difference, name) <= MAX_GRADIENT_DIFF, part
     # What it has learnt is what the published weights say.
     folder = shutil.copytree(want.model.directory, tmp_path / "trained")
     save_file(read_ranks(tmp_path, "weights"), folder / "model.safetensors", {"format": "pt"})
     oracle, rows = Oracle(Model(folder)), mixed_rows(want.model.rules)
     trained = {row.sample_id: oracle.logprobs(row).detach() for row in rows}
-    check_logprobs(read_ranks(tmp_path, "trained"), trained, name)
+    reloaded = check_logprobs(read_ranks(tmp_path, "trained"), trained, name)
+    summary.megatron.append(
+        Proof(family, world, logprob, gradient, norm_off, reloaded, layout=short)
+    )
     moved = max((trained[key] - want.logprobs[key]).abs().max() for key in trained)
     assert moved > 1e-3
 
