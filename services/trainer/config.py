@@ -314,6 +314,17 @@ class TrainerConfig(ProcessConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_prediction(self) -> Self:
+        if not self.megatron.mtp_loss_scaling_factor:
+            return self
+        for name, is_set in (("head value", self.head == "value"), ("lora", self.lora is not None)):
+            if is_set:
+                raise ValueError(
+                    f"megatron.mtp_loss_scaling_factor has no effect with {name}; leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_vision(self) -> Self:
         if self.vision == VisionConfig():
             return self

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.contract.training_backend.cases import SIZES, Model
@@ -142,3 +144,25 @@ def build(case: Case, directory: Path) -> Model:
                 buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.2)
     model.save_pretrained(directory)
     return Model(directory)
+
+
+MTP = {  # some of the names of layers of multi-token prediction, by case
+    "qwen3_next": ("mtp.fc.weight", "mtp.layers.0.mlp.gate.weight", "mtp.norm.weight"),
+    "deepseek_v3": ("model.layers.2.eh_proj.weight", "model.layers.2.enorm.weight"),
+    "glm4_moe": ("model.layers.2.eh_proj.weight", "model.layers.2.shared_head.norm.weight"),
+}
+
+
+def add_tensors(
+    model: Model, names: tuple[str, ...], directory: Path
+) -> tuple[Model, dict[str, torch.Tensor]]:
+    """A copy of the model with more tensors in its checkpoint, of other types and shapes."""
+    shutil.copytree(model.directory, directory)
+    file = directory / "model.safetensors"
+    generator = torch.Generator().manual_seed(5)
+    more = {
+        name: torch.randn((2 + index, 33), generator=generator).bfloat16()
+        for index, name in enumerate(names)
+    }
+    save_file({**load_file(file), **more}, file, metadata={"format": "pt"})
+    return Model(directory), more

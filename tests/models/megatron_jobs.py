@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from services.trainer.backend import MicroBatch, Row
 from services.trainer.backends.megatron import backend as megatron_backend  # adapts Megatron
-from services.trainer.backends.megatron import delta_net
+from services.trainer.backends.megatron import batch, delta_net
 from services.trainer.backends.megatron.backend import MegatronBackend
 from services.trainer.backends.megatron.weights import LocalTensor
 from sluice.algo.delta_rule import PackChunks
@@ -26,7 +26,7 @@ from tests.megatron.jobs import clean_up, open_error, save_tensors
 from tests.models.jobs import roll_out_by
 
 assert megatron_backend
-__all__ = ["clean_up", "continue_from", "open_error", "prove", "roll_out"]
+__all__ = ["clean_up", "continue_from", "open_error", "predict", "prove", "roll_out"]
 
 
 def open_backend(rank: int, world: int, arguments: dict[str, Any]) -> MegatronBackend:
@@ -136,3 +136,67 @@ def roll_out(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]
         return asyncio.run(made)
     finally:
         backend.close()
+
+
+def predict(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Gradients of a batch and steps of a policy with a layer of multi-token prediction.
+
+    broken: "rows" lets it look from one row of a pack into the next.
+    """
+    out = Path(arguments["out"])
+    backend = open_backend(rank, world, arguments)
+    try:
+        with _across_rows() if arguments.get("broken") == "rows" else nullcontext():
+            return _predict(backend, rank, out, arguments)
+    finally:
+        backend.close()
+
+
+def _predict(
+    backend: MegatronBackend, rank: int, out: Path, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    if checkpoint := arguments.get("checkpoint"):
+        backend.load_checkpoint(Path(checkpoint))
+    first = _guess(backend, 0, arguments.get("parts", 3))
+    backend._stepper.reduce(1.0)  # type: ignore[union-attr]
+    trained = [tensor for tensor in backend._policy.tensors if tensor.parameter.requires_grad]
+    save_tensors(trained, out / f"gradients-{rank}.safetensors", _gradient)
+    backend.discard_gradients()
+    losses, norms = [], []
+    for step in range(arguments["steps"]):
+        losses.append(_guess(backend, step))
+        norms.append(backend.step(normalizer=NORMALIZER, learning_rate=None).grad_norm)
+    after = _guess(backend, 0)
+    backend.discard_gradients()
+    (out / "published").mkdir(exist_ok=True)
+    backend.write_shards(out / "published")
+    (out / "checkpoint").mkdir(exist_ok=True)
+    backend.save_checkpoint(out / "checkpoint")
+    _score(backend, rank, out / "trained")
+    return {"loss": first, "losses": losses, "norms": norms, "after": after}
+
+
+def _guess(backend: MegatronBackend, step: int, parts: int = 3) -> list[float]:
+    """Forward and backward on the rows of a step; sum and weight of the metric on all ranks."""
+    batches = batches_of(rows_of(step), backend)
+    if parts != len(batches):  # every row by itself
+        rows = [row for rows in batches for row in rows]
+        batches = [[row] for row in rows] + [[]] * (20 - len(rows))
+    total = torch.zeros(2, dtype=torch.float64)
+    for part in (batches[:1], batches[1:]):
+        sums = backend.forward_backward(part, PPO)
+        if backend.mesh.reports:
+            total += torch.tensor(sums.metrics.get("mtp_loss", (0.0, 0.0)), dtype=torch.float64)
+    dist.all_reduce(total)
+    return [float(value) for value in total]
+
+
+def _across_rows() -> AbstractContextManager[object]:
+    def shift(rows: list[torch.Tensor], by: int) -> list[torch.Tensor]:
+        if not rows:
+            return []
+        whole = torch.cat(rows)
+        moved = torch.cat((whole[by:], whole.new_zeros(min(by, len(whole)))))
+        return list(moved.split([len(values) for values in rows]))
+
+    return unittest.mock.patch.object(batch, "_shift", shift)

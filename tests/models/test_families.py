@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from services.rollout.engine.reference.foreign import foreign_reason
@@ -17,7 +19,7 @@ from services.trainer.backends.fsdp.families import (
     layout_of,
 )
 from tests.fsdp.oracle import STEPS, expect
-from tests.models.families import CASES, Case, build
+from tests.models.families import CASES, MTP, Case, add_tensors, build
 from tests.models.proof import MAX_GRADIENT_DIFF, MAX_LOGPROB_DIFF, MAX_MISMATCH, Summary, prove
 from tests.rank_pool import Pool
 
@@ -75,6 +77,30 @@ def test_a_family_rolls_out_what_it_trains(
         "packing": layout_of(config.to_dict()),
         "whole_rows": bool(foreign_reason(config)),
     }
+    assert answer["mismatch"] <= MAX_MISMATCH
+
+
+@pytest.mark.parametrize("name", MTP)
+def test_layers_of_multi_token_prediction_go_through_bit_for_bit(
+    pool: Pool, tmp_path: Path, name: str
+) -> None:
+    """transformers drops them; engines that have them look for them in every version."""
+    case = next(case for case in CASES if case.name == name)
+    plain = build(case, tmp_path / "plain")
+    model, more = add_tensors(plain, MTP[name], tmp_path / "model")
+    out = tmp_path / "out"
+    proof = prove(pool, case, model, expect(plain, 1), out, 2)  # and that every name is there
+    assert proof.logprob <= MAX_LOGPROB_DIFF
+    published: dict[str, torch.Tensor] = {}
+    for path in (out / "published").glob("*.safetensors"):
+        held = load_file(path)
+        assert not published.keys() & held.keys()
+        published |= held
+    for kept, tensor in more.items():
+        assert published[kept].dtype is torch.bfloat16
+        assert torch.equal(published[kept], tensor)
+    (answer,) = pool.run("roll_out", 1, model=str(model.directory), out=str(tmp_path))
+    assert answer["versions"] == [1, 2, 3]
     assert answer["mismatch"] <= MAX_MISMATCH
 
 

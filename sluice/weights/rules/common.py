@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
 from sluice.weights.rules.rule import Layers, Pack, ShardAxis, SourceTensor, Stage, WeightRule
 
 _HF = "model.layers.{layer}."
 _MEGATRON = "decoder.layers.{layer}."
+PREDICTION = "mtp.layers.0."  # the layer of multi-token prediction; nobody has published two
 _EMBED = SourceTensor("model.embed_tokens.weight", ("vocab", "hidden"))
 _LM_HEAD = SourceTensor("lm_head.weight", ("vocab", "hidden"))
 
@@ -265,3 +269,60 @@ SHARED_EXPERT = (
         layers=Layers.SPARSE,
     ),
 )
+
+
+_WHEN_PREDICTS = {Layers.DENSE: ("predicts", "!experts"), Layers.SPARSE: ("predicts", "experts")}
+
+
+def predicted(
+    layer: Iterable[WeightRule], hf: str, *, embedding: str, hidden: str, join: str, last: str
+) -> tuple[WeightRule, ...]:
+    """Make the rules of the layer of multi-token prediction, a `layer` with the HF prefix `hf`.
+
+    The others are HF names: norms of the embedding and of the hidden state, the projection of
+    both, the norm behind the layer (arXiv 2412.19437, 2.2).
+    """
+
+    def rule(megatron: str, name: str, *shape: str, cut: ShardAxis = ShardAxis.NONE) -> WeightRule:
+        return WeightRule(
+            megatron=f"{PREDICTION}{megatron}.weight",
+            sources=(SourceTensor(name, shape),),
+            stage=Stage.FINAL,
+            cut=cut,
+            when=("predicts",),
+        )
+
+    return (
+        rule("enorm", embedding, "hidden"),
+        rule("hnorm", hidden, "hidden"),
+        rule("eh_proj", join, "hidden", "2*hidden", cut=ShardAxis.ROWS),
+        *(_of_prediction(each, hf) for each in layer),
+        rule("final_layernorm", last, "hidden"),
+    )
+
+
+def _of_prediction(rule: WeightRule, hf: str) -> WeightRule:
+    sources = (replace(s, name=s.name.replace(_HF, hf, 1)) for s in rule.sources)
+    return replace(
+        rule,
+        megatron=rule.megatron.replace(_MEGATRON, f"{PREDICTION}transformer_layer.", 1),
+        sources=tuple(sources),
+        stage=Stage.FINAL,
+        layers=Layers.ALL,
+        when=(*rule.when, *_WHEN_PREDICTS.get(rule.layers, ("predicts",))),
+    )
+
+
+def repeated(rules: Iterable[WeightRule], copies: dict[str, str]) -> Iterator[WeightRule]:
+    """Give tensors of `rules` the copies that checkpoints have beside a layer of prediction.
+
+    `copies` are HF names: of a tensor, and of its copy.
+    """
+    for rule in rules:
+        copy = None if rule.alias else copies.get(rule.sources[0].name)
+        if copy is None:
+            yield rule
+            continue
+        more = (*rule.copies, SourceTensor(copy, rule.sources[0].shape))
+        yield replace(rule, when=(*rule.when, "!predicts"))
+        yield replace(rule, when=(*rule.when, "predicts"), copies=more)

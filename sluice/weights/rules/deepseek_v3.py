@@ -1,12 +1,21 @@
 """DeepSeek-V3 and R1: latent attention, experts with a bias in the router and shared ones.
 
-The first layers are dense. The layers of multi-token prediction that follow the last one are not
-trained.
+The first layers are dense. A layer of multi-token prediction follows the last one; checkpoints have
+the embedding and the output layer beside it once more.
 """
 
 from __future__ import annotations
 
-from sluice.weights.rules.common import ENDS, EXPERTS, GATED_MLP, NORMS, ROUTER_BIAS, SHARED_EXPERTS
+from sluice.weights.rules.common import (
+    ENDS,
+    EXPERTS,
+    GATED_MLP,
+    NORMS,
+    ROUTER_BIAS,
+    SHARED_EXPERTS,
+    predicted,
+    repeated,
+)
 from sluice.weights.rules.rule import Family, ShardAxis, SourceTensor, Stage, WeightRule
 
 _HF = "model.layers.{layer}.self_attn."
@@ -55,17 +64,29 @@ LATENT_ATTENTION = (
     _rule("linear_proj.weight", "o_proj.weight", ("hidden", "heads*value_dim"), ShardAxis.COLUMNS),
 )
 
+_LAYER = (*NORMS, *LATENT_ATTENTION, *GATED_MLP, *EXPERTS, *ROUTER_BIAS, *SHARED_EXPERTS)
+_NEXT = "model.layers.{layers}."
+
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     architectures=("DeepseekV3ForCausalLM",),
     rules=(
-        *ENDS,
-        *NORMS,
-        *LATENT_ATTENTION,
-        *GATED_MLP,
-        *EXPERTS,
-        *ROUTER_BIAS,
-        *SHARED_EXPERTS,
+        *repeated(
+            ENDS,
+            {
+                "model.embed_tokens.weight": f"{_NEXT}embed_tokens.weight",
+                "lm_head.weight": f"{_NEXT}shared_head.head.weight",
+            },
+        ),
+        *_LAYER,
+        *predicted(
+            _LAYER,
+            _NEXT,
+            embedding=f"{_NEXT}enorm.weight",
+            hidden=f"{_NEXT}hnorm.weight",
+            join=f"{_NEXT}eh_proj.weight",
+            last=f"{_NEXT}shared_head.norm.weight",
+        ),
     ),
     defaults={"n_shared_experts": 1, "q_lora_rank": None},
     flags={"q_latent": "has:q_lora_rank"},

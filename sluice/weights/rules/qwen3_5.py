@@ -19,6 +19,7 @@ from sluice.weights.rules.common import (
     NORMS,
     QK_NORM,
     SHARED_EXPERT,
+    predicted,
 )
 from sluice.weights.rules.rule import (
     Family,
@@ -129,7 +130,20 @@ def _gated(rule: WeightRule) -> WeightRule:
     return replace(rule, sources=(query, *others), pack=Pack.GATED_QKV, layers=Layers.ATTENTION)
 
 
-_ATTENTION = (*ENDS, *NORMS, *(_gated(rule) for rule in (*ATTENTION, *QK_NORM)))
+def _prediction(*mlp: WeightRule) -> tuple[WeightRule, ...]:
+    """A layer with softmax attention."""
+    return predicted(
+        (*NORMS, *_GATED_ATTENTION, *mlp),
+        "mtp.layers.0.",
+        embedding="mtp.pre_fc_norm_embedding.weight",
+        hidden="mtp.pre_fc_norm_hidden.weight",
+        join="mtp.fc.weight",
+        last="mtp.norm.weight",
+    )
+
+
+_GATED_ATTENTION = tuple(_gated(rule) for rule in (*ATTENTION, *QK_NORM))
+_ATTENTION = (*ENDS, *NORMS, *_GATED_ATTENTION)
 _TEXT = (*_ATTENTION, *DELTA_NET)
 _DENSE = (*_TEXT, *GATED_MLP)
 _SPARSE = (*_TEXT, *EITHER_EXPERTS, *SHARED_EXPERT)
@@ -159,6 +173,7 @@ QWEN3_NEXT = Family(
         *GATED_MLP,
         *EXPERTS,
         *SHARED_EXPERT,
+        *_prediction(*GATED_MLP, *EXPERTS, *SHARED_EXPERT),
     ),
     defaults={"head_dim": 256, "linear_conv_kernel_dim": 4, "full_attention_interval": 4},
     flags=_FLAGS,
@@ -169,7 +184,7 @@ QWEN3_NEXT = Family(
 QWEN3_5 = Family(
     name="qwen3_5",
     architectures=("Qwen3_5ForCausalLM",),
-    rules=_DENSE,
+    rules=(*_DENSE, *_prediction(*GATED_MLP)),
     defaults=_DEFAULTS,
     flags=_FLAGS,
     sizes=_SIZES,
@@ -180,7 +195,7 @@ QWEN3_5 = Family(
 QWEN3_5_MOE = Family(
     name="qwen3_5_moe",
     architectures=("Qwen3_5MoeForCausalLM",),
-    rules=_SPARSE,
+    rules=(*_SPARSE, *_prediction(*EITHER_EXPERTS, *SHARED_EXPERT)),
     defaults=_DEFAULTS,
     flags=_FLAGS,
     sizes={**_SIZES, **_SHARED},

@@ -70,9 +70,10 @@ class SourceTensor:
 class WeightRule:
     """One line of a family's table, for both directions.
 
-    Names may hold `{layer}` and `{expert}`, global indices; a rule with `{expert}` is divided
-    over expert-parallel ranks. `when` lists flags of the ModelShape that must be set, or unset
-    with a leading "!". `padded`: rows are filled up with zeros to the padded vocabulary.
+    Names may hold `{layer}` and `{expert}`, global indices, and those of HF tensors `{layers}`,
+    the number of layers; a rule with `{expert}` is divided over expert-parallel ranks. `when` lists
+    flags of the ModelShape that must be set, or unset with a leading "!". `padded`: rows are filled
+    up with zeros to the padded vocabulary.
     `alias`: a second home of a tensor that another rule exports (a tied output layer).
     `copies`: HF tensors that a checkpoint may hold beside the source and that must equal it.
     `groups` and `heads` are sizes: the KV groups and the query heads of Pack.QKV; the groups of

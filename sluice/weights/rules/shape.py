@@ -18,7 +18,8 @@ class ModelShape:
 
     `sparse_layers` are the indices of mixture-of-experts layers, `linear_layers` those of linear
     attention. Flags in use: tied, attention_bias (query, key, value), output_bias, mlp_bias,
-    value_head, and those of families. `sizes` holds what some families have beyond the fields.
+    value_head, stacked_experts, predicts, experts (there are some), and those of families.
+    `sizes` holds what some families have beyond the fields.
     """
 
     layers: int
@@ -77,11 +78,13 @@ def read_shape(
     *,
     value_head: bool = False,
     stacked_experts: bool = False,
+    predicts: bool = False,
 ) -> ModelShape:
     """Read the shape of a model of `family` from its parsed `config.json`.
 
     `value_head`: the model ends in one value per token instead of logits. `stacked_experts`: its
-    HF checkpoint has one tensor of all experts of a layer.
+    HF checkpoint has one tensor of all experts of a layer. `predicts`: with its layer of
+    multi-token prediction, whose MLP is of experts where the model has any.
     Raises InvalidCheckpointError naming a missing or malformed key.
     """
     keys = ConfigKeys(config, family)
@@ -99,10 +102,16 @@ def read_shape(
         flags.add("tied")
     flags |= {
         flag
-        for flag, is_set in (("value_head", value_head), ("stacked_experts", stacked_experts))
+        for flag, is_set in (
+            ("value_head", value_head),
+            ("stacked_experts", stacked_experts),
+            ("predicts", predicts),
+        )
         if is_set
     }
     experts = keys.count("num_experts", "num_local_experts", "n_routed_experts", default=0)
+    if experts:
+        flags.add("experts")
     sizes = {name: keys.size(key) for name, key in family.sizes.items()}
     stacks = {"num_hidden_layers": layers}
     stacks |= {name: sizes[name] for name in ("vision_layers", "deepstack") if name in sizes}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from sluice.weights.errors import InvalidCheckpointError, MissingTensorError, UnexpectedTensorError
+from sluice.weights.rules.common import PREDICTION
 from sluice.weights.rules.deepseek_v3 import DEEPSEEK_V3
 from sluice.weights.rules.glm4 import GLM4
 from sluice.weights.rules.llama import LLAMA
@@ -245,6 +246,15 @@ class WeightMap:
         """Return whether an HF tensor keeps its type when the others change theirs."""
         return any(fnmatchcase(name, pattern) for pattern in self.family.full_precision)
 
+    def copies_of(self, name: str) -> tuple[str, ...]:
+        """Return the names under which the model's layer of prediction has a tensor once more."""
+        return tuple(
+            copy.name
+            for binding in self._by_hf.get(name, ())
+            for copy in binding.copies
+            if self.is_foreign(copy.name)
+        )
+
     def is_copy(self, name: str) -> bool:
         """Return whether an HF tensor of that name repeats another one (a tied output layer)."""
         return name in self._copies
@@ -272,7 +282,7 @@ def _bind(rule: WeightRule, shape: ModelShape, layer: int | None, expert: int | 
     def tensor(source: SourceTensor) -> HfTensor:
         sizes = tuple(shape.dimension(name) for name in source.shape)
         return HfTensor(
-            source.name.format(layer=layer, expert=expert),
+            source.name.format(layer=layer, expert=expert, layers=shape.layers),
             (shape.experts, *sizes) if source.stacked else sizes,
             expert if source.stacked else None,
             tuple(shape.dimension(name) for name in source.sections),
@@ -318,5 +328,7 @@ def rule_name(parameter: str, *, layer_offset: int = 0, expert_offset: int = 0) 
     name = WRAPPERS.sub("", parameter)
     for pattern, replacement in TRANSFORMER_ENGINE_NAMES:
         name = re.sub(pattern, replacement, name)
+    if name.startswith(PREDICTION):  # behind the chunk's layers, numbered apart
+        layer_offset = 0
     name = _LAYER_NUMBER.sub(lambda m: f"{m[1]}{int(m[2]) + layer_offset}{m[3]}", name, count=1)
     return _EXPERT_NUMBER.sub(lambda m: f"{m[1]}{int(m[2]) + expert_offset}{m[3]}", name, count=1)

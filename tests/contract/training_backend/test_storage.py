@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from services.trainer.backend import TrainingBackend
 from sluice.weights.checkpoint import companion_files
+from sluice.weights.shards import host_bytes, load_verified
 from sluice.weights.store import WeightStore
 from tests.contract.training_backend.cases import (
     PPO,
@@ -130,3 +131,32 @@ def test_published_dtype(start_backend: StartBackend, qwen3: Model, tmp_path: Pa
     for shard in shards:
         for name, tensor in load_file(directory / shard.file_name).items():
             assert torch.equal(tensor, original[name].bfloat16())
+
+
+def test_layers_of_multi_token_prediction_are_published_as_they_were(
+    start_backend: StartBackend, tmp_path: Path
+) -> None:
+    """transformers drops them; engines that draft by them look for them in every version."""
+    model = build_model(tmp_path / "model", "deepseek_v3")
+    file = tmp_path / "model/model.safetensors"
+    generator = torch.Generator().manual_seed(5)
+    kept = {
+        "model.layers.2.eh_proj.weight": torch.randn((3, 33), generator=generator).bfloat16(),
+        "model.layers.2.enorm.weight": torch.randn(7, generator=generator),
+        "model.layers.2.shared_head.head.weight": torch.tensor([[-0.0, torch.nan, torch.inf]]),
+        "model.layers.2.self_attn.scale": torch.tensor(2.5, dtype=torch.float64),
+        "model.layers.2.mlp.empty": torch.empty((0, 4)),
+    }
+    save_file({**load_file(file), **kept}, file, metadata={"format": "pt"})
+    backend = start_backend(model)
+    train(backend, 1)
+    store = WeightStore(tmp_path / "weights", durable=False)
+    staging = store.allocate(None)
+    shards = backend.write_shards(staging.directory)
+    record = store.commit(staging, shards, companion_files(model.directory), 1)
+    found = dict(load_verified(record.directory, store.manifest(record.version)))
+    assert found.keys() == load_file(file).keys()
+    for name, tensor in kept.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert bytes(host_bytes(found[name])) == bytes(host_bytes(tensor)), name
+    assert AutoModelForCausalLM.from_pretrained(record.directory).config.num_hidden_layers == 2

@@ -85,7 +85,8 @@ class FsdpBackend(TrainingBackend):
             parameters = self._policy.parameters()
             self._whole = ShardedOptimizer(parameters, config.optim, self._ranks, self._device)
         dtype = getattr(torch, config.publish_dtype)
-        self._export = Export(self._policy, self._cut_over.get_group(), dtype)
+        source = Path(config.model) if config.head == "policy" else None
+        self._export = Export(self._policy, self._cut_over.get_group(), dtype, source)
 
     def compute_logprobs(
         self, micro_batches: Sequence[MicroBatch], *, model: ModelName, temperature: float

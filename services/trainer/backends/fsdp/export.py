@@ -15,6 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from services.trainer.backends.fsdp.model import ShardedModel
 from services.trainer.backends.fsdp.optimizer import local_part
+from services.trainer.backends.untrained import untrained_names, untrained_tensors
 from sluice.weights.manifest import ShardFile
 from sluice.weights.shards import ShardWrite
 
@@ -36,6 +37,7 @@ class Export:
     sharded: ShardedModel
     group: dist.ProcessGroup
     dtype: torch.dtype  # of parameters; buffers, which steer routing, are left as they are
+    source: Path | None = None  # whose layers that are not trained are written too, as they are
 
     @cached_property
     def owners(self) -> dict[str, int]:
@@ -79,9 +81,29 @@ class Export:
                 flush()  # ahead of the gather: what waits and what comes are never both here
             waiting.update(self._make(name, tensor, read_weight) or {})
             size += more
+        for made in self._untrained_tensors():
+            more = sum(tensor.nbytes for tensor in made.values())
+            if waiting and size + more > cap:
+                flush()
+            waiting.update(made)
+            size += more
         if waiting:
             flush()
         return files
+
+    @cached_property
+    def untrained(self) -> tuple[str, ...]:
+        """Names of the tensors of the source that are published as they are."""
+        if self.source is None:
+            return ()
+        empty = {n: torch.empty(t.shape, device="meta") for n, t in self._tensors().items()}
+        return untrained_names(self.source, revert_weight_conversion(self.sharded.model, empty))
+
+    def _untrained_tensors(self) -> Iterator[dict[str, torch.Tensor]]:
+        if self.source is None:
+            return iter(())
+        rank, world_size = self.group.rank(), self.group.size()
+        return untrained_tensors(self.source, self.untrained, rank=rank, world_size=world_size)
 
     def _make(self, name: str, tensor: torch.Tensor, read: Read) -> dict[str, torch.Tensor] | None:
         """The HF tensors made of one tensor, on its owner; collective."""

@@ -39,14 +39,12 @@ from services.trainer.backends.megatron.batch import PackedBatch, pack_batch
 from services.trainer.backends.megatron.head import OutputHead
 from services.trainer.backends.megatron.model import PolicyModel, create_policy
 from services.trainer.backends.megatron.model_config import uses_transformer_engine
+from services.trainer.backends.megatron.prediction import METRIC, Prediction
 from services.trainer.backends.megatron.replay import Purpose, RoutingReplay
 from services.trainer.backends.megatron.stepping import Stepper
 from services.trainer.backends.megatron.upstream import current_device
-from services.trainer.backends.megatron.weights import (
-    export_tensors,
-    untrained_tensors,
-    write_shards,
-)
+from services.trainer.backends.megatron.weights import export_tensors, repeat, write_shards
+from services.trainer.backends.untrained import untrained_tensors
 from services.trainer.config import Head, LoraConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
@@ -116,7 +114,8 @@ class MegatronBackend(TrainingBackend):
         return share_responses(batches, scored, self._device)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: LossSpec) -> PassSums:
-        sums = self._passes.train(self._pack(micro_batches), loss).read()
+        batches = self._pack(micro_batches, predicts=self._policy.source.predicts)
+        sums = self._passes.train(batches, loss).read()
         sums = share_sums(sums, self._device)
         names = [name.removesuffix("/sum") for name in sums if name.endswith("/sum")]
         return PassSums(
@@ -132,7 +131,9 @@ class MegatronBackend(TrainingBackend):
         if self._lora is not None:
             rate = self._config.optim.learning_rate if learning_rate is None else learning_rate
             return self._lora.used.step(normalizer, rate)
-        return self._stepper.step(normalizer=normalizer, learning_rate=learning_rate)
+        outcome = self._stepper.step(normalizer=normalizer, learning_rate=learning_rate)
+        self._policy.share_embedding()
+        return outcome
 
     @property
     def _stepper(self) -> Stepper:
@@ -165,6 +166,7 @@ class MegatronBackend(TrainingBackend):
         refuse_checkpoint(directory)
         checkpoint.load(self._policy, self._stepper, self._layout, directory, scales=self._scales)
         self._stepper.clear()
+        self._policy.share_embedding()
 
     def write_shards(self, directory: Path, write: ShardWrite | None = None) -> list[ShardFile]:
         write = write or PublishedShards(keep=False, sync=self._config.durable).submit
@@ -175,7 +177,7 @@ class MegatronBackend(TrainingBackend):
             policy.source.directory, policy.untrained, rank=mesh.rank, world_size=mesh.world_size
         )
         return write_shards(
-            chain(export_tensors(policy.tensors), untrained),
+            chain(repeat(export_tensors(policy.tensors), policy.repeated), untrained),
             directory,
             rank=self.mesh.rank,
             max_bytes=self._layout.max_shard_bytes,
@@ -253,9 +255,17 @@ class MegatronBackend(TrainingBackend):
         if mode != "off":
             replay = RoutingReplay(mode, policy.models, policy.source, policy.config, self._groups)
         sees = policy.source.images is not None
-        return ChunkPasses(chunks=policy.chunks, head=policy.head, replay=replay, sees=sees)
+        return ChunkPasses(
+            chunks=policy.chunks,
+            head=policy.head,
+            replay=replay,
+            sees=sees,
+            prediction=policy.prediction,
+        )
 
-    def _pack(self, micro_batches: Sequence[MicroBatch]) -> list[PackedBatch]:
+    def _pack(
+        self, micro_batches: Sequence[MicroBatch], *, predicts: bool = False
+    ) -> list[PackedBatch]:
         """Interleaved pipelines take groups of micro-batches: dummies fill the last one."""
         missing = -len(micro_batches) % self._layout.micro_batch_multiple
         return [
@@ -265,6 +275,7 @@ class MegatronBackend(TrainingBackend):
                 context=self._groups.context,
                 device=self._device,
                 merge_size=self._policy.source.merge_size,
+                predicts=predicts,
             )
             for rows in [*micro_batches, *([()] * missing)]
         ]
@@ -296,6 +307,7 @@ class ChunkPasses:
     head: OutputHead | None
     replay: RoutingReplay | None = None
     sees: bool = False  # chunks are given the batch, for its images
+    prediction: Prediction | None = None  # trained beside the policy
 
     def train(self, batches: Sequence[PackedBatch], spec: LossSpec) -> SumsOnDevice:
         """Adds the gradients of the summed loss; nothing is reduced over ranks.
@@ -375,8 +387,14 @@ class ChunkPasses:
         for name, (total, weight) in terms.metrics.items():
             sums.add(f"{name}/sum", total)
             sums.add(f"{name}/weight", weight)
-        count = torch.zeros((), dtype=torch.int, device=terms.loss.device)
-        return terms.loss, count, {}
+        loss = terms.loss
+        if self.prediction is not None:
+            more, (total, weight) = self.prediction.loss(output, batch, self.head)
+            loss = loss + more
+            sums.add(f"{METRIC}/sum", total)
+            sums.add(f"{METRIC}/weight", weight)
+        count = torch.zeros((), dtype=torch.int, device=loss.device)
+        return loss, count, {}
 
     def _run(
         self, batches: Sequence[PackedBatch], finish: Callable[..., Any], *, forward_only: bool

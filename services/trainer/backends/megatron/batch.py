@@ -15,6 +15,21 @@ from sluice.vision import TEXT, Features, rotary_positions
 
 
 @dataclass(frozen=True, kw_only=True)
+class Following:
+    """What follows each of this rank's T tokens in its row, and the token after that: M of them.
+
+    token_ids: int64[1, T]; 0 behind a row's last. predictors: int64[M], the tokens of this rank
+    that are followed by two, of which the second is trained on; targets: int64[M], those second
+    ones; weights: float[M], of their samples.
+    """
+
+    token_ids: torch.Tensor
+    predictors: torch.Tensor
+    targets: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class PackedBatch:
     """T tokens of this rank, out of context_size * T of the pack; R response tokens in row order.
 
@@ -34,6 +49,7 @@ class PackedBatch:
     places: torch.Tensor
     runs: PackRuns
     context: Collectives
+    following: Following | None = None  # where a layer of multi-token prediction is trained
 
     @property
     def images(self) -> dict[str, bytes]:
@@ -55,10 +71,12 @@ def pack_batch(
     context: Collectives,
     device: torch.device,
     merge_size: int = 0,
+    predicts: bool = False,
 ) -> PackedBatch:
     """Packs `rows` in order; an empty batch is all padding. Padding forms sequences of its own.
 
-    merge_size: of the model's image rules; 0 where it takes one position a token.
+    merge_size: of the model's image rules; 0 where it takes one position a token. predicts: with
+    what follows each token.
     """
     layout = SequenceLayout(
         kind=config.cp_layout if config.context > 1 else "none",
@@ -90,7 +108,40 @@ def pack_batch(
             positions=position_ids,
         ),
         context=context,
+        following=_follow(rows, layout, rank, device) if predicts else None,
     )
+
+
+def _follow(rows: MicroBatch, layout: SequenceLayout, rank: int, device: torch.device) -> Following:
+    next_ids = _shift([row.token_ids.long() for row in rows], 1)
+    targets = _shift([row.token_ids.long() for row in rows], 2)
+    weights = []
+    for row in rows:
+        own = torch.zeros(len(row.token_ids), dtype=torch.float64)
+        own[row.prompt_length :] = row.loss_mask.double() * row.loss_weight
+        weights.append(own)
+    trained = [
+        torch.cat((torch.zeros(row.prompt_length, dtype=torch.bool), row.loss_mask.bool()))
+        for row in rows
+    ]
+
+    def split(values: list[torch.Tensor]) -> torch.Tensor:
+        if not rows:
+            return torch.zeros(layout.local_length, dtype=torch.int64)
+        return layout.split(values, rank)
+
+    predictors = split(_shift(trained, 2)).nonzero()[:, 0]
+    return Following(
+        token_ids=split(next_ids)[None].to(device),
+        predictors=predictors.to(device),
+        targets=split(targets)[predictors].to(device),
+        weights=split(_shift(weights, 2))[predictors].to(device, torch.float32),
+    )
+
+
+def _shift(rows: list[torch.Tensor], by: int) -> list[torch.Tensor]:
+    """What is `by` places further in the same row; 0 behind its end."""
+    return [torch.cat((values[by:], values.new_zeros(min(by, len(values))))) for values in rows]
 
 
 def _tokens(rows: MicroBatch, layout: SequenceLayout, rank: int) -> torch.Tensor:

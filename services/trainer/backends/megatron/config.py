@@ -14,6 +14,8 @@ class MegatronConfig(BaseModel):
     parallelism. virtual_pipeline: model chunks per pipeline stage. expert: ranks over which the
     experts of a layer are spread, taken from the context and data ranks; expert_tensor: tensor
     parallelism inside an expert (0 = as `tensor`; 1 needs more than one expert rank).
+    mtp_loss_scaling_factor: of the loss of the layer of multi-token prediction, which is trained
+    with any above 0, apart from the policy; with 0 it is published as it was loaded.
     cp_layout: zigzag gives rank r chunks r and 2*size-1-r of every sequence, which evens out
     causal attention; contiguous cuts the whole pack into equal runs, as sparse attention needs.
     """
@@ -37,6 +39,7 @@ class MegatronConfig(BaseModel):
     recompute_layers: int = Field(1, ge=1)  # layers per recomputed block, with full
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
     model_provider: str = ""  # registered name or "module:attribute"; empty = GPTModel
+    mtp_loss_scaling_factor: float = Field(0.0, ge=0, le=1e6, allow_inf_nan=False)
     vocab_multiple: int = Field(128, ge=1)  # rows of the vocabulary per tensor rank
     # Experts taken again in training: recorded in the old-policy pass (R2) or in the rollout (R3)
     routing_replay: Literal["off", "recorded", "rollout"] = "off"
@@ -64,6 +67,8 @@ class MegatronConfig(BaseModel):
             raise ValueError("cp_layout has no effect with context 1; leave it out")
         if self.recompute != "full" and self.recompute_layers != 1:
             raise ValueError("recompute_layers has no effect unless recompute is full")
+        if self.mtp_loss_scaling_factor and self.model_provider:
+            raise ValueError("mtp_loss_scaling_factor is not for models of a model_provider")
         if self.expert_tensor and self.expert_tensor not in (1, self.tensor):
             raise ValueError("expert_tensor must be 1 or as tensor")
         if self.expert == 1 and self.expert_tensor_size != self.tensor:

@@ -136,16 +136,9 @@ class OutputHead:
         if named_RK is not None:
             local_LK = named_RK[batch.own_responses].to(targets.device)
             targets = torch.cat([targets[:, None], local_LK], dim=1)
-        options: Any = {"temperature": temperature, "entropy": entropy, "vocab": self._shard()}
-        wider = self._float32 and weight_VH.dtype != torch.float32
-        if len(hidden_LH) * len(weight_VH) <= MAX_LOGITS and not wider:
-            whole_LH = copy_to_tensor_model_parallel_region(hidden_LH)  # its gradient is summed
-            logits_LV = torch.nn.functional.linear(whole_LH, weight_VH)
-            logprobs, entropies = token_logprobs(logits_LV, targets, reuse_logits=True, **options)
-        else:
-            logprobs, entropies = linear_logprobs(
-                hidden_LH, weight_VH, targets, float32=wider, **options
-            )
+        logprobs, entropies = self._score(
+            hidden_LH, weight_VH, targets, temperature=temperature, entropy=entropy
+        )
         if entropy == "off":
             return ResponseOutputs(_over_context(logprobs[:, None], batch)[:, 0], None)
         columns = logprobs[:, None] if named_RK is None else logprobs
@@ -171,6 +164,28 @@ class OutputHead:
         )
         numbers = _over_context(torch.cat((found.logprobs[:, None], found.top), dim=1), batch)
         return TopLogprobs(numbers[:, 0], _over_context(found.ids, batch), numbers[:, 1:])
+
+    def frozen_logprobs(self, hidden_LH: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Returns log-probs float[L] of `targets`; the output weight gets no gradient of them."""
+        weight_VH = self._weight().detach()
+        return self._score(hidden_LH, weight_VH, targets, temperature=1.0, entropy="off")[0]
+
+    def _score(
+        self,
+        hidden_LH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        temperature: float,
+        entropy: EntropyMode,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        options: Any = {"temperature": temperature, "entropy": entropy, "vocab": self._shard()}
+        wider = self._float32 and weight_VH.dtype != torch.float32
+        if len(hidden_LH) * len(weight_VH) <= MAX_LOGITS and not wider:
+            whole_LH = copy_to_tensor_model_parallel_region(hidden_LH)  # its gradient is summed
+            logits_LV = torch.nn.functional.linear(whole_LH, weight_VH)
+            return token_logprobs(logits_LV, targets, reuse_logits=True, **options)
+        return linear_logprobs(hidden_LH, weight_VH, targets, float32=wider, **options)
 
     def _weight(self) -> torch.Tensor:
         if getattr(self._owner, "share_embeddings_and_output_weights", False):

@@ -14,7 +14,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+)
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -39,6 +42,12 @@ from services.trainer.backends.megatron.model_config import (
     read_model,
     transformer_config,
     uses_transformer_engine,
+)
+from services.trainer.backends.megatron.prediction import (
+    Prediction,
+    Predictor,
+    prediction_spec,
+    share_embedding,
 )
 from services.trainer.backends.megatron.upstream import current_device
 from services.trainer.backends.megatron.vision import VisionLanguageModel
@@ -201,6 +210,15 @@ def decoder_spec(
     return block
 
 
+def prediction_layer_spec(config: TransformerConfig, *, transformer_engine: bool) -> ModuleSpec:
+    """The layer of multi-token prediction: softmax attention, and experts where there are any."""
+    layers = get_gpt_decoder_layer_specs(config, transformer_engine, "RMSNorm")
+    sparse = config.moe_layer_freq if config.num_moe_experts else [0]
+    layer = copy.deepcopy(layers[sparse.index(max(sparse))])
+    _adapt_layer(layer.submodules, config, transformer_engine)
+    return layer
+
+
 def _adapt_layer(layer: Any, config: TransformerConfig, transformer_engine: bool) -> None:
     attention = layer.self_attention.submodules
     latent, linear = config.multi_latent_attention, layer.self_attention.module is DeltaNet
@@ -252,6 +270,7 @@ class ModelRequest:
     tower: VisionTower | None = None  # of the first chunk of a model that sees
     sees: bool = False
     sandwich: bool = False  # layers with norms behind attention and MLP too
+    predicts: bool = False  # the last chunk has a layer of multi-token prediction
 
 
 ModelFactory = Callable[..., torch.nn.Module]
@@ -354,8 +373,21 @@ def gpt_model(spec: Any, request: ModelRequest) -> GPTModel:
     )
     if not latent:
         model.rotary_pos_emb = request.rotary
+    if request.predicts and request.post_process:
+        layer = prediction_layer_spec(request.config, transformer_engine=request.transformer_engine)
+        model.mtp = Predictor(
+            request.config,
+            prediction_spec(layer, RMSNorm),
+            model=model,
+            rows=request.padded_vocab,
+            vp_stage=request.vp_stage,
+        )
+    if not latent:
         return model
-    for layer in model.decoder.layers:
+    layers = [*model.decoder.layers]
+    if hasattr(model, "mtp"):
+        layers += [each.transformer_layer for each in model.mtp.layers]
+    for layer in layers:
         layer.self_attention.rotary_pos_emb = LatentRotary(request.rotary)
         layer.self_attention.core_attention.scale = request.config.softmax_scale
     return model
@@ -374,6 +406,14 @@ class PolicyModel:
     padded_vocab: int
     bytes_read: int
     untrained: tuple[str, ...]  # tensors of the checkpoint that are published as they are
+    repeated: Mapping[str, tuple[str, ...]]  # tensors that are published under more names
+    prediction: Prediction | None  # on the last stage, where it is trained
+
+    def share_embedding(self) -> None:
+        """Give the last stage the embedding as it is now, where it reads it; collective."""
+        apart = parallel_state.get_pipeline_model_parallel_world_size() > 1
+        if self.source.predicts and apart and not self.source.tied:
+            share_embedding(self.models)
 
 
 def create_policy(
@@ -395,7 +435,7 @@ def create_policy(
     `float32_head`: logits are float32 whatever the model is. Collective over the model-parallel
     groups.
     """
-    source = read_model(directory, head)
+    source = read_model(directory, head, predicts=trained and config.mtp_loss_scaling_factor > 0)
     rotary = PositionRotary(source.hf_config, device, pairs=source.rotates_pairs)
     if source.latent and rotary.attention_scaling != 1.0:
         raise RotaryScalingError(
@@ -411,13 +451,16 @@ def create_policy(
     output = None
     if last is not None:
         output = OutputHead(last, vocab=source.shape.vocab, tensor=tensor, float32=float32_head)
+    prediction = None
+    if last is not None and source.predicts:
+        prediction = Prediction(last.mtp, config.mtp_loss_scaling_factor)
     chunks: list[Any] = list(models)
     if core.bf16 or core.fp16:
         chunks = [_narrow(core, chunk) for chunk in chunks]
     if trained:
         _freeze(models, scales or {})
         chunks = _wrap(chunks, core, config)
-    return PolicyModel(
+    policy = PolicyModel(
         source=source,
         config=core,
         chunks=chunks,
@@ -427,7 +470,11 @@ def create_policy(
         padded_vocab=padded,
         bytes_read=loaded.bytes_read,
         untrained=loaded.untrained,
+        repeated=loaded.repeated,
+        prediction=prediction,
     )
+    policy.share_embedding()
+    return policy
 
 
 def _narrow(core: TransformerConfig, chunk: torch.nn.Module) -> torch.nn.Module:
@@ -480,6 +527,7 @@ def _build(
             tower=tower,
             sees=source.images is not None,
             sandwich=source.sandwich,
+            predicts=source.predicts,
         )
         # Megatron leaves some of its parameters (routers) on the host.
         models.append(build_model(config.model_provider, request).to(current_device()))

@@ -36,6 +36,7 @@ RECURRENT = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}  # gated delta nets in most
 PLAIN = {"deepseek_v3", "glm4", "llama", "qwen2", "qwen3", "qwen3_moe"}
 FAMILIES = {*PLAIN, *RECURRENT, *vision.FAMILIES}
 LATENT = {"deepseek_v3"}  # whose attention is over latents
+PREDICTING = {"deepseek_v3", "qwen3_5", "qwen3_5_moe", "qwen3_next"}  # have a layer that does
 SANDWICH = {"glm4"}  # norms before and behind attention and MLP, rotated by pairs
 
 
@@ -95,6 +96,11 @@ class ModelSource:
         return self.weights.family.name in SANDWICH
 
     @property
+    def predicts(self) -> bool:
+        """Whether a layer of multi-token prediction is part of the model, to be trained."""
+        return "predicts" in self.shape.flags
+
+    @property
     def value_head(self) -> bool:
         return "value_head" in self.shape.flags
 
@@ -108,10 +114,11 @@ class ModelSource:
         return padded_rows(self.shape.vocab, multiple=config.vocab_multiple, size=config.tensor)
 
 
-def read_model(directory: Path, head: Head = "policy") -> ModelSource:
+def read_model(directory: Path, head: Head = "policy", *, predicts: bool = False) -> ModelSource:
     """Read `config.json` below `directory`; a token classifier of one label is a critic anyway.
 
-    Raises UnknownArchitectureError, InvalidCheckpointError or UnsupportedModelError.
+    `predicts`: with its layer of multi-token prediction. Raises UnknownArchitectureError,
+    InvalidCheckpointError or UnsupportedFeatureError.
     """
     config = json.loads((directory / "config.json").read_bytes())
     family = family_of(config)
@@ -125,12 +132,20 @@ def read_model(directory: Path, head: Head = "policy") -> ModelSource:
         raise UnsupportedFeatureError(f"hidden_act {hf_config.hidden_act!r} is not silu")
     if getattr(hf_config, "use_sliding_window", False):
         raise UnsupportedFeatureError("sliding-window attention is not supported")
+    if predicts and family.name not in PREDICTING:
+        raise UnsupportedFeatureError(
+            f"mtp_loss_scaling_factor: of models of family {family.name!r} no layer of multi-token "
+            f"prediction is trained, but of {', '.join(sorted(PREDICTING))}"
+        )
     if family.name in LATENT:
         _check_latent(hf_config)
     is_critic = config["architectures"][0].endswith(CRITIC)
     if is_critic and hf_config.num_labels != 1:
         raise UnsupportedFeatureError(f"a critic has 1 label, not {hf_config.num_labels}")
-    shape = read_shape(family, config, value_head=is_critic or head == "value")
+    if is_critic and predicts:
+        raise UnsupportedFeatureError("mtp_loss_scaling_factor: a critic predicts no tokens")
+    value_head = is_critic or head == "value"
+    shape = read_shape(family, config, value_head=value_head, predicts=predicts)
     weights, images = WeightMap(family, shape), None
     if family.name in vision.FAMILIES:
         # The tower is that of transformers: its tensors are as the checkpoint has them.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from services.trainer.backends.megatron.parallel import RankGroups
 from services.trainer.config import OptimConfig
 from services.trainer.parking import HeldTensors
 from sluice.vision import part_of
+from sluice.weights.rules.common import PREDICTION
 
 FLOAT16_SCALE = 2.0**12  # losses are sums: the usual 2**32 would skip the first forty steps
 NON_FINITE = "non-finite gradient norm"
@@ -84,6 +85,16 @@ class Stepper:
         for group in self.optimizer.param_groups:  # left to Megatron's scheduler, not used here
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         upstream.start_state(self.optimizer)
+        # Apart from the policy, of whose steps nothing is to change.
+        apart = {
+            tensor.parameter
+            for tensor in policy.tensors
+            if tensor.binding.megatron.startswith(PREDICTION)
+        }
+        mains = {main for own, main in upstream.main_parameters(self.optimizer) if own in apart}
+        self._sets: tuple[Callable[[torch.Tensor], bool], ...] = (lambda main: main not in mains,)
+        if policy.source.predicts:  # on all stages: norms are sums over all ranks
+            self._sets = (*self._sets, lambda main: main in mains)
         core.grad_scale_func = self.optimizer.scale_loss  # 1 but for float16
         self.clear()
 
@@ -94,19 +105,25 @@ class Stepper:
         """
         self.reduce(normalizer)
         overflow = self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
+        norms = []
+        for keeps in self._sets:
+            with upstream.only(self.optimizer, keeps):
+                norms.append(float(self.optimizer.get_grad_norm()))
         # Ranks agree, whatever part of the norm each has seen. Left alone, Megatron steps on
         # non-finite gradients unless it scales losses, as it only does in float16.
-        applied = not self._groups.any_rank(overflow or not math.isfinite(norm))
+        finite = all(math.isfinite(norm) for norm in norms)
+        applied = not self._groups.any_rank(overflow or not finite)
         rate = self._settings.learning_rate if learning_rate is None else learning_rate
         if applied:
-            self._clip(norm)
+            for keeps, norm in zip(self._sets, norms, strict=True):
+                with upstream.only(self.optimizer, keeps):
+                    self._clip(norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group.get("lr_mult", 1.0)
             self.optimizer.step_with_ready_grads()
         self.clear()
         return StepOutcome(
-            grad_norm=norm, learning_rate=rate, skipped_reason="" if applied else NON_FINITE
+            grad_norm=norms[0], learning_rate=rate, skipped_reason="" if applied else NON_FINITE
         )
 
     def reduce(self, normalizer: float) -> None:

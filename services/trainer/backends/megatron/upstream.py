@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -109,6 +110,32 @@ def optimizer_shares(optimizer: Any) -> Iterator[OptimizerShare]:
                 parameter = copied.get(main, main)
                 flat = main.detach().view(-1)
                 yield OptimizerShare(parameter, flat, states[main], 0, spread=False)
+
+
+def main_parameters(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield pairs of a parameter and what its optimizer updates for it on this rank."""
+    for part in _parts(optimizer):
+        if hasattr(part, "model_param_group_index_map"):  # a DistributedOptimizer
+            yield from _spread_parameters(part)
+            continue
+        copied = dict(_copied_parameters(part))
+        for group in part.optimizer.param_groups:
+            for main in group["params"]:
+                yield copied.get(main, main), main
+
+
+@contextmanager
+def only(optimizer: Any, keeps: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """Norms and clipping meanwhile are of the main parameters that `keeps` says."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    for part in parts:
+        every = part.get_parameters
+        part.get_parameters = lambda every=every: [p for p in every() if keeps(p)]
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part.get_parameters
 
 
 def _spread_parameters(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

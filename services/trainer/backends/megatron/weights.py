@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,9 +17,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from safetensors import safe_open
 
 from services.trainer.backends.megatron import parallel
-from services.trainer.backends.megatron.model_config import ModelSource
+from services.trainer.backends.megatron.model_config import ModelSource, UnsupportedFeatureError
 from sluice.weights.checkpoint import shard_paths
-from sluice.weights.errors import DuplicateTensorError
+from sluice.weights.errors import DuplicateTensorError, UnexpectedTensorError
 from sluice.weights.manifest import ShardFile
 from sluice.weights.rules.packing import Slice, pack, source_slices, unpack
 from sluice.weights.rules.rule import Pack, ShardAxis
@@ -110,10 +110,14 @@ def local_tensors(
 
 @dataclass(frozen=True)
 class Loaded:
-    """What came of a checkpoint. untrained: the names of what it has beside the model's tensors."""
+    """What came of a checkpoint. untrained: the names of what it has beside the model's tensors.
+
+    repeated: names of further copies, by the tensor that they equal.
+    """
 
     bytes_read: int
     untrained: tuple[str, ...]
+    repeated: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -127,6 +131,11 @@ def load_hf(
     """
     with HfCheckpoint(directory) as checkpoint:
         available = checkpoint.shapes()
+        untrained = sorted(filter(source.weights.is_foreign, available))
+        repeated: dict[str, tuple[str, ...]] = {}
+        if source.predicts:
+            repeated = _check_prediction(source, untrained)
+            untrained = []
         new_head = source.value_head and not NEW_HEAD & available.keys()
         source.weights.check_hf(_as_critic(source, available) if new_head else available)
         for tensor in tensors:
@@ -146,24 +155,40 @@ def load_hf(
                 tensor.parameter.copy_(parts[0].float() - 1)
             else:
                 tensor.parameter.copy_(pack(binding, parts, partition))
-        untrained = sorted(filter(source.weights.is_foreign, available))
-        return Loaded(checkpoint.bytes_read, () if source.value_head else tuple(untrained))
+        kept = () if source.value_head else tuple(untrained)
+        return Loaded(checkpoint.bytes_read, kept, repeated)
 
 
-def untrained_tensors(
-    directory: Path, names: Sequence[str], *, rank: int, world_size: int
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield this rank's part of `names`, one at a time, as the checkpoint in `directory` has them.
+def _check_prediction(source: ModelSource, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Find what of `names`, of the layer of prediction, repeats other tensors, by those.
 
-    Engines look for a version's layers of multi-token prediction among its tensors.
+    Raises UnsupportedFeatureError where there are none, UnexpectedTensorError for others.
     """
-    mine = names[rank::world_size]
-    if not mine:
-        return
-    with HfCheckpoint(directory) as checkpoint:
-        for name in mine:
-            height = checkpoint.shapes()[name][0]
-            yield {name: checkpoint.read(Slice(name, 0, 0, height))}
+    if not names:
+        raise UnsupportedFeatureError(
+            f"mtp_loss_scaling_factor: {source.directory.name!r} has no layer of multi-token "
+            "prediction to be trained"
+        )
+    owned = source.weights.hf_tensors()
+    repeated = {
+        name: tuple(copy for copy in source.weights.copies_of(name) if copy in names)
+        for name in owned
+    }
+    copies = {copy for each in repeated.values() for copy in each}
+    if unknown := tuple(name for name in names if name not in owned and name not in copies):
+        raise UnexpectedTensorError(unknown)
+    return {name: each for name, each in repeated.items() if each}
+
+
+def repeat(
+    made: Iterable[dict[str, torch.Tensor]], repeated: Mapping[str, tuple[str, ...]]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield what is made, and copies under the names that a checkpoint has them by too."""
+    for part in made:
+        yield part
+        for name, tensor in part.items():
+            for copy in repeated.get(name, ()):
+                yield {copy: tensor}
 
 
 def _as_critic(

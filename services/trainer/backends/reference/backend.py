@@ -25,6 +25,7 @@ from services.trainer.backend import (
 from services.trainer.backends import lora, replica
 from services.trainer.backends.reference.model import ScoredModel, split_rows
 from services.trainer.backends.replica import FlatOptimizer
+from services.trainer.backends.untrained import untrained_names, untrained_tensors
 from services.trainer.config import LoraConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
@@ -163,7 +164,18 @@ class ReferenceBackend(TrainingBackend):
         write = write or PublishedShards(keep=False, sync=self._config.durable).submit
         if self._lora is not None:
             return self._lora.used.write(directory, write, dtype)
-        return _write_shards(directory, self._policy.model, self.mesh, dtype, write)
+        published = _published_tensors(self._policy.model)
+        files = _write_shards(directory, published, self._policy.model, self.mesh, dtype, write)
+        if self._config.head != "policy":
+            return files
+        source, mesh = Path(self._config.model), self.mesh
+        untrained = untrained_tensors(
+            source,
+            untrained_names(source, published),
+            rank=mesh.data_rank,
+            world_size=mesh.data_size,
+        )
+        return files + _write_untrained(directory, untrained, mesh, write)
 
     def create_adapter(self, name: str, settings: LoraConfig) -> None:
         assert self._lora is not None
@@ -250,13 +262,18 @@ class ReferenceBackend(TrainingBackend):
 
 
 def _write_shards(
-    directory: Path, model: PreTrainedModel, mesh: Mesh, dtype: torch.dtype, write: ShardWrite
+    directory: Path,
+    published: Mapping[str, torch.Tensor],
+    model: PreTrainedModel,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    write: ShardWrite,
 ) -> list[ShardFile]:
     """This rank's share of the tensors, as HF names them, in files of about SHARD_BYTES.
 
     Buffers, such as the biases of routers that choose experts, keep their dtype.
     """
-    share = _share(_published_tensors(model), mesh)
+    share = _share(published, mesh)
     buffers = {name for name, _ in model.named_buffers()}
     casts = {
         name: dtype
@@ -269,6 +286,27 @@ def _write_shards(
         for i, p in enumerate(_parts(share, casts))
     ]
     return [wait() for wait in pending]
+
+
+def _write_untrained(
+    directory: Path, made: Iterator[dict[str, torch.Tensor]], mesh: Mesh, write: ShardWrite
+) -> list[ShardFile]:
+    """Write tensors as they come, in files of about SHARD_BYTES."""
+    files: list[ShardFile] = []
+    waiting: dict[str, torch.Tensor] = {}
+
+    def flush() -> None:
+        name = f"untrained-{mesh.data_rank + 1:05d}-{len(files):05d}.safetensors"
+        files.append(write(directory, name, dict(waiting), {})())
+        waiting.clear()
+
+    for part in made:
+        waiting.update(part)
+        if sum(tensor.nbytes for tensor in waiting.values()) >= SHARD_BYTES:
+            flush()
+    if waiting:
+        flush()
+    return files
 
 
 def _parts(

@@ -1,0 +1,209 @@
+"""A layer of multi-token prediction trains on Megatron as plain torch says, and alters nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests.contract.training_backend.cases import relative_distance
+from tests.fsdp.oracle import STEPS, gradient_difference, read_ranks
+from tests.megatron.comparison import GRADIENT_TOLERANCE, LOGPROB_TOLERANCE
+from tests.models.families import CASES
+from tests.models.prediction import (
+    Predicted,
+    Predicting,
+    Tensors,
+    build_predicting,
+    expect_prediction,
+    loss_of,
+)
+from tests.models.test_megatron import DEEP, SCATTERED
+from tests.rank_pool import Pool
+
+BY_NAME = {case.name: case for case in CASES}
+DENSE, NEXT, LATENT = (BY_NAME[name] for name in ("qwen3_5_text", "qwen3_next", "deepseek_v3"))
+SPARSE = BY_NAME["qwen3_5_moe_text"]
+DEEP_DENSE = replace(DENSE, settings={**DENSE.settings, **DEEP}, of="deep")
+TIED = replace(DENSE, settings={**DENSE.settings, "tie_word_embeddings": True}, of="tied")
+SCALE = 0.3
+fast = pytest.mark.fast
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Pool]:
+    pool = Pool("tests.models.megatron_jobs")
+    yield pool
+    pool.close()
+
+
+class Known:
+    """Models and what the oracle says of them, each made once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._made = root, dict[str, tuple[Predicting, Predicted]]()
+
+    def __call__(self, case: Any) -> tuple[Predicting, Predicted]:
+        if case.name not in self._made:
+            predicting = build_predicting(case, self._root / case.name)
+            self._made[case.name] = predicting, expect_prediction(predicting, SCALE, STEPS)
+        return self._made[case.name]
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Known:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return Known(tmp_path_factory.mktemp("models"))
+
+
+def run(
+    ranks: Pool, predicting: Predicting, world: int, layout: dict[str, Any], out: Path, **more: Any
+) -> dict[str, Any]:
+    out.mkdir(exist_ok=True)
+    layout = {"distributed_optimizer": False, "mtp_loss_scaling_factor": SCALE, **layout}
+    arguments = {"model": str(predicting.model.directory), "steps": STEPS, **more}
+    answers = ranks.run("predict", world, layout=layout, out=str(out), **arguments)
+    return answers[0]
+
+
+def published(out: Path) -> Tensors:
+    found: Tensors = {}
+    for path in sorted((out / "published").glob("*.safetensors")):
+        tensors = load_file(path)
+        assert not found.keys() & tensors.keys()
+        found |= tensors
+    return found
+
+
+LAYOUTS = [
+    pytest.param(LATENT, 1, {}, id="latent-single"),
+    pytest.param(LATENT, 2, SCATTERED, id="latent-TP2+SP", marks=fast),
+    pytest.param(LATENT, 2, {"pipeline": 2}, id="latent-PP2"),
+    pytest.param(LATENT, 2, {"expert": 2, "distributed_optimizer": True}, id="latent-EP2"),
+    pytest.param(LATENT, 2, {"context": 2}, id="latent-CP2"),
+    pytest.param(LATENT, 2, {"context": 2, "cp_layout": "contiguous"}, id="latent-CP2-contiguous"),
+    pytest.param(LATENT, 4, {**SCATTERED, "pipeline": 2, "expert": 2}, id="latent-TP2+SPxPP2xEP2"),
+    pytest.param(LATENT, 4, {"context": 2, "pipeline": 2}, id="latent-CP2xPP2"),
+    pytest.param(DENSE, 2, {"tensor": 2}, id="dense-TP2"),
+    pytest.param(DENSE, 2, {"pipeline": 2}, id="dense-PP2", marks=fast),
+    pytest.param(DENSE, 2, {"tensor": 2, "recompute": "full"}, id="dense-TP2-recompute"),
+    pytest.param(DENSE, 2, {"distributed_optimizer": True}, id="dense-DP2"),
+    pytest.param(TIED, 2, {"pipeline": 2}, id="tied-PP2"),
+    pytest.param(NEXT, 1, {}, id="next-single"),
+    pytest.param(NEXT, 2, SCATTERED, id="next-TP2+SP"),
+    pytest.param(SPARSE, 2, {"expert": 2}, id="sparse-EP2"),
+    pytest.param(DEEP_DENSE, 2, {"pipeline": 2, "virtual_pipeline": 2}, id="dense-PP2xVPP2"),
+]
+
+
+@pytest.mark.parametrize(("case", "world", "layout"), LAYOUTS)
+def test_it_trains_as_plain_torch_says(
+    case: Any, world: int, layout: dict[str, Any], ranks: Pool, known: Known, tmp_path: Path
+) -> None:
+    predicting, expected = known(case)
+    answer = run(ranks, predicting, world, layout, tmp_path / "out")
+    assert _mean(answer["loss"]) == pytest.approx(expected.loss, abs=LOGPROB_TOLERANCE)
+    assert answer["loss"][1] == pytest.approx(answer["after"][1])
+    gradients = read_ranks(tmp_path / "out", "gradients")
+    assert expected.gradients.keys() <= gradients.keys()
+    assert gradient_difference(gradients, expected.gradients) <= GRADIENT_TOLERANCE
+    for found, wanted in zip(answer["losses"], expected.losses, strict=True):
+        assert _mean(found) == pytest.approx(wanted, abs=LOGPROB_TOLERANCE)
+    assert answer["norms"] == pytest.approx(expected.norms, rel=1e-4)
+    assert expected.after < expected.loss - 0.01  # it learns
+    assert _mean(answer["after"]) == pytest.approx(expected.after, abs=LOGPROB_TOLERANCE)
+    tensors = published(tmp_path / "out")
+    assert tensors.keys() == load_file(predicting.model.directory / "model.safetensors").keys()
+    for name, weight in expected.weights.items():
+        assert relative_distance(tensors[name].double(), weight) < 2e-3, name
+    for copied, name in predicting.copies().items():
+        assert torch.equal(tensors[copied], tensors[name])
+    reloaded = loss_of(predicting, tmp_path / "out/published")
+    assert reloaded == pytest.approx(_mean(answer["after"]), abs=LOGPROB_TOLERANCE)
+
+
+def _mean(pair: list[float]) -> float:
+    return pair[0] / pair[1]
+
+
+@pytest.mark.parametrize(
+    ("case", "world", "layout"),
+    [
+        pytest.param(LATENT, 2, SCATTERED, id="latent-TP2+SP"),
+        pytest.param(NEXT, 2, {"pipeline": 2}, id="next-PP2"),
+        pytest.param(DENSE, 1, {"dtype": "bfloat16"}, id="dense-bfloat16", marks=fast),
+    ],
+)
+def test_the_policy_steps_to_the_bit_as_without_it(
+    case: Any, world: int, layout: dict[str, Any], ranks: Pool, known: Known, tmp_path: Path
+) -> None:
+    """Its gradients, how they are clipped, its weights and log-probs."""
+    predicting, _ = known(case)
+    beside = run(ranks, predicting, world, layout, tmp_path / "with")
+    alone = run(
+        ranks, predicting, world, {**layout, "mtp_loss_scaling_factor": 0.0}, tmp_path / "without"
+    )
+    assert alone["loss"] == [0.0, 0.0]
+    assert beside["norms"] == alone["norms"]
+    left, right = published(tmp_path / "with"), published(tmp_path / "without")
+    start = load_file(predicting.model.directory / "model.safetensors")
+    assert left.keys() == right.keys() == start.keys()
+    own = set(predicting.copies()) | {
+        name for name in start if name in predicting.names or predicting.names[-1] in name
+    }
+    for name in start.keys() - own:
+        assert torch.equal(left[name], right[name]), name
+    for name in own:  # as they were, to the bit, where it is not trained
+        assert torch.equal(right[name], start[name]), name
+    moved = [name for name in own if "correction_bias" not in name]
+    assert not any(torch.equal(left[name].float(), start[name].float()) for name in moved)
+    for kind in ("gradients", "trained"):
+        first, second = (read_ranks(tmp_path / each, kind) for each in ("with", "without"))
+        assert all(torch.equal(first[name], second[name]) for name in second)
+
+
+@fast
+def test_a_guess_across_rows_would_be_seen(ranks: Pool, known: Known, tmp_path: Path) -> None:
+    predicting, expected = known(DENSE)
+    answer = run(ranks, predicting, 1, {}, tmp_path / "out", broken="rows", steps=0)
+    assert abs(_mean(answer["loss"]) - expected.loss) > 100 * LOGPROB_TOLERANCE
+    gradients = read_ranks(tmp_path / "out", "gradients")
+    assert gradient_difference(gradients, expected.gradients) > 10 * GRADIENT_TOLERANCE
+
+
+def test_no_split_changes_it(ranks: Pool, known: Known, tmp_path: Path) -> None:
+    """Every row a micro-batch of its own, some of them without a token that is guessed."""
+    predicting, expected = known(LATENT)
+    answer = run(ranks, predicting, 2, {"context": 2}, tmp_path / "out", parts=0, steps=0)
+    assert _mean(answer["loss"]) == pytest.approx(expected.loss, abs=LOGPROB_TOLERANCE)
+    gradients = read_ranks(tmp_path / "out", "gradients")
+    assert gradient_difference(gradients, expected.gradients) <= GRADIENT_TOLERANCE
+
+
+def test_its_scale_is_that_of_its_gradients(ranks: Pool, known: Known, tmp_path: Path) -> None:
+    predicting, expected = known(DENSE)
+    run(ranks, predicting, 1, {"mtp_loss_scaling_factor": 0.6}, tmp_path / "out", steps=0)
+    doubled = {name: 2 * tensor for name, tensor in expected.gradients.items()}
+    gradients = read_ranks(tmp_path / "out", "gradients")
+    assert gradient_difference(gradients, doubled) <= GRADIENT_TOLERANCE
+
+
+def test_a_checkpoint_goes_on_in_another_layout(ranks: Pool, known: Known, tmp_path: Path) -> None:
+    predicting, _ = known(LATENT)
+    before = run(ranks, predicting, 2, SCATTERED, tmp_path / "before")
+    checkpoint = {"checkpoint": str(tmp_path / "before/checkpoint")}
+    same = run(ranks, predicting, 2, SCATTERED, tmp_path / "same", **checkpoint)
+    assert same["loss"] == before["after"]
+    other = run(
+        ranks, predicting, 2, {"pipeline": 2, "expert": 1}, tmp_path / "other", **checkpoint
+    )
+    assert _mean(other["loss"]) == pytest.approx(_mean(same["loss"]), abs=LOGPROB_TOLERANCE)
+    assert _mean(other["after"]) == pytest.approx(_mean(same["after"]), abs=1e-3)
+    assert other["norms"] == pytest.approx(same["norms"], rel=1e-3)
