@@ -387,9 +387,13 @@ FLAGS: dict[str, Flag] = {
         lambda into, _: _set(into.trainer, "megatron.cp_layout", "contiguous"),
     ),
     "recompute-loss-function": _unneeded("log-probs are fused"),
-    "enable-mtp-training": _absent("heads for several tokens are not trained"),
-    "mtp-num-layers": _absent("see enable-mtp-training"),
-    "mtp-loss-scaling-factor": _absent("see enable-mtp-training"),
+    "enable-mtp-training": Flag(
+        "trainer: megatron.mtp_loss_scaling_factor",
+        "0.1 unless it is given",
+        lambda into, _: _set(into.trainer, "megatron.mtp_loss_scaling_factor", 0.1),
+    ),
+    "mtp-num-layers": _unneeded("the checkpoint has one, or none"),
+    "mtp-loss-scaling-factor": _key("trainer", "megatron.mtp_loss_scaling_factor", _float),
     # evaluation
     "eval-interval": _fact("eval_every", _int, "run: evaluation.every_steps"),
     "eval-prompt-data": Flag(f"{_EVAL}.prompts.file", "", _evaluation_sets),

@@ -91,6 +91,7 @@ ROW_KEYS = {
     "importance_dropped": "Share of tokens that its bounds dropped.",
     "opsm_dropped": "Share of tokens that off-policy sequence masking dropped.",
     "correction_<n>_dropped": "Share of tokens that a stage of corrections dropped.",
+    "mtp_loss": "Cross-entropy of the layer of multi-token prediction, nats a guessed token.",
     "tokens": "Tokens that the loss was of.",
     "grad_norm": "Gradient norm, unclipped.",
     "learning_rate": "Learning rate of the last optimizer step.",

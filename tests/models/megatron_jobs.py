@@ -157,6 +157,8 @@ def _predict(
 ) -> dict[str, Any]:
     if checkpoint := arguments.get("checkpoint"):
         backend.load_checkpoint(Path(checkpoint))
+    if arguments.get("records"):
+        _score(backend, rank, out / "recorded")
     first = _guess(backend, 0, arguments.get("parts", 3))
     backend._stepper.reduce(1.0)  # type: ignore[union-attr]
     trained = [tensor for tensor in backend._policy.tensors if tensor.parameter.requires_grad]

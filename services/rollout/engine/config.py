@@ -142,6 +142,13 @@ class SglangConfig(Config):
     lora: SglangLoraConfig | None = Field(
         None, description="Start SGLang so that it takes adapters; default: it takes none."
     )
+    speculative_steps: int = Field(
+        0,
+        ge=0,
+        le=32,
+        description="Tokens that the model's own layer of multi-token prediction drafts at a time;"
+        " 0: it drafts none.",
+    )
     verify: Literal["checksum", "off"] = Field(
         "checksum", description="What must match before new weights serve."
     )
@@ -171,6 +178,8 @@ class SglangConfig(Config):
         _check_arguments("server_args.", self.server_args)
         if self.url and (self.server_args or self.encoders or self.lora):
             raise ValueError("url: a running server takes no server_args, encoders or lora")
+        if self.url and self.speculative_steps:
+            raise ValueError("url: a running server takes no speculative_steps")
         if self.url and self.node_count > 1:
             raise ValueError("url: a running server takes no nnodes or prefill")
         if self.lora and _size(self.server_args, "dp_size", "data_parallel_size") > 1:

@@ -5,7 +5,6 @@ transformers does not load them. Engines that draft by them look for them in eve
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -13,30 +12,17 @@ import torch
 from safetensors import safe_open
 
 from sluice.weights.checkpoint import load_json, shard_paths
-
-APART = re.compile(r"(?:model\.)?mtp\..+")
-IN_STACK = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\..+")
+from sluice.weights.prediction import predicts
 
 
 def untrained_names(directory: Path, published: Collection[str]) -> tuple[str, ...]:
-    """Names of the layers of multi-token prediction in a HF checkpoint, but for `published` ones.
-
-    They are named apart, or follow the layers that `config.json` counts.
-    """
+    """Names of layers of multi-token prediction in a HF checkpoint, but for `published` ones."""
     config = load_json((directory / "config.json").read_bytes())
-    layers = config.get("text_config", config).get("num_hidden_layers")
-    found = set()
+    found: set[str] = set()
     for path in shard_paths(directory):
         with safe_open(path, framework="pt", device="cpu") as file:
-            found.update(name for name in file.keys() if _predicts(name, layers))  # noqa: SIM118
+            found.update(name for name in file.keys() if predicts(name, config))  # noqa: SIM118
     return tuple(sorted(found - set(published)))
-
-
-def _predicts(name: str, layers: int | None) -> bool:
-    if APART.fullmatch(name):
-        return True
-    place = IN_STACK.fullmatch(name)
-    return place is not None and layers is not None and int(place[1]) >= layers
 
 
 def untrained_tensors(

@@ -46,6 +46,7 @@ from sluice.weights.errors import (
     MissingTensorError,
 )
 from sluice.weights.manifest import MANIFEST_NAME, digest_bytes, digest_file, read_manifest
+from sluice.weights.rules.common import PREDICTION
 from sluice.weights.rules.packing import InexactTensorError
 from sluice.weights.rules.rule import Stage
 from sluice.weights.rules.shape import read_shape
@@ -168,18 +169,29 @@ CRITIC = "ForTokenClassification"
 STACKED = ".experts.gate_up_proj"
 
 
-def read_weights(config: dict[str, object], checkpoint: Path) -> WeightMap:
+def read_weights(
+    config: dict[str, object], checkpoint: Path, *, predicts: bool = False
+) -> WeightMap:
     """Find the rules of a model by its `config.json` and the names in an HF checkpoint of it.
 
     Names tell apart checkpoints with a tensor for each expert and with one of all. A torch_dist
-    checkpoint that was converted from the latter says so in its record.
+    checkpoint that was converted from the latter says so in its record. `predicts`: with its layer
+    of multi-token prediction.
     """
     family = family_of(config)
     architectures = config["architectures"]
     critic = isinstance(architectures, list) and str(architectures[0]).endswith(CRITIC)
     stacked = any(name.endswith(STACKED) for name in _names(checkpoint))
-    shape = read_shape(family, config, value_head=critic, stacked_experts=stacked)
+    shape = read_shape(
+        family, config, value_head=critic, stacked_experts=stacked, predicts=predicts
+    )
     return WeightMap(family, shape)
+
+
+def has_prediction(directory: Path, config: dict[str, object]) -> bool:
+    """Return whether a torch_dist checkpoint has a trained layer of multi-token prediction."""
+    before = f"{family_of(config).prefix}{PREDICTION}"
+    return any(key.startswith(before) for key in read_keys(directory))
 
 
 def _names(checkpoint: Path) -> list[str]:
@@ -224,11 +236,15 @@ def _plan(source: Path, options: ConvertOptions, files: Files) -> Work:
         config = read_config(described)
         if options.to == "torch_dist":
             raise InvalidCheckpointError("the source is a torch_dist checkpoint already")
-        rules, tower = read_weights(config, options.origin or described), set[str]()
+        predicts = has_prediction(source, config)
+        rules = read_weights(config, options.origin or described, predicts=predicts)
+        tower = set[str]()
         if options.origin and not any(key.startswith("vision_model.") for key in read_keys(source)):
             rules, tower = rules.without(Stage.VISION), rules.tensors_of(Stage.VISION)
         stored = TorchDistSource(source, rules, files)
-        work = _plan_hf(_groups_of_torch_dist(stored), config, described, options, files, tower)
+        work = _plan_hf(
+            _groups_of_torch_dist(stored, rules), config, described, options, files, tower
+        )
         return replace(work, checks=(*work.checks, *find_checks(stored)))
     config = read_config(options.model or source)
     if options.to == "torch_dist":
@@ -333,13 +349,18 @@ def _plan_hf(
     return Work(laid, work, texts, report, checks)
 
 
-def _groups_of_torch_dist(source: TorchDistSource) -> Groups:
+def _groups_of_torch_dist(source: TorchDistSource, weights: WeightMap) -> Groups:
     groups: Groups = []
     for binding in source.bindings():
         contents = source.contents(binding)
         parts = [
             TensorPart(s.name, contents[s.name], s.index, s.shape[0] if s.index is not None else 1)
             for s in binding.sources
+        ]
+        parts += [
+            TensorPart(copy, content)
+            for name, content in contents.items()
+            for copy in weights.copies_of(name)
         ]
         groups.append((binding.megatron, parts))
     return groups

@@ -15,11 +15,13 @@ from sluice.weights.convert.options import Stacking
 from sluice.weights.convert.pieces import Content, FileRange, Files
 from sluice.weights.convert.stored import Chunk, StoredKey, find_bytes, read_keys
 from sluice.weights.errors import MissingTensorError, UncoveredTensorError, UnexpectedTensorError
+from sluice.weights.rules.common import PREDICTION
 from sluice.weights.rules.packing import Partition, row_runs, unpack
 from sluice.weights.rules.rule import Layers, Pack
 from sluice.weights.rules.weight_map import Binding, TensorShapeError, WeightMap
 
 Pieces = tuple[FileRange, ...]
+PREDICTED_LAYER = f"{PREDICTION}transformer_layer."
 VISION_LAYERS = "vision_model.decoder.layers."
 FUSED_NORMS = (  # (norm, the linear layer that TransformerEngine fuses it into)
     ("input_layernorm", "self_attention.linear_qkv"),
@@ -89,6 +91,9 @@ class Naming:
                 lead.append(self._lengths[block["block"]])
                 index.append(int(block["layer"]))
             name += self._layer_name(block["block"] + block["layer"] + ".", block["rest"])
+        elif name.startswith(PREDICTED_LAYER):
+            rest = name.removeprefix(PREDICTED_LAYER)
+            name = PREDICTED_LAYER + self._layer_name(PREDICTED_LAYER, rest)
         if binding.expert is not None:
             lead.append(self._weights.shape.experts)
             index.append(binding.expert)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sluice.weights.convert.hf import CONFIG, HfSource, read_config
 from sluice.weights.convert.pieces import Content, Files
-from sluice.weights.convert.plan import check_files, read_weights
+from sluice.weights.convert.plan import check_files, has_prediction, read_weights
 from sluice.weights.convert.stored import is_torch_dist
 from sluice.weights.convert.torch_dist_source import TorchDistSource
 from sluice.weights.convert.work import Control
@@ -71,7 +71,10 @@ def _weights(first: Path, second: Path, model: Path | None) -> WeightMap | None:
         return None
     for path in (model, first, second):
         if path is not None and (path / CONFIG).is_file():
-            return read_weights(read_config(path), path)
+            config = read_config(path)
+            stored = [each for each in (first, second) if is_torch_dist(each)]
+            predicts = all(has_prediction(each, config) for each in stored)
+            return read_weights(config, path, predicts=predicts)
     raise InvalidCheckpointError(f"no {CONFIG!r} says what model this is")
 
 
@@ -89,12 +92,12 @@ def _open(path: Path, weights: WeightMap | None, files: Files) -> dict[str, Cont
         return {n: f.content for n, f in HfSource(path, files).stored().items()}
     checkpoint = HfSource(path, files, weights.family.spellings)
     left_out = {n for n in checkpoint.names() if weights.is_copy(n) or weights.is_ignored(n)}
-    contents = {}
+    contents, owned = {}, weights.hf_tensors()
     for name in checkpoint.names():
-        if name in left_out or weights.is_foreign(name):
+        if name in left_out or (weights.is_foreign(name) and name not in owned):
             continue
         content = checkpoint.content(name)
-        if name in weights.hf_tensors() and weights.is_stacked(name):
+        if name in owned and weights.is_stacked(name):
             for index in range(content.shape[0]):
                 part = content.rows(index, index + 1)
                 contents[f"{name}[{index}]"] = Content(part.dtype, part.shape[1:], part.pieces)

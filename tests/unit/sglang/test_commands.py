@@ -64,6 +64,21 @@ def test_a_server_keeps_routed_experts_where_they_are_wanted_and_its_encoders_ne
     assert "--enable-return-routed-experts" not in command("py", encoder)
 
 
+def test_tokens_are_drafted_by_the_layer_of_the_model_itself() -> None:
+    sglang = SglangConfig(speculative_steps=3)
+    words = " ".join(
+        command("py", engine_arguments(EngineConfig(backend="sglang", sglang=sglang), "gpu"))
+    )
+    assert (
+        "--speculative-algorithm NEXTN --speculative-num-steps 3 --speculative-eagle-topk 1"
+        " --speculative-num-draft-tokens 4"
+    ) in words
+    without = command("py", engine_arguments(EngineConfig(backend="sglang"), "gpu"))
+    assert not any("speculative" in word for word in without)
+    with pytest.raises(ValueError, match="takes no speculative_steps"):
+        SglangConfig(url="http://there:1", speculative_steps=3)
+
+
 def test_the_stand_ins_are_asked_for_on_a_cpu_alone() -> None:
     config = EngineConfig(backend="sglang", threads=2)
     on_cpu = environment(config, "cpu", ranks=2)

@@ -15,6 +15,7 @@ from services.rollout.engine.sglang.samples import of_tokens, versions_of
 from services.rollout.engine.sglang.weights import (
     CheckpointChecksums,
     DiskVersion,
+    check_drafts,
     check_fit,
     from_answer,
     read_model,
@@ -162,6 +163,14 @@ def test_other_shapes_do_not_fit(tmp_path: Path) -> None:
     check_fit(serving, read_model(write_model(tmp_path / "c")))
     with pytest.raises(UnfitWeightsError, match="embed_tokens"):
         check_fit(serving, read_model(other))
+
+
+def test_a_version_that_drafts_nothing_is_refused_where_it_should(tmp_path: Path) -> None:
+    plain = read_model(write_model(tmp_path / "plain"))
+    with pytest.raises(UnfitWeightsError, match=r"no layer of .*engine\.sglang\.speculative_steps"):
+        check_drafts(plain)
+    norm = {"mtp.norm.weight": np.ones(4, np.float32)}
+    check_drafts(read_model(write_model(tmp_path / "drafting", **norm)))
 
 
 def test_tags_and_spans() -> None:

@@ -37,6 +37,7 @@ from services.rollout.engine.sglang.samples import Routing, read_routing
 from services.rollout.engine.sglang.servers import dp_size
 from services.rollout.engine.sglang.weights import (
     DiskVersion,
+    check_drafts,
     check_fit,
     read_model,
     read_version,
@@ -106,7 +107,7 @@ class SglangEngine(Engine):
         self._replica.open(self._gate, self._load)
         if config.model:
             model = await self._on_disk(partial(read_model, Path(config.model)))
-            self._routing_of(model.config)  # or no server need be started
+            self._check_model(model)  # or no server need be started
             if config.sglang.url:
                 await self._replica.take_over(model)
             else:
@@ -236,7 +237,7 @@ class SglangEngine(Engine):
                 version, digest, directory, replica.base, shapes, replica.capabilities
             )
         new = read_version(version, digest, directory, self._checked)
-        self._routing_of(new.config)
+        self._check_model(new)
         if self._serving is not None:
             check_fit(self._serving, new)
         self._replica.expect(new)
@@ -492,6 +493,12 @@ class SglangEngine(Engine):
         self._vocabulary = vocabulary
         self._images = version.images
         self._routing = self._routing_of(config)
+
+    def _check_model(self, version: DiskVersion) -> None:
+        """Raises UnfitWeightsError unless a version has what the settings ask of a model."""
+        self._routing_of(version.config)
+        if self._config.sglang.speculative_steps:
+            check_drafts(version)
 
     def _routing_of(self, config: Mapping[str, Any]) -> Routing | None:
         """Reads what routed experts need; None where they are off. Raises UnfitWeightsError."""

@@ -123,6 +123,13 @@ def engine_arguments(config: EngineConfig, device: str) -> dict[str, Any]:
             # those held, the base, and one that is let go when its last request ends
             "max_loras_per_batch": config.max_adapters + 2,
         }
+    if steps := config.sglang.speculative_steps:
+        arguments |= {
+            "speculative_algorithm": "NEXTN",  # by a layer of the checkpoint itself
+            "speculative_num_steps": steps,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": steps + 1,
+        }
     return arguments | config.sglang.server_args
 
 

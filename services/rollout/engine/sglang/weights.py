@@ -38,6 +38,7 @@ from sluice.weights.checkpoint import (
     verify_files,
 )
 from sluice.weights.manifest import Manifest, StoredTensor, TensorEntry
+from sluice.weights.prediction import predicts
 
 if TYPE_CHECKING:
     from services.rollout.engine.interface import IncomingWeights
@@ -120,6 +121,16 @@ def _refuse_dense_layers(name: str, document: Mapping[str, Any]) -> None:
         raise UnfitWeightsError(
             f"{name}: dense layers among those of experts (mlp_only_layers, decoder_sparse_step), "
             "which SGLang 0.5.23 would serve with weights of its own making"
+        )
+
+
+def check_drafts(version: DiskVersion) -> None:
+    """Raises UnfitWeightsError unless the version has a layer that tokens can be drafted by."""
+    if not any(predicts(name, version.config) for name in version.tensors):
+        raise UnfitWeightsError(
+            f"version {version.version} has no layer of multi-token prediction, which "
+            "engine.sglang.speculative_steps drafts by",
+            version=version.version,
         )
 
 

@@ -241,6 +241,7 @@ def stage(
         "model": _fingerprint(policy),
         "layout": _layout(config),
         "scales": dict(scales),
+        "predicts": policy.source.predicts,
     }
     return StagedChunks(
         directory,
@@ -269,6 +270,12 @@ def load(
     Raises UnfitCheckpointError when it is of another kind or does not fit.
     """
     description = _read_description(directory)
+    if description.get("predicts", False) != policy.source.predicts:
+        other = "no" if policy.source.predicts else "a"
+        raise UnfitCheckpointError(
+            f"the checkpoint {directory.name!r} has {other} layer of multi-token prediction that "
+            "was trained, by megatron.mtp_loss_scaling_factor: publish the weights and start from them"
+        )
     if description["model"] != _fingerprint(policy):
         raise UnfitCheckpointError(f"the checkpoint {directory.name!r} is of another model")
     saved = description["layout"]

@@ -453,7 +453,9 @@ def create_policy(
         output = OutputHead(last, vocab=source.shape.vocab, tensor=tensor, float32=float32_head)
     prediction = None
     if last is not None and source.predicts:
-        prediction = Prediction(last.mtp, config.mtp_loss_scaling_factor)
+        predictor = last.get_submodule("mtp")
+        assert isinstance(predictor, Predictor)
+        prediction = Prediction(predictor, config.mtp_loss_scaling_factor)
     chunks: list[Any] = list(models)
     if core.bf16 or core.fp16:
         chunks = [_narrow(core, chunk) for chunk in chunks]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,22 +43,15 @@ class PredictionLayer(MultiTokenPredictionLayer):  # type: ignore[misc]
         self, hidden: torch.Tensor, embedded: torch.Tensor, rotary: Any, runs: Any
     ) -> torch.Tensor:
         """[tokens of this rank, 1, hidden] each, to the same."""
+        run: Callable[..., torch.Tensor] = partial(
+            self._proj_and_transformer_layer, rotary_pos_emb=rotary, packed_seq_params=runs
+        )
         if self.config.recompute_granularity == "full":
             # a layer that is run again is left out of backward if nothing before it has gradients
+            again = tensor_parallel.checkpoint
+            run = partial(again, run, self.config.distribute_saved_activations)
             embedded = embedded.requires_grad_()
-            made: torch.Tensor = tensor_parallel.checkpoint(
-                self._run, self.config.distribute_saved_activations, hidden, embedded, rotary, runs
-            )
-            return made
-        return self._run(hidden, embedded, rotary, runs)
-
-    def _run(
-        self, hidden: torch.Tensor, embedded: torch.Tensor, rotary: Any, runs: Any
-    ) -> torch.Tensor:
-        made: torch.Tensor = self._proj_and_transformer_layer(
-            hidden, embedded, rotary_pos_emb=rotary, packed_seq_params=runs
-        )
-        return made
+        return run(hidden, embedded)
 
 
 def prediction_spec(layer: ModuleSpec, norm: Any) -> MultiTokenPredictionBlockSubmodules:
