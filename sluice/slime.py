@@ -387,13 +387,13 @@ FLAGS: dict[str, Flag] = {
         lambda into, _: _set(into.trainer, "megatron.cp_layout", "contiguous"),
     ),
     "recompute-loss-function": _unneeded("log-probs are fused"),
-    "enable-mtp-training": Flag(
-        "trainer: megatron.mtp_loss_scaling_factor",
-        "0.1 unless it is given",
-        lambda into, _: _set(into.trainer, "megatron.mtp_loss_scaling_factor", 0.1),
+    "enable-mtp-training": _switch(
+        "predicts", "trainer: megatron.mtp_loss_scaling_factor", "0.1 unless it is given"
     ),
     "mtp-num-layers": _unneeded("the checkpoint has one, or none"),
-    "mtp-loss-scaling-factor": _key("trainer", "megatron.mtp_loss_scaling_factor", _float),
+    "mtp-loss-scaling-factor": _fact(
+        "prediction_scale", _float, "trainer: megatron.mtp_loss_scaling_factor"
+    ),
     # evaluation
     "eval-interval": _fact("eval_every", _int, "run: evaluation.every_steps"),
     "eval-prompt-data": Flag(f"{_EVAL}.prompts.file", "", _evaluation_sets),
@@ -778,6 +778,8 @@ def _sizes(into: _Import) -> None:
     megatron = into.trainer.setdefault("megatron", {})
     if "recompute_layers" in facts and megatron.get("recompute") == "full":
         megatron["recompute_layers"] = facts["recompute_layers"]
+    if facts.get("predicts"):
+        megatron["mtp_loss_scaling_factor"] = facts.get("prediction_scale", 0.1)
     if megatron.get("tensor", 1) == 1:
         megatron.pop("sequence_parallel", None)
     if megatron.get("context", 1) == 1:

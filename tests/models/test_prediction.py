@@ -93,7 +93,12 @@ LAYOUTS = [
     pytest.param(LATENT, 2, {"expert": 2, "distributed_optimizer": True}, id="latent-EP2"),
     pytest.param(LATENT, 2, {"context": 2}, id="latent-CP2"),
     pytest.param(LATENT, 2, {"context": 2, "cp_layout": "contiguous"}, id="latent-CP2-contiguous"),
-    pytest.param(LATENT, 4, {**SCATTERED, "pipeline": 2, "expert": 2}, id="latent-TP2+SPxPP2xEP2"),
+    pytest.param(
+        LATENT,
+        4,
+        {**SCATTERED, "pipeline": 2, "expert": 2, "expert_tensor": 1},
+        id="latent-TP2+SPxPP2xEP2",
+    ),
     pytest.param(LATENT, 4, {"context": 2, "pipeline": 2}, id="latent-CP2xPP2"),
     pytest.param(DENSE, 2, {"tensor": 2}, id="dense-TP2"),
     pytest.param(DENSE, 2, {"pipeline": 2}, id="dense-PP2", marks=fast),

@@ -70,6 +70,7 @@ ray job submit --address="http://127.0.0.1:8265" \
    --n-samples-per-eval-prompt 16 --eval-max-response-len 2048 \
    --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full \
    --recompute-num-layers 2 --expert-tensor-parallel-size 1 \
+   --mtp-num-layers 1 --enable-mtp-training --mtp-loss-scaling-factor 0.2 \
    --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2 --sglang-mem-fraction-static 0.7 \
    --sglang-cuda-graph-bs 1 2 4 --sglang-enable-dp-attention \
    --colocate --custom-rm-path my.module.reward --brand-new-flag 7
@@ -135,6 +136,7 @@ def test_every_number_arrives_where_it_has_an_effect(model: Path) -> None:
         "sequence_parallel": True,
         "recompute": "full",
         "recompute_layers": 2,
+        "mtp_loss_scaling_factor": 0.2,
     }
     assert trainer["optim"] == {
         "learning_rate": 2e-6,

@@ -80,6 +80,42 @@ def test_linear_and_cosine_fall_to_the_minimum_and_stay() -> None:
         ({**MEGATRON, "megatron": {"tensor": 4, "expert": 2, "expert_tensor": 2}}, "expert_tensor"),
         # Gradients of experts would silently miss what the other tensor ranks have seen.
         ({**MEGATRON, "megatron": {"tensor": 2, "expert_tensor": 1}}, "expert_tensor"),
+        (
+            {**MEGATRON, "megatron": {"mtp_loss_scaling_factor": -0.1}},
+            "megatron.mtp_loss_scaling_factor",
+        ),
+        (
+            {**MEGATRON, "megatron": {"mtp_loss_scaling_factor": float("nan")}},
+            "megatron.mtp_loss_scaling_factor",
+        ),
+        (
+            {**MEGATRON, "megatron": {"mtp_loss_scaling_factor": float("inf")}},
+            "megatron.mtp_loss_scaling_factor",
+        ),
+        (
+            {**MEGATRON, "megatron": {"mtp_loss_scaling_factor": 1e9}},
+            "megatron.mtp_loss_scaling_factor",
+        ),
+        (
+            {**MEGATRON, "megatron": {"mtp_loss_scaling_factor": "much"}},
+            "megatron.mtp_loss_scaling_factor",
+        ),
+        (
+            {**MEGATRON, "lora": {"rank": 2}, "megatron": {"mtp_loss_scaling_factor": 0.1}},
+            "mtp_loss_scaling_factor has no effect with lora",
+        ),
+        (
+            {**MEGATRON, "head": "value", "megatron": {"mtp_loss_scaling_factor": 0.1}},
+            "mtp_loss_scaling_factor has no effect with head value",
+        ),
+        (
+            {
+                **MEGATRON,
+                "megatron": {"mtp_loss_scaling_factor": 0.1, "model_provider": "a:b"},
+            },
+            "mtp_loss_scaling_factor is not for models of a model_provider",
+        ),
+        ({"megatron": {"mtp_loss_scaling_factor": 0.1}}, "no effect with backend reference"),
     ],
 )
 def test_wrong_settings_are_named(tmp_path: Path, settings: dict[str, Any], key: str) -> None:

@@ -274,7 +274,7 @@ def load(
         other = "no" if policy.source.predicts else "a"
         raise UnfitCheckpointError(
             f"the checkpoint {directory.name!r} has {other} layer of multi-token prediction that "
-            "was trained, by megatron.mtp_loss_scaling_factor: publish the weights and start from them"
+            "was trained (megatron.mtp_loss_scaling_factor): publish the weights and start there"
         )
     if description["model"] != _fingerprint(policy):
         raise UnfitCheckpointError(f"the checkpoint {directory.name!r} is of another model")
