@@ -187,7 +187,19 @@ def decode_group(data: bytes | memoryview, rows: Sequence[int] | None = None) ->
     Arrays of numbers are read-only views of `data`; of other rows no per-token value is read.
     Raises InvalidGroupError for other bytes and IndexError for a row that is not there.
     """
-    batch = _open(data).get_batch(0)
+    return _decode(_open(data), rows)
+
+
+def decode_described(
+    data: bytes | memoryview, rows: Sequence[int] | None = None
+) -> tuple[RowFacts | None, list[Sample]]:
+    """Return what `read_facts` and `decode_group` do of whole content, at less cost."""
+    reader = _open(data)
+    return _facts_of(reader.schema), _decode(reader, rows)
+
+
+def _decode(reader: pa.ipc.RecordBatchFileReader, rows: Sequence[int] | None) -> list[Sample]:
+    batch = reader.get_batch(0)
     count = batch.num_rows
     rows = range(count) if rows is None else rows
     for row in rows:
@@ -207,7 +219,7 @@ def decode_group(data: bytes | memoryview, rows: Sequence[int] | None = None) ->
         _arrays(batch, "token_ids", rows),
         _scalars(batch, "prompt_length", rows),
         _scalars(batch, "finish_reason", rows),
-        _scalars(batch, "spans", rows),
+        _decode_spans(batch, rows),
         _decode_experts(batch, rows),
         _decode_media(batch, rows),
         strict=True,
@@ -227,7 +239,7 @@ def _sample(fixed: tuple[Any, ...], columns: Mapping[str, np.ndarray | float]) -
         prompt_length=prompt_length,
         finish_reason=finish_reason,
         columns=columns,
-        spans=tuple(VersionSpan(**span) for span in spans),
+        spans=spans,
         routed_experts=experts,
         media=media,
     )
@@ -250,6 +262,10 @@ def read_facts(source: bytes | memoryview | BlobFile) -> RowFacts | None:
         schema = pa.ipc.read_schema(pa.py_buffer(head)[_MAGIC_BYTES:])
     except (pa.ArrowException, OSError) as error:
         raise InvalidGroupError(f"not an Arrow file: {error}") from error
+    return _facts_of(schema)
+
+
+def _facts_of(schema: pa.Schema) -> RowFacts | None:
     metadata = _metadata_of(schema)
     facts = metadata.get(FACTS_KEY) or metadata.get(OLD_FACTS_KEY)
     if facts is None:
@@ -375,6 +391,24 @@ def _encode_experts(samples: Sequence[Sample]) -> pa.ListArray:
     return _list_array(values, pa.FixedSizeListArray.from_arrays(chosen, layers))
 
 
+def _decode_spans(
+    batch: pa.RecordBatch, rows: Sequence[int]
+) -> list[tuple[VersionSpan, ...]]:
+    """Raises InvalidGroupError for a column of another type, or with holes."""
+    array = batch.column("spans")
+    if array.type not in (_SPANS, pa.list_(ADAPTER_SPAN_TYPE)):
+        raise InvalidGroupError(f"spans is {array.type}")
+    if any(part.null_count for part in (array, array.values, *array.values.flatten())):
+        raise InvalidGroupError("spans has holes")
+    names = array.values.type.names
+    values = list(zip(*(part.to_pylist() for part in array.values.flatten()), strict=True))
+    spans = {each: VersionSpan(**dict(zip(names, each, strict=True))) for each in set(values)}
+    offsets = array.offsets.to_pylist()
+    return [
+        tuple([spans[each] for each in values[offsets[row] : offsets[row + 1]]]) for row in rows
+    ]
+
+
 def _decode_experts(batch: pa.RecordBatch, rows: Sequence[int]) -> list[np.ndarray | None]:
     if EXPERTS not in batch.schema.names:
         return [None] * len(rows)
@@ -409,15 +443,15 @@ def _scalars(batch: pa.RecordBatch, name: str, rows: Sequence[int]) -> list[Any]
 
 def _arrays(batch: pa.RecordBatch, name: str, rows: Sequence[int]) -> list[np.ndarray | None]:
     array = batch.column(name)
-    offsets = array.offsets.to_numpy()
+    offsets = array.offsets.to_pylist()
     flat = array.values
     # Booleans are packed to bits, so that only they are copied, and of the chosen rows alone.
     numbers = None if pa.types.is_boolean(flat.type) else flat.to_numpy()
-    valid = array.is_valid().to_numpy(zero_copy_only=False)
+    valid = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
     found: list[np.ndarray | None] = []
     for row in rows:
         first, last = offsets[row], offsets[row + 1]
-        if not valid[row]:
+        if valid is not None and not valid[row]:
             found.append(None)
         elif numbers is None:
             found.append(flat.slice(first, last - first).to_numpy(zero_copy_only=False))

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain
 from typing import Any
 
@@ -187,6 +187,7 @@ _TOP = re.compile(rf"({TOP_IDS}|{TOP_LOGPROBS})/([1-9][0-9]{{0,3}})", re.ASCII)
 KNOWN_COLUMNS = ", ".join([*COLUMNS, "score/*", f"{TOP_IDS}/<n>", f"{TOP_LOGPROBS}/<n>"])
 
 
+@lru_cache(maxsize=256)  # every column of every sample is looked up
 def find_column(name: str) -> Column | None:
     """Return a known column, or a score that an environment named; None for anything else."""
     if _SCORE.fullmatch(name):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from services.trainer.backend import (
     Row,
 )
-from services.trainer.rows import RowLimits, blob_errors, check_numbers, check_row, read_rows
+from services.trainer.rows import RowLimits, blob_errors, check_numbers, check_row, read_many
 from sluice.algo.advantages import (
     AdvantageColumns,
     AdvantageRow,
@@ -32,6 +32,9 @@ from sluice.runtime.wire import (
 from sluice.samples.arrow import decode_group, encode_group
 from sluice.samples.blobs import BlobReference, Blobs
 from sluice.samples.sample import MediaSpan, Sample
+
+
+BYTES_TOGETHER = 1 << 22  # of blobs that are read at once
 
 
 @dataclass(eq=False)
@@ -79,16 +82,18 @@ class RowTable:
     def add(self, command: pb.AddRows) -> None:
         """Read and check this rank's rows of the blobs, and the images that they show.
 
-        Raises the errors of `read_rows`.
+        Raises the errors of `read_many`.
         """
         batch = self._batches.setdefault(command.batch_id, {})
         images = self._images.setdefault(command.batch_id, {})
-        for stored in command.blobs:
-            reference = blob_from_proto(stored.blob)
-            samples = read_rows(self._blobs, reference, self._limits, stored.indices)
-            for row, sample in zip(stored.rows, samples, strict=True):
+        for together in _together(command.blobs):
+            parts = [(blob_from_proto(stored.blob), stored.indices) for stored in together]
+            groups = read_many(self._blobs, parts, self._limits)
+            samples = [sample for group in groups for sample in group]
+            for sample in samples:
                 self._read_images(sample, images)
-                batch[row] = _own(sample, images)
+            rows = (row for stored in together for row in stored.rows)
+            batch.update(zip(rows, _own(samples, images), strict=True))
 
     def _read_images(self, sample: Sample, images: dict[str, bytes]) -> None:
         for span in sample.media:
@@ -117,8 +122,7 @@ class RowTable:
             self._limits.check_named(sample)
             trained = sample.columns.get("loss_mask", batch[row].loss_mask.numpy())
             check_numbers(sample, np.asarray(trained))
-        for row, sample in zip(command.rows.rows, samples, strict=True):
-            _set_columns(batch[row], sample)
+        _set_columns([batch[row] for row in command.rows.rows], samples)
 
     def spool_columns(self, batch_id: str, names: Sequence[str]) -> bytes:
         """This rank's rows with the named columns they have, and no tokens."""
@@ -146,20 +150,40 @@ class RowTable:
         ]
 
 
-def _own(sample: Sample, images: Mapping[str, bytes]) -> OwnedRow:
-    row = OwnedRow(
-        sample_id=sample.sample_id,
-        group_id=sample.group_id,
-        token_ids=torch.from_numpy(sample.token_ids.astype(np.int64)),
-        prompt_length=sample.prompt_length,
-        loss_mask=_all_trained(sample.response_length),
-        media=sample.media,
-        images=images,
-    )
-    if sample.routed_experts is not None:
-        row.routed_experts = torch.from_numpy(sample.routed_experts.copy())
-    _set_columns(row, sample)
-    return row
+def _together(blobs: Iterable[pb.BlobRows]) -> Iterator[list[pb.BlobRows]]:
+    """Blobs that are read at once: the rows of short ones cost less so."""
+    together, size = list[pb.BlobRows](), 0
+    for stored in blobs:
+        size += stored.blob.size_bytes
+        if together and size > BYTES_TOGETHER:
+            yield together
+            together, size = [], stored.blob.size_bytes
+        together.append(stored)
+    if together:
+        yield together
+
+
+def _own(samples: Sequence[Sample], images: Mapping[str, bytes]) -> list[OwnedRow]:
+    """Copy what the rows are, so that nothing of their blobs is held; rows share memory."""
+    tokens = np.concatenate([np.empty(0, np.int64), *(sample.token_ids for sample in samples)])
+    parts = torch.from_numpy(tokens).split([len(sample.token_ids) for sample in samples])
+    rows = [
+        OwnedRow(
+            sample_id=sample.sample_id,
+            group_id=sample.group_id,
+            token_ids=token_ids,
+            prompt_length=sample.prompt_length,
+            loss_mask=_all_trained(sample.response_length),
+            media=sample.media,
+            images=images,
+            routed_experts=None
+            if sample.routed_experts is None
+            else torch.from_numpy(sample.routed_experts.copy()),
+        )
+        for sample, token_ids in zip(samples, parts, strict=True)
+    ]
+    _set_columns(rows, samples)
+    return rows
 
 
 @functools.lru_cache(maxsize=4096)
@@ -181,14 +205,24 @@ def _check_mask(row: OwnedRow, sample: Sample) -> None:
             )
 
 
-def _set_columns(row: OwnedRow, sample: Sample) -> None:
-    for name, values in sample.columns.items():
-        if not isinstance(values, np.ndarray):
-            row.scalars[name] = float(values)
-        elif name == "loss_mask":
-            row.loss_mask = torch.from_numpy(values.copy())
-        else:
-            row.columns[name] = torch.from_numpy(values.copy())
+def _set_columns(rows: Sequence[OwnedRow], samples: Sequence[Sample]) -> None:
+    """Give rows copies of the columns that their samples have."""
+    alike: dict[tuple[str, ...], list[tuple[OwnedRow, Sample]]] = {}
+    for pair in zip(rows, samples, strict=True):
+        alike.setdefault(tuple(pair[1].columns), []).append(pair)
+    for names, pairs in alike.items():
+        for name in names:
+            values = [sample.columns[name] for _, sample in pairs]
+            if not isinstance(values[0], np.ndarray):
+                for (row, _), value in zip(pairs, values, strict=True):
+                    row.scalars[name] = float(value)
+                continue
+            copies = torch.from_numpy(np.concatenate(values)).split([len(each) for each in values])
+            for (row, _), copy in zip(pairs, copies, strict=True):
+                if name == "loss_mask":
+                    row.loss_mask = copy
+                else:
+                    row.columns[name] = copy
 
 
 def _renamed(row: OwnedRow, sample: Sample, names: Mapping[str, str]) -> Sample:
