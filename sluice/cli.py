@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
+import uvloop
 from rich.console import Console
 from rich.table import Table
 
@@ -580,7 +581,7 @@ def exit_code(work: Coroutine[Any, Any, None]) -> int:
     """Run to the end: 0, or 2 with one line a refusal on stderr; 130 or 143 after a signal."""
     code, received = 0, list[int]()
     try:
-        asyncio.run(_ended_by_signals(work, received))
+        uvloop.run(_ended_by_signals(work, received))
     except* _EXPECTED as errors:
         for error in _flatten(errors):
             print(f"sluice: {error}{_advice(error)}", file=sys.stderr)

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import sys
 
+import uvloop
+
 from services.trainer.config import TrainerConfig
 from services.trainer.controller.launch import WorkerServer
 from services.trainer.controller.rank_group import RankGroup
@@ -32,7 +34,7 @@ def main() -> int:
         logs.configure(config.log_level)
         if config.ranks.launch == "local":
             platform.declared().visible_devices(range(config.ranks.count))  # are there enough?
-        return asyncio.run(serve(config))
+        return uvloop.run(serve(config))
     except (ConfigError, DirectoryError, platform.PlatformError) as error:
         print(f"trainer: {error}", file=sys.stderr)
         return 2

@@ -121,7 +121,7 @@ class RowLimits:
                 self._check_ids(sample, f"columns[{name}]", values)
 
     def _has(self, tokens: np.ndarray) -> bool:
-        return not tokens.size or bool(0 <= tokens.min() and tokens.max() < self.vocabulary_size)
+        return not tokens.size or bool(tokens.min() >= 0 and tokens.max() < self.vocabulary_size)
 
     def _check_ids(self, sample: Sample, field: str, tokens: np.ndarray) -> None:
         if not self._has(tokens):

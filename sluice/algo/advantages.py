@@ -191,6 +191,14 @@ class PackedRows:
         """Returns the values of each row."""
         return list(values_T.split(self.lengths)) if self.rows else []
 
+    def trained_counts(self) -> list[int]:
+        """Returns how many tokens of each row are trained on."""
+        owners_T = torch.repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64))
+        counts: list[int] = torch.bincount(
+            owners_T[self.mask], minlength=len(self.lengths)
+        ).tolist()
+        return counts
+
     def zeros(self) -> torch.Tensor:
         return torch.zeros(self.mask.shape, dtype=torch.float64)
 
@@ -238,12 +246,16 @@ def whiten(values_T: torch.Tensor, mask_T: torch.Tensor, moments: Moments) -> to
 
 
 def _check_row(row: AdvantageRow, spec: AdvantageSpec, needed: frozenset[str]) -> None:
-    check_columns(needed, row.columns.keys() | row.rewards.keys(), f"sample {row.sample_id}")
-    for name in needed & row.rewards.keys():
-        if not math.isfinite(row.rewards[name]):
-            raise ValueError(f"sample {row.sample_id}: {name} is not finite")
+    for name in needed:
+        if name in row.rewards:
+            if not math.isfinite(row.rewards[name]):
+                raise ValueError(f"sample {row.sample_id}: {name} is not finite")
+        elif name not in row.columns:
+            present = row.columns.keys() | row.rewards.keys()
+            check_columns(needed, present, f"sample {row.sample_id}")
+    shape = row.loss_mask.shape
     for name, values in row.columns.items():
-        if values.shape != row.loss_mask.shape:
+        if values.shape != shape:
             raise ValueError(
                 f"sample {row.sample_id}: {name} has {values.numel()} values "
                 f"for {row.loss_mask.numel()} response tokens"
@@ -299,9 +311,7 @@ def _relative(packed: PackedRows, kl_T: torch.Tensor, spec: AdvantageSpec) -> Fl
     if not spec.compares_siblings:
         return [own[0] for own in scores]
     siblings = [
-        Sibling(
-            own, int(row.loss_mask.sum()), row.sample_id if row.episode is None else row.episode
-        )
-        for row, own in zip(packed.rows, scores, strict=True)
+        Sibling(own, length, row.sample_id if row.episode is None else row.episode)
+        for row, own, length in zip(packed.rows, scores, packed.trained_counts(), strict=True)
     ]
     return relate_siblings(siblings, [row.group_id for row in packed.rows], spec.estimator)

@@ -391,9 +391,7 @@ def _encode_experts(samples: Sequence[Sample]) -> pa.ListArray:
     return _list_array(values, pa.FixedSizeListArray.from_arrays(chosen, layers))
 
 
-def _decode_spans(
-    batch: pa.RecordBatch, rows: Sequence[int]
-) -> list[tuple[VersionSpan, ...]]:
+def _decode_spans(batch: pa.RecordBatch, rows: Sequence[int]) -> list[tuple[VersionSpan, ...]]:
     """Raises InvalidGroupError for a column of another type, or with holes."""
     array = batch.column("spans")
     if array.type not in (_SPANS, pa.list_(ADAPTER_SPAN_TYPE)):

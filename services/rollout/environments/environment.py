@@ -244,7 +244,23 @@ def rewards_from(values: Any, count: int) -> list[Reward]:
         raise InvalidRewardError(f"rewards must be a list, not {type(values).__name__}")
     if len(values) != count:
         raise InvalidRewardError(f"{len(values)} rewards for {count} responses")
-    return [_reward_from(value, index) for index, value in enumerate(values)]
+    return [
+        value if isinstance(value, Reward) and _is_plain(value) else _reward_from(value, index)
+        for index, value in enumerate(values)
+    ]
+
+
+def _is_plain(reward: Reward) -> bool:
+    """Whether a reward is surely as it must be, number by number."""
+    raw = reward.reward if reward.raw_reward is None else reward.raw_reward
+    return (
+        all(
+            type(number) is float and abs(number) <= LARGEST_REWARD
+            for number in (reward.reward, raw, *reward.scores.values())
+        )
+        and all(type(name) is str for name in reward.scores)
+        and type(reward.trained) is bool
+    )
 
 
 def _reward_from(value: Any, index: int) -> Reward:

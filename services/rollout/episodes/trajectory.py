@@ -275,6 +275,13 @@ def sampling_columns(samplings: Sequence[Sampling | None]) -> dict[str, float]:
 
     Engines give the log-probs of greedy tokens at temperature 1. Of several the narrowest is named.
     """
+    if len(samplings) == 1 and (only := samplings[0]) is not None:
+        columns = {"temperature": only.temperature or 1.0}
+        if only.top_p < 1:
+            columns["top_p"] = only.top_p
+        if only.top_k:
+            columns["top_k"] = float(only.top_k)
+        return columns
     known = [sampling for sampling in samplings if sampling is not None]
     if not known or len(known) < len(samplings):
         return {}

@@ -33,7 +33,6 @@ from sluice.samples.arrow import decode_group, encode_group
 from sluice.samples.blobs import BlobReference, Blobs
 from sluice.samples.sample import MediaSpan, Sample
 
-
 BYTES_TOGETHER = 1 << 22  # of blobs that are read at once
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -151,18 +152,21 @@ class Lane:
     def _spans(self, first: int, end: int) -> tuple[VersionSpan, ...]:
         if first == end:
             return ()
+        if len(self.versions) == 1:
+            return (_span(*self.versions[0][1], first, end - 1),)
         untils = [*(begin for begin, _ in self.versions[1:]), end]
         return tuple(
-            VersionSpan(
-                version=version,
-                digest=digest,
-                base_digest=base,
-                first_token=max(begin, first),
-                last_token=min(until, end) - 1,
-            )
+            _span(version, digest, base, max(begin, first), min(until, end) - 1)
             for (begin, (version, digest, base)), until in zip(self.versions, untils, strict=True)
             if max(begin, first) < min(until, end)
         )
+
+
+@lru_cache(maxsize=1024)  # siblings that end together have equal ones
+def _span(version: int, digest: str, base: str, first: int, last: int) -> VersionSpan:
+    return VersionSpan(
+        version=version, digest=digest, base_digest=base, first_token=first, last_token=last
+    )
 
 
 @dataclass(frozen=True)

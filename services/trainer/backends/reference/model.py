@@ -85,8 +85,10 @@ def attend(
     window = sliding_window
     if window is not None and packed_layout.longest <= window:
         window = None
+    # not [0], whose gradient is a copy
+    heads = query.squeeze(0), key.squeeze(0), value.squeeze(0)
     outputs = [
-        _attend_bucket(query[0], key[0], value[0], bucket, Scores(scaling, window, s_aux))
+        _attend_bucket(*heads, bucket, Scores(scaling, window, s_aux))
         for bucket in packed_layout.buckets
     ]
     return torch.cat(outputs)[None], None
@@ -330,7 +332,7 @@ class ScoredModel:
             packed_layout=layout,
             **inputs,
         )
-        return layout, output.last_hidden_state[0]
+        return layout, output.last_hidden_state.squeeze(0)
 
 
 def with_named(targets_R: torch.Tensor, named_RK: torch.Tensor | None) -> torch.Tensor:
@@ -579,7 +581,7 @@ def split_rows(rows: MicroBatch) -> Iterator[list[Row]]:
 
     Groups are cut only where their prompts, encoded again, are little beside a pass.
     """
-    if sum(len(row.token_ids) for row in rows) <= PASS_TOKENS:
+    if sum(row.token_ids.shape[0] for row in rows) <= PASS_TOKENS:
         yield list(rows)
         return
     groups: dict[str, list[Row]] = {}
@@ -595,7 +597,7 @@ def split_rows(rows: MicroBatch) -> Iterator[list[Row]]:
                 part, tokens = [], 0
             part.append(row)
             shared = len(part) > 1 and part[-2].group_id == row.group_id
-            tokens += row.response_length if shared else len(row.token_ids)
+            tokens += row.response_length if shared else row.token_ids.shape[0]
     yield part
 
 
