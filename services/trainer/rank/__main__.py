@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import grpc
+import uvloop
 
 from services.trainer.config import TrainerConfig
 from services.trainer.rank import FAILURES
@@ -174,7 +175,7 @@ class ControllerStream:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._follow())
+            uvloop.run(self._follow())
         except grpc.aio.AioRpcError as error:
             logger.error("the controller is gone: %s: %s", error.code().name, error.details())
         finally:

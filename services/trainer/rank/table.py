@@ -216,7 +216,8 @@ def _set_columns(rows: Sequence[OwnedRow], samples: Sequence[Sample]) -> None:
                 for (row, _), value in zip(pairs, values, strict=True):
                     row.scalars[name] = float(value)
                 continue
-            copies = torch.from_numpy(np.concatenate(values)).split([len(each) for each in values])
+            arrays = [np.asarray(value) for value in values]
+            copies = torch.from_numpy(np.concatenate(arrays)).split([len(each) for each in arrays])
             for (row, _), copy in zip(pairs, copies, strict=True):
                 if name == "loss_mask":
                     row.loss_mask = copy
