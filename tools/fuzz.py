@@ -4,11 +4,11 @@
 
 The services run as `sluice up` starts them, in a directory of their own. Each RPC, also those of
 health, reflection and the trainer's port for its ranks, gets so many malformed messages and so
-many of extreme values, without security and with TLS and a token; the OpenAI port gets JSON, the
-metrics ports odd requests, and a loop that waits for its trainer is one of the processes. With
-`--images` the model sees, and messages are spoilt that show it a picture of the store. No
-answer may be INTERNAL or UNKNOWN, no process may end or stop answering, none may grow. The last
-line is `fuzz: rpcs=<n> messages=<n> internal=<n> unknown=<n> died=<n> hung=<n>
+many of extreme values, without security and with TLS and a token; the OpenAI port and that of a
+reward model get JSON, the metrics ports odd requests, and a loop that waits for its trainer is one
+of the processes. With `--images` the model sees, and messages are spoilt that show it a picture of
+the store. No answer may be INTERNAL or UNKNOWN, no process may end or stop answering, none may
+grow. The last line is `fuzz: rpcs=<n> messages=<n> internal=<n> unknown=<n> died=<n> hung=<n>
 rss_growth_mib=<x>`: of the process that grew most.
 """
 
@@ -30,7 +30,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -63,6 +71,7 @@ from sluice.supervise import reserve_port
 from tools.fuzz_messages import MessageMaker
 from tools.fuzz_openai import (
     BODIES,
+    CLASSIFY,
     HttpMessage,
     extreme_messages,
     fuzz_openai,
@@ -87,6 +96,7 @@ SERVICES = {  # what each process serves
     "trainer": (TRAINER_SERVICE, STORE_SERVICE),
     "ranks": ("sluice.api.trainer.v1.WorkerService",),  # the trainer's port for them
     "router": (ROUTER_SERVICE, ENGINE_SERVICE),
+    "judge": (),  # a reward model
     "loop": (),
 }
 UPLOADED = 5  # messages of a whole batch among the seeds of UploadBatch
@@ -252,6 +262,12 @@ class Stack:
             name = "tiny_qwen3_vl" if self.sees else "tiny_qwen3"
             build = [sys.executable, "-m", f"examples.models.{name}", str(self.model)]
             subprocess.run(build, check=True, timeout=START_SECONDS, stderr=subprocess.DEVNULL)
+        judge = self.directory / "judge"
+        if not judge.exists():
+            body = self.directory / "body"  # of text alone, whatever the policy sees
+            for name, *places in (("tiny_qwen3", body), ("value_head", body, judge)):
+                build = [sys.executable, "-m", f"examples.models.{name}", *map(str, places)]
+                subprocess.run(build, check=True, timeout=START_SECONDS, stderr=subprocess.DEVNULL)
         with reserve_port("127.0.0.1") as held:
             self.rank_port = held.getsockname()[1]
         model = str(self.model)
@@ -260,6 +276,7 @@ class Stack:
         services: dict[str, Any] = {
             "router": {"kind": "router", "config": {"proxy": {"wait_seconds": 1.0}}},
             "converter": {"kind": "converter", "config": {"roots": [str(self.directory)]}},
+            "judge": {"kind": "reward_model", "config": {"model": str(judge), "threads": 1}},
             "trainer": {
                 "kind": "trainer",
                 "config": {
@@ -352,7 +369,9 @@ class Fuzzer:
                         if self.only in f"{process} {method.full_name}":
                             await self._fuzz(process, channel, method, places)
         if self.only in "engine openai":
-            await self._fuzz_openai()
+            await self._fuzz_json("engine openai", "openai_url", BODIES)
+        if self.only in "judge classify":
+            await self._fuzz_json("judge classify", "classify_url", CLASSIFY)
         for process in SERVICES:
             if process != "ranks" and self.only in f"{process} metrics":
                 await self._fuzz_metrics(process)
@@ -484,13 +503,14 @@ class Fuzzer:
             kind = "hung" if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED else "died"
             self.findings.note(kind, where, f"it answers no more: {error.details()}")
 
-    async def _fuzz_openai(self) -> None:
-        extreme = random.Random(self.seed).choices(
-            list(extreme_messages()), k=self.messages * len(BODIES)
-        )
-        malformed = random_messages(self.seed, self.messages * len(BODIES))
-        url = self.stack.entries["engine"]["openai_url"]
-        await self._fuzz_http("engine openai", url, itertools.chain(extreme, malformed), BODIES)
+    async def _fuzz_json(
+        self, where: str, address: str, bodies: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        count = self.messages * len(bodies)
+        extreme = random.Random(self.seed).choices(list(extreme_messages(bodies)), k=count)
+        malformed = random_messages(self.seed, count, bodies)
+        url = self.stack.entries[where.split()[0]][address]
+        await self._fuzz_http(where, url, itertools.chain(extreme, malformed), bodies)
 
     async def _fuzz_metrics(self, process: str) -> None:
         messages = metrics_messages(self.seed, 2 * self.messages)

@@ -36,7 +36,11 @@ FIELDS = (
     *("messages.0.role", "messages.0.content", "messages.0.tool_calls", "messages.0.name"),
     *("sluice_record.group", "sluice_record.session", "rewards.s", "prompt.0", "tokens.0"),
     *("stop.0", "stop_token_ids.0", "stream_options.include_usage", "no_such_field"),
+    *("text", "text.0"),
 )
+CLASSIFY: Mapping[str, Mapping[str, Any]] = {  # of a reward model called `judge`
+    "/classify": {"model": "judge", "text": ["12=3", "1="]},
+}
 # Of what JSON's writer has no form for, the text that takes the place of a mark.
 RAW = {
     "<deep list>": "[" * 100_000 + "]" * 100_000,
@@ -144,9 +148,11 @@ class Findings:
     formless: list[str] = field(default_factory=list)  # refusals that no client of OpenAI reads
 
 
-def extreme_messages() -> Iterator[HttpMessage]:
+def extreme_messages(
+    bodies: Mapping[str, Mapping[str, Any]] = BODIES,
+) -> Iterator[HttpMessage]:
     """Well-formed HTTP with one thing at its end: each field with each value, each odd path."""
-    for path, valid in BODIES.items():
+    for path, valid in bodies.items():
         for name in FIELDS:
             if name.partition(".")[0] in valid or name in ("no_such_field", "model"):
                 for value in VALUES:
@@ -157,11 +163,13 @@ def extreme_messages() -> Iterator[HttpMessage]:
                 yield HttpMessage(method, pattern % odd, b"{}")
 
 
-def random_messages(seed: int, count: int) -> Iterator[HttpMessage]:
+def random_messages(
+    seed: int, count: int, bodies: Mapping[str, Mapping[str, Any]] = BODIES
+) -> Iterator[HttpMessage]:
     """Several fields of any value, bytes that were flipped, cut or doubled, odd headers."""
     rng = random.Random(seed)
     for _ in range(count):
-        path, body = rng.choice(list(BODIES.items()))
+        path, body = rng.choice(list(bodies.items()))
         if "/chat/" in path or path == "/v1/completions":
             body = {**body, **(RECORD if rng.random() < 0.2 else {})}
         for _ in range(rng.choice((0, 1, 1, 2, 5))):

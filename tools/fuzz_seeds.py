@@ -253,7 +253,10 @@ def _trainer(name: str, shown: Shown) -> Sequence[pb_message.Message]:
         "DeleteBatch": [trainer_pb.DeleteBatchRequest(batch="batches/none")],
         "ComputeLogprobs": [
             trainer_pb.ComputeLogprobsRequest(
-                batch=BATCH, model=trainer_pb.ComputeLogprobsRequest.MODEL_POLICY, temperature=1.0
+                batch=BATCH,
+                model=trainer_pb.ComputeLogprobsRequest.MODEL_POLICY,
+                temperature=1.0,
+                top_count=2,
             )
         ],
         "ComputeValues": [trainer_pb.ComputeValuesRequest(batch=BATCH)],
@@ -275,9 +278,19 @@ def _trainer(name: str, shown: Shown) -> Sequence[pb_message.Message]:
                         "columns": {"advantages": {"floats": {"values": [1.0, 2.0, 3.0]}}},
                     }
                 ],  # type: ignore[list-item]
-            )
+            ),
+            trainer_pb.PutColumnsRequest(
+                batch=BATCH,
+                blobs=[shown.blob],  # type: ignore[list-item]
+                columns={"old_logprobs": "teacher_logprobs"},
+            ),
         ],
-        "GetColumns": [trainer_pb.GetColumnsRequest(batch=BATCH, columns=["reward"])],
+        "GetColumns": [
+            trainer_pb.GetColumnsRequest(batch=BATCH, columns=["reward"]),
+            trainer_pb.GetColumnsRequest(
+                batch=BATCH, columns=["rollout_logprobs"], by_reference=True
+            ),
+        ],
         "PlanBatch": [
             trainer_pb.PlanBatchRequest(batch=BATCH, sample_ids=["s0"]),
             trainer_pb.PlanBatchRequest(
