@@ -37,6 +37,7 @@ from tools.fault_network import Network
 
 STEPS, GROUPS, SAMPLES = 5, 4, 4
 STOP_SECONDS = 60.0
+START_SECONDS = 600.0  # of services on a machine with other work
 TICK_SECONDS = 0.1
 TELLINGS = 2  # of one run, before it is over
 PARTED = ("router", "converter", "trainer", "engine-0", "engine-1", "episodes")
@@ -201,6 +202,7 @@ class Stack:
             "run_dir": str(self.directory),
             "services": services,
             "restarts": 1000,
+            "start_timeout_seconds": START_SECONDS,
             "liveness": {"interval_seconds": 0.5, "timeout_seconds": 3.0, "failures": 2},
         }
         (self.directory / "services.yaml").write_text(yaml.safe_dump(config))

@@ -16,6 +16,7 @@ from sluice.config import Config, ProcessConfig
 from sluice.place import Place, StoreCacheConfig, StorePlace, directory_of, within
 from sluice.runtime.server import ServerConfig
 from sluice.weights.adapter import DEFAULT_TARGETS, MAX_RANK, AdapterSpec
+from sluice.weights.convert.options import ScaleFormat
 from sluice.weights.errors import InvalidAdapterError
 
 Head = Literal["policy", "value"]
@@ -166,10 +167,20 @@ class PublishConfig(Config):
 
     delta: ranks keep the bytes they published (in host memory, once) and write what changed.
     chain: versions of deltas on a whole one, at most; then a whole one follows.
+    quantization: weights of linear layers in FP8 (e4m3), a scale for every block of 128 x 128;
+    fp8_ue8m0 rounds scales up to powers of two.
     """
 
     delta: bool = False
     chain: int = Field(8, ge=1)
+    quantization: Literal["", "fp8", "fp8_ue8m0"] = ""
+
+    @property
+    def scale_format(self) -> ScaleFormat | None:
+        """How scales are rounded; None where nothing is quantised."""
+        if not self.quantization:
+            return None
+        return "ue8m0" if self.quantization == "fp8_ue8m0" else "float32"
 
 
 class TransferConfig(Config):
@@ -357,6 +368,27 @@ class TrainerConfig(ProcessConfig):
         document = json.loads((Path(self.model) / "config.json").read_bytes())
         if "vision_config" in document:
             raise ValueError("lora is not for a model that sees: its tower has layers of like name")
+        return self
+
+    @model_validator(mode="after")
+    def _check_quantization(self) -> Self:
+        if not self.publish.quantization:
+            return self
+        if self.lora is not None:
+            raise ValueError(
+                "publish.quantization has no effect with lora, which publishes adapters alone; "
+                "leave it out"
+            )
+        if self.head != "policy":
+            raise ValueError(
+                "publish.quantization has no effect with head value, which no engine serves"
+            )
+        if self.transfer.enabled:
+            raise ValueError(
+                "publish.quantization is not for transfer.enabled: engines read FP8 from the store"
+            )
+        if "quantization_config" in json.loads((Path(self.model) / "config.json").read_bytes()):
+            raise ValueError("publish.quantization is not for a model that is quantised itself")
         return self
 
     @model_validator(mode="after")

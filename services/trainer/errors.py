@@ -54,6 +54,13 @@ class MixedPublicationError(ServiceError):
     reason = "MIXED_WEIGHTS"
 
 
+class UnquantizableWeightsError(ServiceError):
+    """Weights that FP8 has no numbers or no layout for; metadata names the tensor."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "UNQUANTIZABLE_WEIGHTS"
+
+
 class OversizeSampleError(ServiceError):
     """A row is longer than a micro-batch may be, and the policy does not admit it.
 

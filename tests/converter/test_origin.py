@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from sluice.weights.checkpoint import parse_header
 from sluice.weights.convert.conversion import convert
-from sluice.weights.convert.fp8 import dequantize, quantize, scale_shape
+from sluice.weights.convert.fp8 import dequantize, quantize
+from sluice.weights.convert.fp8_layout import scale_shape
 from sluice.weights.convert.options import ConvertOptions, OptionError
 from sluice.weights.convert.verify import compare
 from sluice.weights.errors import InvalidCheckpointError, MissingTensorError, TensorDigestError

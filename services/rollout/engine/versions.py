@@ -19,6 +19,7 @@ from services.rollout.errors import (
 from sluice.runtime.errors import InvalidFieldError
 from sluice.weights.adapter import check_name
 from sluice.weights.checkpoint import describe_shard, shard_paths
+from sluice.weights.convert.fp8_layout import FP8
 from sluice.weights.errors import (
     DamagedFileError,
     FileDigestError,
@@ -40,6 +41,13 @@ if TYPE_CHECKING:
     from sluice.weights.adapter import AdapterSpec
 
 Version = tuple[int, str]
+
+
+class Typed(Protocol):
+    """A tensor, as a manifest describes it."""
+
+    @property
+    def dtype(self) -> str: ...
 
 
 BASE_NAME = "base"
@@ -210,6 +218,11 @@ def checked_manifest(directory: Path, version: int, digest: str) -> Manifest:
             f"{directory.name!r} holds version {manifest.version}, not {version}", version=version
         )
     return manifest
+
+
+def is_quantized(tensors: Mapping[str, Typed]) -> bool:
+    """Return whether weights are stored in FP8 blocks, beside their scales."""
+    return any(tensor.dtype == FP8 for tensor in tensors.values())
 
 
 def check_processor(manifest: Manifest, processor: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -29,12 +30,15 @@ from sluice.place import is_bucket
 from sluice.runtime.waits import Waits
 from sluice.weights.adapter import AdapterSpec, digest_base
 from sluice.weights.checkpoint import companion_files
+from sluice.weights.convert.fp8_layout import modules_kept, quantization_config
 from sluice.weights.errors import MixedKindsError, WeightStoreError
 from sluice.weights.manifest import DeltaFile, ShardFile, TensorEntry
 from sluice.weights.staging import Staging
 from sluice.weights.store import StoredVersion, WeightStore
 
 logger = logging.getLogger(__name__)
+
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +293,7 @@ class Publisher:
 
     def _promise(self, staging: Staging, shards: Sequence[ShardFile], step: int) -> StoredVersion:
         try:
-            return self._store.promise(staging, shards, companion_files(self._model), step)
+            return self._store.promise(staging, shards, self._companions(staging, shards), step)
         except BaseException:
             self._store.abort(staging)
             raise
@@ -302,11 +306,24 @@ class Publisher:
             if self._lora is not None:
                 adapter, line = self.describe_adapter(policy), policy.adapter
                 return self._store.commit(staging, shards, [], step, adapter=adapter, line=line)
-            companions = companion_files(self._model)
+            companions = self._companions(staging, shards)
             return self._store.commit(staging, shards, companions, step, base=base)
         except BaseException:
             self._store.abort(staging)
             raise
+
+    def _companions(self, staging: Staging, shards: Sequence[ShardFile]) -> list[Path]:
+        """Return the model's, `config.json` saying how weights are quantised if they are."""
+        found, scale_format = companion_files(self._model), self._config.scale_format
+        if scale_format is None:
+            return found
+        own = staging.directory / CONFIG
+        document = json.loads((self._model / CONFIG).read_bytes())
+        layout = {n: (t.dtype, t.shape) for shard in shards for n, t in shard.tensors.items()}
+        kept = modules_kept(layout)
+        document["quantization_config"] = quantization_config(kept, scale_format)
+        own.write_text(json.dumps(document, indent=2) + "\n")
+        return [own, *(path for path in found if path.name != CONFIG)]
 
     def _check_kind(self, version: int) -> None:
         try:

@@ -34,6 +34,7 @@ from services.trainer.errors import (
 from services.trainer.parking import ParkedTensors, create_parking
 from services.trainer.rank import FAILURES
 from services.trainer.rank.checkpoint_files import fetched, written_there
+from services.trainer.rank.quantization import quantizing
 from services.trainer.rank.table import (
     RowTable,
     add_advantages,
@@ -69,7 +70,7 @@ from sluice.weights.errors import (
     WeightStoreError,
 )
 from sluice.weights.manifest import FileEntry, ShardFile, delta_name
-from sluice.weights.shards import PublishedShards
+from sluice.weights.shards import PublishedShards, ShardWrite
 from sluice.weights.store import WeightStore
 from sluice.weights.transfer.deadline import Deadline
 from sluice.weights.transfer.group import Meeting, MemberGroup, send
@@ -638,7 +639,12 @@ class RankPublisher:
             store.announce(version, shard, directory)
             faults.point("weights.announced")
 
-        return self._backend.write_shards(directory, partial(self._shards.submit, written=announce))
+        submit = partial(self._shards.submit, written=announce)
+        return self._backend.write_shards(directory, self._quantized(submit))
+
+    def _quantized(self, submit: ShardWrite) -> ShardWrite:
+        scale_format = self._config.publish.scale_format
+        return submit if scale_format is None else quantizing(submit, scale_format)
 
     def _upload_shards(self, version: int) -> list[ShardFile]:
         """Write shard after shard on this host, and put each into the bucket."""
@@ -653,7 +659,7 @@ class RankPublisher:
 
             submit = partial(self._shards.submit, written=upload)
             try:
-                return self._backend.write_shards(folder, submit)
+                return self._backend.write_shards(folder, self._quantized(submit))
             finally:
                 self._shards.settle()
 

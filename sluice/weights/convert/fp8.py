@@ -1,40 +1,16 @@
-"""Block quantisation to FP8 (e4m3): one scale for every block of 128 x 128 weights.
-
-The layout is that of DeepSeek-V3's and Qwen3's FP8 checkpoints, which SGLang, vLLM and
-transformers read: `weight` in float8_e4m3fn, `weight_scale_inv` in float32 with weight =
-stored * scale. https://huggingface.co/deepseek-ai/DeepSeek-V3 (README_WEIGHTS.md)
-"""
+"""Block quantisation to FP8 (e4m3): one scale for every block of 128 x 128 weights."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
+from sluice.weights.convert.fp8_layout import BLOCK, SCALE, scale_shape
 from sluice.weights.convert.options import ScaleFormat
 from sluice.weights.errors import InvalidCheckpointError
 
-SCALE = "_scale_inv"
-BLOCK = (128, 128)
 LARGEST = 448.0  # of float8_e4m3fn
-_QUANTIZED = re.compile(r"(\w_proj|_proj_with_mqa|\.in_proj_qkv|\.in_proj_z)\.weight$")
-_KEPT = re.compile(r"(^|\.)(visual|lm_head|embed_tokens)\.")
-
-
-def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether an HF tensor is the weight of a linear layer that FP8 checkpoints quantise."""
-    return (
-        len(shape) == 2
-        and 0 not in shape
-        and bool(_QUANTIZED.search(name))
-        and not _KEPT.search(name)
-    )
-
-
-def scale_shape(shape: tuple[int, ...], block: tuple[int, int] = BLOCK) -> tuple[int, int]:
-    """Return the shape of the scales of a weight: blocks down, blocks across."""
-    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 
 def quantize(
@@ -57,9 +33,12 @@ def quantize(
 
 
 def dequantize(
-    stored: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = BLOCK
+    stored: torch.Tensor,
+    scale: torch.Tensor,
+    block: tuple[int, int] = BLOCK,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """Compute the matrix in bfloat16. Raises InvalidCheckpointError when the scales do not fit."""
+    """Compute the matrix as `dtype`. Raises InvalidCheckpointError when the scales do not fit."""
     if tuple(scale.shape) != scale_shape(tuple(stored.shape), block):
         raise InvalidCheckpointError(
             f"scales of shape {tuple(scale.shape)} for a weight of {tuple(stored.shape)}"
@@ -67,38 +46,27 @@ def dequantize(
     rows, columns = stored.shape
     spread = scale.float().repeat_interleave(block[0], 0)[:rows]
     spread = spread.repeat_interleave(block[1], 1)[:, :columns]
-    return (stored.float() * spread).to(torch.bfloat16)
+    return (stored.float() * spread).to(dtype)
 
 
-def block_size(config: Mapping[str, object]) -> tuple[int, int] | None:
-    """Block size of an FP8 checkpoint by its `config.json`; None when it is not quantised.
+def restored(
+    tensors: Mapping[str, torch.Tensor], block: tuple[int, int], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of an FP8 checkpoint without scales, weights computed as `dtype`.
 
-    Raises InvalidCheckpointError for a quantisation that is not understood.
+    Raises InvalidCheckpointError for a weight without its scales, or with others.
     """
-    entry = config.get("quantization_config")
-    if not isinstance(entry, Mapping):
-        return None
-    block = entry.get("weight_block_size")
-    if entry.get("quant_method") != "fp8" or not isinstance(block, list) or len(block) != 2:
-        raise InvalidCheckpointError(
-            f"quantization {entry.get('quant_method')!r} is not FP8 with blocks of weights"
-        )
-    rows, columns = block
-    if not all(type(size) is int and 0 < size < 1 << 31 for size in block):
-        raise InvalidCheckpointError(f"config.json: weight_block_size is {block!r}")
-    return rows, columns
-
-
-def quantization_config(kept: list[str], scale_format: ScaleFormat) -> dict[str, object]:
-    """Make the entry of `config.json` for a checkpoint whose modules but `kept` are quantised."""
-    config: dict[str, object] = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(BLOCK),
-        "modules_to_not_convert": kept,
-    }
-    return config | ({"scale_fmt": "ue8m0"} if scale_format == "ue8m0" else {})
+    for name, tensor in tensors.items():
+        if name.removesuffix(SCALE) in tensors and name.endswith(SCALE):
+            continue
+        if tensor.dtype != torch.float8_e4m3fn:
+            yield name, tensor
+        elif (scale := tensors.get(name + SCALE)) is None:
+            raise InvalidCheckpointError(f"{name!r} is FP8 and has no scales")
+        elif tensor.dim() != 2:
+            raise InvalidCheckpointError(f"{name!r} is FP8 and no matrix")
+        else:
+            yield name, dequantize(tensor, scale, block, dtype)
 
 
 def _as_blocks(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

@@ -21,7 +21,8 @@ from sluice.weights.checkpoint import (
     read_index,
     shard_paths,
 )
-from sluice.weights.convert.fp8 import SCALE, block_size, dequantize
+from sluice.weights.convert.fp8 import dequantize
+from sluice.weights.convert.fp8_layout import SCALE, block_size
 from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.convert.pieces import Content, FileRange, Files
 from sluice.weights.convert.work import ConversionReport, Group, OutputFile, TensorTask

@@ -23,7 +23,7 @@ from sluice.weights.checkpoint import (
     load_json,
     shard_paths,
 )
-from sluice.weights.convert import fp8
+from sluice.weights.convert import fp8, fp8_layout
 from sluice.weights.convert.hf import (
     CONFIG,
     HfSource,
@@ -342,7 +342,7 @@ def _plan_hf(
         config.pop("torch_dtype", None)
     if options.quantize:
         groups, kept = _quantize(groups, options, files)
-        config["quantization_config"] = fp8.quantization_config(kept, options.scale_format)
+        config["quantization_config"] = fp8_layout.quantization_config(kept, options.scale_format)
     total = sum(part.content.size for _, parts in groups for part in parts)
     laid, work, texts = lay_out_hf(groups, max_file_bytes=options.file_bytes(total))
     texts |= _companions(described, config)
@@ -393,7 +393,7 @@ def _quantize(groups: Groups, options: ConvertOptions, files: Files) -> tuple[Gr
 
 
 def _fits(part: TensorPart) -> bool:
-    return part.index is None and fp8.is_quantizable(part.name, part.shape)
+    return part.index is None and fp8_layout.is_quantizable(part.name, part.shape)
 
 
 def _quantized(part: TensorPart, options: ConvertOptions, files: Files) -> Sequence[TensorPart]:
@@ -409,9 +409,12 @@ def _quantized(part: TensorPart, options: ConvertOptions, files: Files) -> Seque
     working = content.working_bytes + content.size + 9 * items
     weight = Content(torch.float8_e4m3fn, shape, compute=lambda: compute(0), working_bytes=working)
     scale = Content(
-        torch.float32, fp8.scale_shape(shape), compute=lambda: compute(1), working_bytes=working
+        torch.float32,
+        fp8_layout.scale_shape(shape),
+        compute=lambda: compute(1),
+        working_bytes=working,
     )
-    return TensorPart(part.name, weight), TensorPart(part.name + fp8.SCALE, scale)
+    return TensorPart(part.name, weight), TensorPart(part.name + fp8_layout.SCALE, scale)
 
 
 def _companions(directory: Path, config: dict[str, object]) -> dict[str, bytes]:

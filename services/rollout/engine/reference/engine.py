@@ -36,6 +36,7 @@ from services.rollout.engine.reference.loading import (
     READERS,
     PreparedWeights,
     VersionLoader,
+    check_plain,
     fit_received,
     open_model,
 )
@@ -364,6 +365,7 @@ class ReferenceEngine(Engine):
         self._check_awake()
         check_whole(manifest, self._core.adapters)
         model = self._known_model()
+        check_plain(manifest)
         if manifest.adapter is None:
             model.check_incoming(manifest)
             return

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from services.rollout.engine.interface import ServedWeights
 from services.rollout.engine.reference.adapters import ServingAdapter
@@ -20,11 +21,21 @@ from services.rollout.engine.versions import (
     check_whole,
     checked_manifest,
     describe_model,
+    is_quantized,
     reading,
 )
+from services.rollout.errors import UnfitWeightsError
 from sluice import faults, platform
 from sluice.durable import is_memory
-from sluice.weights.checkpoint import check_companions, checked_shard
+from sluice.weights.checkpoint import (
+    check_companions,
+    checked_shard,
+    shard_paths,
+)
+from sluice.weights.convert.fp8 import restored
+from sluice.weights.convert.fp8_layout import block_size
+from sluice.weights.convert.hf import read_config
+from sluice.weights.errors import InvalidCheckpointError
 from sluice.weights.manifest import Manifest, ShardFile, TensorEntry
 from sluice.weights.shards import DTYPE_NAMES, load_verified, mapped_tensor
 
@@ -56,10 +67,19 @@ def fit_received(
     Raises UnfitWeightsError, AdapterBaseError, UnfitAdapterError and what the iterator raises.
     """
     received = dict(tensors)
+    check_plain(manifest)
     if manifest.adapter is not None:
         return model.adapters.fit(manifest, check_adapter(manifest, base), received)
     model.check_named(manifest.version, received)
     return PreparedWeights(manifest.version, manifest.digest, model.fit(received), owned=True)
+
+
+def check_plain(manifest: Manifest) -> None:
+    """Raises UnfitWeightsError for weights in FP8 blocks: their layout is in files of the store."""
+    if is_quantized(manifest.tensors):
+        raise UnfitWeightsError(
+            f"version {manifest.version} is quantised: it needs the store", version=manifest.version
+        )
 
 
 def open_model(
@@ -69,9 +89,24 @@ def open_model(
 
     Raises UnfitWeightsError or UnsupportedModelError.
     """
-    digest, _ = describe_model(directory)
+    digest, tensors = describe_model(directory)
     model = ServingModel(directory, dtype, device)
-    return model, PreparedWeights(0, digest, model.parameters())
+    if not is_quantized(tensors):
+        return model, PreparedWeights(0, digest, model.parameters())
+    with reading(0):
+        stored = {n: t for path in shard_paths(directory) for n, t in load_file(path).items()}
+        fitted = model.fit(_restored(stored, directory, dtype))
+    return model, PreparedWeights(0, digest, fitted)
+
+
+def _restored(
+    tensors: Mapping[str, torch.Tensor], directory: Path, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Returns tensors of FP8 blocks as numbers. Raises WeightStoreError or OSError."""
+    block = block_size(read_config(directory))
+    if block is None:
+        raise InvalidCheckpointError("it has FP8 weights, and a config.json that knows of none")
+    return dict(restored(tensors, block, dtype))
 
 
 class SpareMemory:
@@ -129,6 +164,8 @@ class VersionLoader:
 
         Raises DigestMismatchError or UnfitWeightsError.
         """
+        if is_quantized(shard.tensors):
+            return  # scales may lie in another file
         staged = self._staged  # once forgotten, what is still added is lost
         names = frozenset() if self.model is None else self.model.parameter_names()
         with reading(0):
@@ -187,14 +224,19 @@ class VersionLoader:
                 check_whole(manifest, adapters)
                 if manifest.adapter is not None:
                     return self._load_adapter(directory, manifest, base)
-                if self.model is not None and self.model.names_match(manifest.tensors):
+                quantized = is_quantized(manifest.tensors)
+                matches = self.model is not None and self.model.names_match(manifest.tensors)
+                if self.model is not None and matches:
                     self.model.check_incoming(manifest)
+                if self.model is not None and matches and not quantized:
                     check_companions(directory, manifest)
                     values = self._read_all(directory, manifest)
                     parameters = self.model.adopt(values)
                     owned = not self._is_shared(directory)
                     return PreparedWeights(version, digest, parameters, owned)
                 tensors = dict(load_verified(directory, manifest))
+                if quantized:
+                    tensors = _restored(tensors, directory, self._dtype)
         finally:
             self.forget()
         model = self.model = self.model or ServingModel(directory, self._dtype, self._device)

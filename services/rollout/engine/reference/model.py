@@ -348,6 +348,8 @@ def read_model_config(directory: Path) -> PretrainedConfig:
         reason := foreign_reason(config.get_text_config())
     ):
         raise UnsupportedModelError(f"{config.model_type}: {reason} is not supported", key=reason)
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # weights are numbers here: `sluice.weights.convert.fp8`
     return config
 
 
