@@ -16,6 +16,7 @@ from services.trainer.config import LoraConfig, TrainerConfig
 from services.trainer.rank import FAILURES
 from sluice.algo.spec import LossSpec
 from sluice.config import parse_config
+from sluice.weights.errors import InvalidAdapterError
 from tests.contract.training_backend.cases import PPO
 from tests.fsdp.jobs import NORMALIZER, OPTIM, micro_batches, rows_of, save
 
@@ -250,6 +251,19 @@ def replayed(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]
         backend.step(normalizer=NORMALIZER, learning_rate=None)
     backend.close()
     return {"losses": losses}
+
+
+def refused(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Steps behind an adapter that some ranks refuse, and that all forget."""
+    backend, reason = open_backend(rank, world, arguments), ""
+    try:
+        backend.create_adapter("alice", LoraConfig(**arguments["other"]))
+    except InvalidAdapterError as error:
+        reason = str(error)
+    backend.delete_adapter("alice")
+    steps = run_steps(backend, 0, 2)
+    backend.close()
+    return {"reason": reason, "steps": steps}
 
 
 def run_part(backend: TrainingBackend, step: int, part: int) -> float:

@@ -15,6 +15,7 @@ from tests.contract.training_backend.cases import build_model
 from tests.fsdp.oracle import logprob_difference, read_ranks
 from tests.lora.conftest import ExpectedAdapters
 from tests.lora.oracle import ALL, ExpectedUser, User, expect_user
+from tests.models.families import CASES, build
 from tests.rank_pool import Pool
 
 fast = pytest.mark.fast
@@ -194,3 +195,31 @@ def test_experts_that_one_recorded_outlive_the_steps_of_others(
         losses.append(answer["losses"])
     assert losses[0] == losses[1]
     assert losses[0][0] == pytest.approx(moe.steps[0]["loss"], abs=1e-4)
+
+
+def test_what_a_stage_has_no_layer_for_is_refused_and_costs_the_others_nothing(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """The first of two stages has a delta net, the second attention, which alone has `q_proj`."""
+    (case,) = (case for case in CASES if case.name == "qwen3_next")
+    model = build(case, tmp_path / "model")
+    found = []
+    for targets in (["q_proj"], ["out_proj", "q_proj"]):
+        found.append(
+            pool.run(
+                "refused",
+                2,
+                backend="megatron",
+                model=str(model.directory),
+                out=str(tmp_path),
+                layout={"pipeline": 2},
+                lora={"rank": 4, "targets": ["q_proj", "o_proj", "out_proj"]},
+                other={"rank": 2, "targets": targets},
+            )
+        )
+    first, second = (answer["reason"] for answer in found[0])
+    assert first == "pipeline stage 0 has no layer of lora.targets"
+    assert not second
+    assert not any(answer["reason"] for answer in found[1])
+    assert [a["steps"] for a in found[0]] == [a["steps"] for a in found[1]]
+    assert found[0][0]["steps"][0]["grad_norm"] > 0
