@@ -23,7 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-VOCABULARY = 64  # of the tokens drawn
+VOCABULARY = int(os.environ.get("STAND_IN_VOCABULARY", "64"))  # of the tokens drawn
 FIELDS = {
     "/generate": ("rid", "input_ids", "return_logprob", "routed_dp_rank", "extra_key"),
     "/abort_request": ("rid",),

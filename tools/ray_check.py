@@ -48,6 +48,7 @@ FIRST_STEPS, STEPS_EACH = 80, 10  # of the run, and for each fault
 STEPS_ON = 3  # by which a run has got on
 REWARD = 0.9
 BLOCKS = "This command will now block"
+TOO_SLOW = "timed out during startup"  # by its own 30 s, which nothing sets
 
 
 def wait_for(what: str, holds: Callable[[], Any]) -> Any:
@@ -101,21 +102,27 @@ class Cluster:
         log = self.directory / f"{node}.log"
         common = ["--node-ip-address", node, "--num-gpus=0", "--block"]
         common += ["--object-store-memory=80000000", "--disable-usage-stats"]
-        with log.open("wb") as file:
-            self.nodes[node] = subprocess.Popen(
-                [self._ray, "start", *flags, *common],
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-            )
+
+        def launch() -> None:
+            with log.open("wb") as file:
+                self.nodes[node] = subprocess.Popen(
+                    [self._ray, "start", *flags, *common],
+                    env=self.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                )
 
         def up() -> bool:
             text = log.read_text()
             if self.nodes[node].poll() is not None:
-                raise RuntimeError(text)
+                if TOO_SLOW not in text:
+                    raise RuntimeError(text)
+                print(f"node {node}: `ray start` gave up on a busy machine, and again", flush=True)
+                launch()
             return BLOCKS in text
 
+        launch()
         wait_for(f"node {node}", up)
 
     def process(self, node: str, name: str) -> int:
@@ -392,7 +399,7 @@ def disturb(run: Run, training: subprocess.Popen[bytes], fault: Fault) -> bool:
                 os.kill(pid, signal.SIGCONT)  # the host speaks again, and hears that it is out
             run.cluster.await_end(node)
             run.cluster.start_node(node)
-    except (TimeoutError, OSError) as error:
+    except (TimeoutError, OSError, RuntimeError) as error:
         print(f"{fault.what}: {error}", flush=True)
         return False
     print(

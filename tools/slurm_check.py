@@ -1,8 +1,9 @@
 """Runs deploy/slurm/sluice.sbatch on a Slurm of its own: two nodes of this host.
 
 Needs Debian's slurmctld, slurmd, slurm-client and munge, and root. One job trains to its end; of
-another a node is lost in the middle, so that Slurm puts it into its queue again. The last line is
-`slurm: completed=<n> resumed=<n>`, 1 and 1 if all went well.
+another a node is lost in the middle, so that Slurm puts it into its queue again; a third has one
+engine over both nodes, on a stand-in of SGLang, which trains on nonsense. The last two lines are
+`over nodes: completed=<n>` and `slurm: completed=<n> resumed=<n>`, all 1 if all went well.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ from pathlib import Path
 import psutil
 import yaml
 
+from tests.sglang_stand_in import write_program
+
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel")
 NODES = {"node1": "127.0.0.11", "node2": "127.0.0.12"}
+FEW_STEPS = 3
 LOST = "node2"  # without the loop, whose end is that of the job
 PATIENCE = 900.0  # seconds, for anything on a busy machine
 POLL_SECONDS = 0.5
@@ -220,8 +224,21 @@ def is_whole(run: Path, steps: int) -> bool:
     return found == list(range(1, steps + 1)) and consumed == steps * GROUPS
 
 
-def check(cluster: Cluster, directory: Path) -> tuple[bool, bool]:
-    """Whether a job trained to its end, and whether one that lost a node did."""
+def over_nodes(config: Path, model: Path) -> None:
+    """Have the engine of a job over both nodes."""
+    sglang = {
+        "python": str(write_program(config)),
+        "nnodes": 2,
+        "server_args": {"tp_size": 2},
+        "environment": {"STAND_IN_SECONDS": "0.01", "STAND_IN_VOCABULARY": "13"},
+    }
+    engine = {"backend": "sglang", "model": str(model), "max_model_length": 16, "sglang": sglang}
+    (config / "rollout.yaml").write_text(yaml.safe_dump({"engine": engine}))
+
+
+def check(cluster: Cluster, directory: Path) -> tuple[bool, bool, bool]:
+    """Whether a job trained to its end, whether one that lost a node did, and one whose engine is
+    over nodes."""
     script, model = ROOT / "deploy" / "slurm" / "sluice.sbatch", directory / "model"
     build = [sys.executable, "-m", "examples.models.tiny_qwen3", str(model), "0"]
     subprocess.run(build, check=True, timeout=PATIENCE, cwd=ROOT)
@@ -230,6 +247,8 @@ def check(cluster: Cluster, directory: Path) -> tuple[bool, bool]:
 
     def submit(name: str, **changes: object) -> tuple[str, Path]:
         run, config = directory / name, write_config(directory / f"{name}-config", **changes)
+        if name == "nodes":
+            over_nodes(config, model)
         log = directory / f"{name}.log"
         job = cluster.submit(script, log, RUN_DIR=str(run), CONFIG=str(config), **environment)
         note(f"job {job}: {name}, log {log}")
@@ -254,7 +273,13 @@ def check(cluster: Cluster, directory: Path) -> tuple[bool, bool]:
     cluster.start_node(LOST)
     wait_until("the job that was resumed", lambda: state(job) == "COMPLETED")
     resumed = is_whole(run, MORE_STEPS) and before < MORE_STEPS
-    return completed, resumed
+
+    job, run = submit("nodes", steps=FEW_STEPS, max_mismatch=0)
+    wait_until("the job with one engine", lambda: state(job) == "COMPLETED")
+    served = len(list(run.glob("logs/rollout-*.log"))) == len(
+        NODES
+    )  # a process each, of one engine
+    return completed, resumed, is_whole(run, FEW_STEPS) and served
 
 
 def main() -> int:
@@ -269,14 +294,15 @@ def main() -> int:
         directory = Path(name)
         try:
             with Cluster(directory) as cluster:
-                completed, resumed = check(cluster, directory)
+                completed, resumed, over = check(cluster, directory)
         except SlurmError as error:
             note(f"slurm_check: {error}")
             for log in sorted([*directory.glob("*.log"), *directory.glob("*/logs/*.log")]):
                 note(f"== {log}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:]))
             return 1
+    note(f"over nodes: completed={over:d}")
     note(f"slurm: completed={completed:d} resumed={resumed:d}")
-    return 0 if completed and resumed else 1
+    return 0 if completed and resumed and over else 1
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,6 +239,60 @@ def test_ranks_stand_on_the_first_nodes_and_engines_on_the_last(tmp_path):
     assert trainer.server.security.token_file == config.server.security.token_file
     assert trainer.server.security.token_file is not None
     assert trainer.server.security.token_file.stat().st_mode & 0o077 == 0
+
+
+def over_nodes(folder: Path, **sglang: object) -> Path:
+    shutil.copytree(SLURM / "config", folder)
+    engine = {"backend": "sglang", "model": "/m", "sglang": sglang}
+    (folder / "rollout.yaml").write_text(yaml.safe_dump({"engine": engine}))
+    return folder
+
+
+def test_an_engine_over_nodes_takes_them_in_a_row(tmp_path):
+    all_there = 'until (($(wc -l <"$RECORD") >= 10)); do sleep 0.05; done'
+    srun = SRUN.replace("exit {loop_code}", f"{{ {all_there}; exit 0; }}")
+    srun = srun.replace("exit {router_code}", "exec sleep 60")
+    config = over_nodes(tmp_path / "config", nnodes=2, prefill={"nnodes": 1})
+    code, errors, commands = run_script(tmp_path, srun, CONFIG=str(config), ENGINES_PER_NODE="2")
+    assert code == 0, errors
+    found: dict[str, list[tuple[str, ...]]] = {}
+    for command in (each for each in commands if "services.rollout" in each):
+        given = dict(zip(flags_of(command)[::2], flags_of(command)[1::2], strict=False))
+        names = ("--engine.sglang.node_rank", "--engine.sglang.leader", "--server.host")
+        assert given["--engine.sglang.leader"].endswith(f":{leading_port(commands, given)}")
+        part = (given[names[0]], given[names[1]].partition(":")[0], given[names[2]])
+        found.setdefault(given["--engine_id"], []).append(part)
+    whole = [
+        ("0", "10.0.0.1", "10.0.0.1"),
+        ("1", "10.0.0.1", "10.0.0.2"),
+        ("2", "10.0.0.1", "10.0.0.3"),
+    ]
+    assert {name: sorted(parts) for name, parts in found.items()} == {
+        "rollout-n1-0": whole,
+        "rollout-n1-1": whole,
+    }
+
+
+def leading_port(commands: list[str], given: dict[str, str]) -> str:
+    """The port at which the first node of the same engine serves."""
+    (first,) = (
+        each
+        for each in commands
+        if f"--engine_id {given['--engine_id']} " in each and "node_rank 0 " in each
+    )
+    flags = flags_of(first)
+    return flags[flags.index("--server.port") + 1]
+
+
+@pytest.mark.parametrize(
+    ("sglang", "text"),
+    [({"nnodes": 2}, "ROLLOUT_NODES is 3, and an engine"), ({"nnodes": -1}, "a number from 1 to")],
+)
+def test_engines_that_do_not_fit_the_nodes_are_refused(tmp_path, sglang, text):
+    config = over_nodes(tmp_path / "config", **sglang)
+    code, errors, commands = run_script(tmp_path, SRUN, CONFIG=str(config))
+    assert (code, commands) == (2, [])
+    assert text in errors
 
 
 @pytest.mark.parametrize("value", ["0", "4", "-1"])

@@ -15,9 +15,11 @@ import pytest
 
 from sluice import faults
 from sluice.bucket import ObjectBucket
-from sluice.config import ConfigError
+from sluice.cli import run_training
+from sluice.config import ConfigError, parse_config
+from sluice.loop.config import RunConfig
 from sluice.loop.ledger import Ledger
-from sluice.loop.run_archive import OVER, RunArchive, RunTakenError, owned_archive
+from sluice.loop.run_archive import OVER, Cut, RunArchive, RunTakenError, owned_archive
 from sluice.loop.run_directory import (
     RunCheckpoint,
     RunDirectoryError,
@@ -273,20 +275,28 @@ def test_of_two_that_claim_at_once_one_is_refused(bucket: ObjectBucket, run_dir:
         other.claim(0)
 
 
-def test_pieces_that_stay_are_uploaded_once(bucket: ObjectBucket, run_dir: Path) -> None:
+def test_pieces_that_stay_are_uploaded_once_and_go_when_nothing_names_them(
+    bucket: ObjectBucket, run_dir: Path, server: tuple[str, Faults]
+) -> None:
+    def puts() -> int:
+        return sum(method == "PUT" and "/pieces/" in path for method, path in server[1].calls)
+
     archive = begin(run_dir)
     with (run_dir / "metrics.jsonl").open("wb") as file:
         file.write(b"".join(b"%07d\n" % number for number in range(3 << 17)))  # 3 MiB
+    before = puts()
     step(archive, run_dir, 1)
-
-    def put() -> int:
-        return sum(bucket.size(key) for key in bucket.keys("") if "/pieces/" in key)
-
-    first = put()
+    first = puts() - before
     step(archive, run_dir, 2)
-    assert first > 3 << 20 > 2 * (put() - first)
+    assert first >= 4
+    assert puts() - before - first == 2  # the ends of the ledger and of the metrics
     archive.retain([2])
-    assert put() < first + 2**17
+    entries = archive.read()
+    kept = entries[max(entries)]
+    assert isinstance(kept, Cut)
+    pieces = {key.rpartition("/")[2] for key in bucket.keys("") if "/pieces/" in key}
+    assert pieces == {digest for _, digest in kept.pieces()}
+    assert len(pieces) == first
     lose(run_dir)
     begin(run_dir, resume=True)
     assert (run_dir / "metrics.jsonl").read_bytes().startswith(b"0000000\n0000001\n")
@@ -360,3 +370,35 @@ def test_an_outage_of_the_bucket_is_an_error_that_names_it(run_dir: Path) -> Non
     run_dir.mkdir()
     with pytest.raises(RunDirectoryError, match="s3://no-such-bucket/one/loops/"):
         RunArchive("s3://no-such-bucket/one", run_dir, 30, lost).claim(0)
+
+
+def test_seconds_of_a_takeover_are_refused_where_nothing_is_taken_over(run_dir: Path) -> None:
+    config = parse_config(
+        RunConfig,
+        {
+            "run_dir": str(run_dir),
+            "store": str(run_dir / "store"),
+            "takeover_seconds": 5,
+            "trainer": "127.0.0.1:1",
+            "router": "127.0.0.1:1",
+            "server": None,
+            "prompts": {"file": "none.jsonl"},
+            "environment": {"name": "prompts", "settings": {"reward": "position_match"}},
+            "sampling": {"max_new_tokens": 5},
+        },
+    )
+    with pytest.raises(ConfigError, match="takeover_seconds: has no effect"):
+        asyncio.run(run_training(config))
+
+
+@pytest.mark.parametrize("name", ["../../run", "r/./s//t", "%2F", "r" * 900, "ein Läufer"])
+def test_any_name_of_a_directory_has_a_place_of_its_own(
+    bucket: ObjectBucket, tmp_path: Path, name: str
+) -> None:
+    archive = RunArchive(URL, Path(name), 30)
+    archive._run_dir = tmp_path  # which the names need not be good for
+    archive.claim(0)
+    (key,) = bucket.keys("")
+    assert key.startswith("loops/") and key.count("/") == 3
+    assert list(RunArchive(URL, Path(name), 30).read()) == [1]
+    assert RunArchive(URL, Path(f"{name}2"), 30).read() == {}
