@@ -45,6 +45,7 @@ REGISTRY = "registry"
 POLL_SECONDS = 0.2
 CONNECT_SECONDS = 60.0
 LOG_SECONDS = 30.0
+ANSWER_SECONDS = 30.0  # of the registry, once it has started
 CARRIED = frozenset({"PYTHONPATH", "OMP_NUM_THREADS", *RESERVED_ENV})
 CARRIED_PREFIXES = ("HF_", "NCCL_", "GLOO_", "HCCL_")
 DEATHS_OF_A_START = 3  # in a row, of a process that has yet to serve
@@ -257,7 +258,12 @@ class RayStack:
         wanted = {member.name for member in self._members if member.spec["kind"] != "rank"}
 
         async def opened() -> dict[str, Any]:
-            entries = await asyncio.to_thread(ray.get, registry.entries.remote(), timeout=30)
+            try:
+                entries = await asyncio.to_thread(
+                    ray.get, registry.entries.remote(), timeout=ANSWER_SECONDS
+                )
+            except ray.exceptions.GetTimeoutError:  # on a busy machine it may have yet to start
+                raise NotReadyError("the registry on Ray's head does not answer") from None
             for name, entry in entries.items():
                 if entry["failure"]:
                     raise ServiceDiedError(entry["failure"])

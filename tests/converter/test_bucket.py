@@ -82,13 +82,17 @@ def test_a_round_trip_through_the_bucket_is_equal_to_the_bit(
 
 
 def test_a_trainers_checkpoint_is_read_where_its_record_says(
-    bucket: ObjectBucket, qwen3: Path, megatron: Path, tmp_path: Path
+    bucket: ObjectBucket, qwen3: Path, megatron: Path, tmp_path: Path, server: Faults
 ) -> None:
     upload(bucket, megatron, "checkpoints/one/0badcafe")
     bucket.put("checkpoints/one/0ther/junk", b"of a writer that died")
     bucket.put("checkpoints/one/checkpoint.json", b'{"folder": "0badcafe"}')
+    server.calls.clear()
     run(convert, "s3://models/checkpoints/one", tmp_path / "hf", "--to", "hf", "--model", qwen3)
     assert compare(qwen3, tmp_path / "hf").same
+    read = [path for method, path in server.calls if method == "GET"]
+    assert any("0badcafe/" in path for path in read)
+    assert not any(path.endswith("junk") for path in read)
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut"])
