@@ -1,6 +1,6 @@
 """Two and four data-parallel ranks: the numbers of one, and what happens when one stops or dies.
 
-The tests share one trainer and run in order: each but the last leaves it active.
+The tests share one trainer, which each leaves active.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ async def test_both_ranks_hold_rows_and_publish_one_version(both: TrainerClient)
 async def test_a_stopped_rank_is_named(both: TrainerClient) -> None:
     """SIGSTOP: ListWaits names the rank, with and without a command under way."""
     batch = await upload(both, "stop", make_groups("stop", seed=6))
-    step = (await both.get()).step
-    stopped = (await both.get()).ranks[1].process_id
+    before = await both.get()
+    step, stopped = before.step, before.ranks[1].process_id
     end(stopped, signal.SIGSTOP)
     passing = asyncio.create_task(
         both.forward_backward(batch, PPO, expected_step=step, part_id="slow")
@@ -163,14 +163,14 @@ async def test_a_stopped_rank_is_named(both: TrainerClient) -> None:
         return not await both.list_waits()
 
     await poll(is_quiet)
-    assert (await both.get()).restart_count == 0
+    assert (await both.get()).restart_count == before.restart_count
 
 
 async def test_a_killed_rank_is_reported_and_the_group_restarts(both: TrainerClient) -> None:
     samples = make_groups("kill", seed=8)
     batch = await upload(both, "kill", samples)
     saved = await both.save_checkpoint("before-kill")
-    published = (await both.get()).weights
+    before = await both.get()
     expected = await train_step(both, batch)
     await both.forward_backward(batch, PPO, expected_step=saved.step + 1, part_id="doomed")
     ranks = {rank.rank: rank.process_id for rank in (await both.get()).ranks}
@@ -202,11 +202,13 @@ async def test_a_killed_rank_is_reported_and_the_group_restarts(both: TrainerCli
     assert str(caught.value).endswith("rank 1 was killed by SIGKILL")
     assert caught.value.metadata == {"rank": "1"}
 
-    restarted = await until(both, lambda now: now.state == ACTIVE and now.restart_count == 1)
+    restarted = await until(
+        both, lambda now: now.state == ACTIVE and now.restart_count == before.restart_count + 1
+    )
     assert restarted.failure == "rank 1 was killed by SIGKILL"
     assert not process_exists(ranks[0]), "the others are ended"
     assert restarted.step == saved.step, "back to the checkpoint"
-    assert restarted.weights == published, "whose parent the next version names"
+    assert restarted.weights == before.weights, "whose parent the next version names"
     assert list(restarted.part_ids) == [], "gradients are gone"
     assert list(restarted.batches) == [batch], "batches came back"
     with pytest.raises(RemoteError, match="COLUMN_MISSING"):  # but not what was computed
@@ -233,14 +235,15 @@ async def test_ranks_that_are_cut_from_each_other_are_lost(both: TrainerClient) 
     await train_step(both, batch)
 
 
-async def test_ranks_die_with_the_front(pair: RunningTrainer) -> None:
-    async with pair.client() as client:
-        active = await until(client, lambda now: now.state == ACTIVE)
-    ranks = [rank.process_id for rank in active.ranks]
-    assert len(ranks) == 2 and all(process_exists(rank) for rank in ranks)
-    pair.process.kill()
+async def test_ranks_die_with_the_front(tmp_path: Path, model: Path) -> None:
+    with running_trainer(tmp_path, model, ranks={"count": 2}) as trainer:
+        async with trainer.client() as client:
+            active = await until(client, lambda now: now.state == ACTIVE)
+        ranks = [rank.process_id for rank in active.ranks]
+        assert len(ranks) == 2 and all(process_exists(rank) for rank in ranks)
+        trainer.process.kill()
 
-    async def are_gone() -> bool:
-        return not any(process_exists(rank) for rank in ranks)
+        async def are_gone() -> bool:
+            return not any(process_exists(rank) for rank in ranks)
 
-    await poll(are_gone)
+        await poll(are_gone)

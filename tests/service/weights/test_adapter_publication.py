@@ -1,6 +1,6 @@
 """A trainer publishes adapters, and its rank, its controller and engines are killed and stopped.
 
-The tests share the processes and run in order.
+The tests share the processes, which each leaves serving.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Engines read a version while it is written: what is not as announced, or never committed, is
 never served.
 
-The tests share two engines and run in order; the writer is a rank's, in this process.
+The tests share two engines; the writer is a rank's, in this process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A trainer of two ranks sends weights to three engines, some of which stop or die.
 
-The tests share the processes and run in order.
+The tests share the processes, which each leaves serving.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Weights that engines serve before the store has them: durable later, or lost and never again.
 
-A trainer of two ranks and two engines. The tests share the processes and run in order.
+A trainer of two ranks and two engines. The tests share the processes, which each leaves serving.
 """
 
 from __future__ import annotations
