@@ -1,88 +1,293 @@
-"""Which implementation of an operation runs: the first that this device and what is installed have.
+"""Which implementation of an operation runs: the first that device, model and packages allow.
 
-Each is compared with the plain one in tests; `sluice_trainer_operation_info` and `sluice doctor`
-say which run.
+Each is compared with the formula in tests; `sluice_trainer_operation_info`,
+`sluice_rollout_operation_info` and `sluice doctor` say which run. `fused_operations` calls them.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
 
 from sluice import platform
+from sluice.config import Config
 from sluice.platform import CPU, CUDA, NPU
 
-if TYPE_CHECKING:
-    import torch
+Models = Literal["transformers", "megatron"]
+BOTH: tuple[Models, ...] = ("transformers", "megatron")
+TRANSFORMERS: tuple[Models, ...] = ("transformers",)
+MEGATRON: tuple[Models, ...] = ("megatron",)
+HALF = ("bfloat16", "float16")
+AUTO = "auto"
 
 
-@dataclass(frozen=True)
+class OperationError(ValueError):
+    """An implementation was asked for that cannot run here; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What operations are for: a model, its activations, and the device that they are on.
+
+    heads: sizes of a key and of a value. capability: of a CUDA device. engine_obstacle: why what
+    is of Transformer Engine's layers cannot run. trains: gradients are asked for.
+    """
+
+    device_type: str
+    models: Models = "transformers"
+    dtype: str = "float32"
+    heads: tuple[int, int] = (0, 0)
+    capability: tuple[int, int] = (0, 0)
+    engine_obstacle: str = "the layers are not Transformer Engine's"
+    trains: bool = True
+
+
+def capability_of(device_type: str) -> tuple[int, int]:
+    """Returns the compute capability of the current CUDA device; zeros of others."""
+    if device_type != CUDA.device_type or platform.current() is not CUDA:
+        return (0, 0)
+    major, _, minor = platform.current().describe()["capability"].partition(".")
+    return (int(major), int(minor))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """`device_types` that have it (none given: all), and the package beside torch, if any."""
+    """What an implementation needs; nothing given is nothing needed.
+
+    unasked: device types on which it runs without being asked for. generation: the one major
+    compute capability that it is written for.
+    """
 
     name: str
+    models: tuple[Models, ...] = BOTH
     device_types: tuple[str, ...] = ()
+    unasked: tuple[str, ...] = (CPU.device_type, CUDA.device_type, NPU.device_type)
     package: str = ""
+    dtypes: tuple[str, ...] = ()
+    capability: tuple[int, int] = (0, 0)
+    generation: int = 0
+    largest_head: int = 0
+    engine_layers: bool = False
+    trains_only: bool = False
 
-    def is_on(self, device_type: str) -> bool:
-        """Returns whether it works on such a device, with what is installed."""
-        if self.device_types and device_type not in self.device_types:
-            return False
-        return not self.package or importlib.util.find_spec(self.package) is not None
+    def obstacle(self, work: Work) -> str:
+        """Returns why it cannot run; empty where it can."""
+        major, minor = work.capability
+        if work.models not in self.models:
+            return f"it is not for models of {work.models}"
+        if self.device_types and work.device_type not in self.device_types:
+            return f"it is for {' and '.join(self.device_types)}, not {work.device_type}"
+        if self.package and importlib.util.find_spec(self.package) is None:
+            return f"the package {self.package} is not installed"
+        if self.engine_layers and work.engine_obstacle:
+            return work.engine_obstacle
+        if self.dtypes and work.dtype not in self.dtypes:
+            return f"it computes in {' or '.join(self.dtypes)}, not {work.dtype}"
+        if self.generation and major != self.generation:
+            return f"it is for compute capability {self.generation}, not {major}.{minor}"
+        if work.device_type == CUDA.device_type and work.capability < self.capability:
+            least = ".".join(map(str, self.capability))
+            return f"it needs compute capability {least}, not {major}.{minor}"
+        if self.largest_head and max(work.heads) > self.largest_head:
+            return f"its heads have at most {self.largest_head} numbers, not {max(work.heads)}"
+        if self.trains_only and not work.trains:
+            return "it is for training"
+        return ""
+
+
+_CUDA, _NPU, _CPU = (CUDA.device_type,), (NPU.device_type,), (CPU.device_type,)
+_LIGER = Implementation(
+    name="liger", models=TRANSFORMERS, device_types=_CUDA, package="liger_kernel"
+)
+_ENGINE = Implementation(
+    name="transformer_engine",
+    models=MEGATRON,
+    device_types=_CUDA,
+    package="transformer_engine",
+    engine_layers=True,
+)
+_PLAIN = Implementation(name="plain")
+
+
+def _npu(name: str) -> Implementation:
+    return Implementation(name=name, models=TRANSFORMERS, device_types=_NPU, package="torch_npu")
 
 
 OPERATIONS: Mapping[str, Sequence[Implementation]] = {
-    # over packed rows of several lengths
-    "packed_attention": (
-        Implementation("flash_attn", (CUDA.device_type,), "flash_attn"),
-        Implementation("torch_sdpa"),
+    # over packed rows of several lengths, each from its start to its own tokens
+    "attention": (
+        Implementation(
+            name="transformer_engine",
+            models=MEGATRON,
+            device_types=_CUDA,
+            package="transformer_engine",
+            engine_layers=True,
+            dtypes=HALF,
+        ),
+        Implementation(
+            name="flash_attn_3",
+            device_types=_CUDA,
+            package="flash_attn_interface",
+            dtypes=HALF,
+            generation=9,
+            largest_head=256,
+        ),
+        Implementation(
+            name="flash_attn",
+            device_types=_CUDA,
+            package="flash_attn",
+            dtypes=HALF,
+            capability=(8, 0),
+            largest_head=256,
+        ),
+        Implementation(
+            name="npu_fusion_attention",
+            device_types=_NPU,
+            package="torch_npu",
+            dtypes=HALF,
+            largest_head=768,
+            trains_only=True,
+        ),
+        Implementation(name="torch_sdpa"),
     ),
     "rms_norm": (
-        Implementation("npu_rms_norm", (NPU.device_type,), "torch_npu"),
-        Implementation("torch_rms_norm"),
+        _ENGINE,
+        Implementation(name="npu_rms_norm", device_types=_NPU, package="torch_npu"),
+        _LIGER,
+        Implementation(name="torch_rms_norm", models=TRANSFORMERS, unasked=_CUDA),
+        Implementation(name="torch_rms_norm", models=MEGATRON),
+        _PLAIN,
+    ),
+    "rotary": (_ENGINE, _npu("npu_rotary_mul"), _LIGER, _PLAIN),
+    "swiglu": (
+        _npu("npu_swiglu"),
+        _LIGER,
+        # one function that torch.compile makes a kernel of, at the first pass, with a C compiler
+        Implementation(name="megatron_swiglu", models=MEGATRON, unasked=()),
+        _PLAIN,
+    ),
+    "experts": (
+        _ENGINE,
+        Implementation(
+            name="torch_grouped_mm",
+            models=TRANSFORMERS,
+            device_types=_CPU + _CUDA,
+            capability=(8, 0),
+        ),
+        Implementation(name="loop"),
+    ),
+    # log-probs of tokens from hidden states and the output weight
+    "logprobs": (
+        Implementation(name="by_size"),
+        Implementation(name="chunked"),
+        Implementation(name="whole"),
     ),
     "adamw": (
-        Implementation("torch_fused", (CPU.device_type, CUDA.device_type)),
-        Implementation("torch_foreach"),
+        Implementation(
+            name="transformer_engine",
+            models=MEGATRON,
+            device_types=_CUDA,
+            package="transformer_engine",
+        ),
+        Implementation(name="apex", models=MEGATRON, device_types=_CUDA, package="apex"),
+        Implementation(name="torch_fused", models=TRANSFORMERS, device_types=_CPU + _CUDA),
+        Implementation(name="torch_foreach"),
     ),
 }
+NAMES = frozenset(each.name for row in OPERATIONS.values() for each in row)
+MOST_LOGITS = 1 << 26  # entries in memory at once where `by_size` chooses
 
 
-@cache
+class OperationsConfig(Config):
+    """Which implementation each operation has; `auto` is the first of the table that can run.
+
+    One that is named and cannot run, or has nothing to do in the model, is an error at the start.
+    """
+
+    attention: Literal[
+        "auto",
+        "transformer_engine",
+        "flash_attn_3",
+        "flash_attn",
+        "npu_fusion_attention",
+        "torch_sdpa",
+    ] = "auto"
+    rms_norm: Literal[
+        "auto", "transformer_engine", "npu_rms_norm", "liger", "torch_rms_norm", "plain"
+    ] = "auto"
+    rotary: Literal["auto", "transformer_engine", "npu_rotary_mul", "liger", "plain"] = "auto"
+    swiglu: Literal["auto", "npu_swiglu", "liger", "megatron_swiglu", "plain"] = "auto"
+    experts: Literal["auto", "transformer_engine", "torch_grouped_mm", "loop"] = "auto"
+    logprobs: Literal["auto", "by_size", "chunked", "whole"] = Field(
+        "auto",
+        description="Log-probs of tokens: `whole` makes all logits of a pass, `chunked` those of"
+        " some rows at a time; `by_size` chunks what is above 2^26 logits.",
+    )
+    adamw: Literal["auto", "transformer_engine", "apex", "torch_fused", "torch_foreach"] = "auto"
+    without: tuple[str, ...] = Field((), description="Implementations that `auto` passes over.")
+
+    @model_validator(mode="after")
+    def _check_without(self) -> Self:
+        if unknown := sorted(set(self.without) - NAMES):
+            raise ValueError(f"without: {', '.join(unknown)} is none of {', '.join(sorted(NAMES))}")
+        for operation, row in OPERATIONS.items():
+            if getattr(self, operation) in self.without:
+                raise ValueError(f"without: {getattr(self, operation)} is set for {operation}")
+            if {each.name for each in row} <= set(self.without):
+                raise ValueError(f"without: leaves nothing to do {operation} by")
+        return self
+
+
+UNASKED = OperationsConfig()
+
+
+def choose(asked: OperationsConfig, work: Work, used: Collection[str]) -> dict[str, str]:
+    """Returns which implementation each of the operations `used` has.
+
+    Raises OperationError for one that is asked for and cannot run or is not used.
+    """
+    chosen = {}
+    for operation in OPERATIONS:
+        wanted = getattr(asked, operation)
+        if operation in used:
+            chosen[operation] = _one(operation, wanted, asked.without, work)
+        elif wanted != AUTO:
+            raise OperationError(
+                f"operations.{operation}: {wanted} has no effect on this model; leave it out"
+            )
+    return chosen
+
+
+def _one(operation: str, wanted: str, without: Collection[str], work: Work) -> str:
+    reasons = []
+    for each in OPERATIONS[operation]:
+        if wanted not in (AUTO, each.name):
+            continue
+        if wanted == AUTO and (each.name in without or work.device_type not in each.unasked):
+            continue
+        reason = each.obstacle(work)
+        if not reason:
+            return each.name
+        reasons.append(reason)
+    raise OperationError(f"operations.{operation}: {wanted} cannot run: {reasons[-1]}")
+
+
 def chosen(operation: str, device_type: str) -> str:
-    """Returns the name of the implementation that runs on such a device."""
-    return next(each.name for each in OPERATIONS[operation] if each.is_on(device_type))
+    """Returns what runs on such a device of a model of transformers in bfloat16, unasked."""
+    work = Work(device_type=device_type, dtype="bfloat16", capability=capability_of(device_type))
+    return _one(operation, AUTO, (), work)
 
 
-def of_torch(device_type: str) -> dict[str, str]:
-    """Returns the operations of a model of transformers whose parameters are on such a device."""
-    return {"packed_attention": "torch_sdpa", "adamw": chosen("adamw", device_type)}
+def most_logits(implementation: str) -> int:
+    """Returns from how many logits on an implementation of `logprobs` makes them in chunks."""
+    return {"by_size": MOST_LOGITS, "chunked": 0, "whole": 1 << 62}[implementation]
 
 
-def packed_attention(device_type: str) -> Any:
-    """Returns flash-attn's kernel for packs, whose causal mask is lower right, or None."""
-    if chosen("packed_attention", device_type) != "flash_attn":
-        return None
-    return importlib.import_module("flash_attn").flash_attn_varlen_func
-
-
-def rms_norm(hidden: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Divides by the root of the mean square over the last dimension, in float32."""
-    import torch
-
-    wide, shape = hidden.float(), hidden.shape[-1:]
-    if chosen("rms_norm", platform.current().device_type) != "npu_rms_norm":
-        return torch.nn.functional.rms_norm(wide, shape, None, epsilon)
-    kernel = importlib.import_module("torch_npu").npu_rms_norm
-    normed: torch.Tensor = kernel(wide, wide.new_ones(shape), epsilon)[0]
-    return normed
-
-
-def adamw_options(device_type: str) -> dict[str, bool]:
-    """Returns how torch's AdamW is to work through parameters on such a device."""
-    is_fused = chosen("adamw", device_type) == "torch_fused"
-    return {"fused": True} if is_fused else {"foreach": True}
+def adamw_options(implementation: str) -> dict[str, bool]:
+    """Returns how torch's AdamW is to work through parameters."""
+    return {"fused": True} if implementation == "torch_fused" else {"foreach": True}

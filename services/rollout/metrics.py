@@ -79,6 +79,12 @@ PAUSE_SECONDS = Histogram(
     buckets=PAUSES,
 )
 
+OPERATIONS = Gauge(
+    "sluice_rollout_operation_info",
+    "1 for the implementation of an operation that the engine's model runs (sluice/operations.py).",
+    ["operation", "implementation"],
+)
+
 WEIGHT_VERSION = Reading("sluice_rollout_weight_version", "Version that serves; -1 none.")
 ADAPTERS = Reading("sluice_rollout_adapters", "Adapters that are held beside the base.")
 RUNNING = Reading("sluice_rollout_running_samples", "Samples that decode.")

@@ -13,6 +13,7 @@ from services.trainer.backends.fsdp.config import FsdpConfig
 from services.trainer.backends.megatron.config import MegatronConfig
 from sluice.balance.planner import OversizePolicy
 from sluice.config import Config, ProcessConfig
+from sluice.operations import OperationsConfig
 from sluice.place import Place, StoreCacheConfig, StorePlace, directory_of, within
 from sluice.runtime.server import ServerConfig
 from sluice.weights.adapter import DEFAULT_TARGETS, MAX_RANK, AdapterSpec
@@ -256,6 +257,7 @@ class TrainerConfig(ProcessConfig):
         True,
         description="Logits of a bfloat16 model in float32; else rounded, and log-probs with them.",
     )
+    operations: OperationsConfig = OperationsConfig()
     threads: int = Field(1, ge=1, description="Of a rank on a CPU.")
     durable: bool = Field(
         True, description="False: what a crash of the machine leaves in the store is undefined."
@@ -365,6 +367,8 @@ class TrainerConfig(ProcessConfig):
             raise ValueError("lora is not for megatron.dtype float16, whose losses are scaled")
         if self.megatron.distributed_optimizer != MegatronConfig().distributed_optimizer:
             raise ValueError("megatron.distributed_optimizer has no effect with lora; leave it out")
+        if self.megatron.overlap_param_gather:
+            raise ValueError("megatron.overlap_param_gather has no effect with lora; leave it out")
         document = json.loads((Path(self.model) / "config.json").read_bytes())
         if "vision_config" in document:
             raise ValueError("lora is not for a model that sees: its tower has layers of like name")

@@ -72,6 +72,11 @@ class SequenceLayout:
         return max(-(-self.starts[-1] // whole), 1) * whole
 
     @property
+    def all_starts(self) -> tuple[int, ...]:
+        """As `starts`, with the padding behind the last sample as one more."""
+        return self.starts if self.starts[-1] == self.total else (*self.starts, self.total)
+
+    @property
     def local_length(self) -> int:
         """Slots of every rank."""
         return self.total // self.size

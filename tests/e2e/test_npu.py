@@ -86,8 +86,11 @@ def test_the_stack_trains_on_npus_and_asks_nothing_of_cuda(npu_stack: Stack) -> 
         assert calls[rank]["npu.set_device"] > 0
         assert calls[rank]["allocate"] > 0
         assert calls[rank]["mindspeed"] == uses_megatron(npu_stack)
-        assert (calls[rank]["npu_rms_norm"] > 0) == uses_megatron(npu_stack)
-    assert calls[engine]["allocate"] > 0
+        assert calls[rank]["npu_rms_norm"] > 0
+        for name in ("npu_rotary_mul", "npu_swiglu"):  # MindSpeed's matter in a model of Megatron
+            assert (calls[rank][name] == 0) == uses_megatron(npu_stack)
+    for name in ("allocate", "npu_rms_norm", "npu_rotary_mul", "npu_swiglu"):
+        assert calls[engine][name] > 0
     of_cuda = {
         f"{pid}: {name}": count
         for pid, counts in calls.items()
@@ -109,9 +112,16 @@ def test_the_trainer_says_which_operations_run(npu_stack: Stack) -> None:
         for sample in family.samples
         if sample.name == name
     }
-    expected = {"packed_attention": ("torch_sdpa", 2.0), "adamw": ("torch_foreach", 2.0)}
+    expected = {
+        "attention": ("torch_sdpa", 2.0),  # in float32
+        "rms_norm": ("npu_rms_norm", 2.0),
+        "rotary": ("npu_rotary_mul", 2.0),
+        "swiglu": ("npu_swiglu", 2.0),
+        "logprobs": ("by_size", 2.0),
+        "adamw": ("torch_foreach", 2.0),
+    }
     if uses_megatron(npu_stack):
-        expected["rms_norm"] = ("npu_rms_norm", 2.0)
+        expected |= {"rotary": ("plain", 2.0), "swiglu": ("plain", 2.0)}
     assert found == expected
 
 

@@ -20,7 +20,6 @@ from services.trainer.backends.chunks import CheckpointWriteError
 from services.trainer.backends.megatron import backend as megatron_backend
 from services.trainer.backends.megatron import (
     checkpoint,
-    head,
     model,
     model_config,
     parallel,
@@ -59,7 +58,6 @@ def clean_up() -> None:
 
 
 def open_backend(rank: int, world: int, arguments: dict[str, Any]) -> MegatronBackend:
-    head.MAX_LOGITS = arguments.get("max_logits", 1 << 26)
     layout = MegatronConfig(**{"dtype": "float32", **arguments["layout"]})
     config = TrainerConfig(
         model=arguments["model"],
@@ -143,6 +141,22 @@ def taught(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     save_tensors(trained, out / f"gradients-{rank}.safetensors", main_gradient)
     backend.close()
     return {"loss": loss}
+
+
+def small_steps(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The weights at the start, behind one step and behind the last, all on the same rows."""
+    out = Path(arguments["out"])
+    optim = {"learning_rate": arguments["rate"], "max_grad_norm": 0.0}
+    backend = open_backend(rank, world, {**arguments, "trainer": {"optim": optim}})
+    save_export(backend, out / "start.safetensors")
+    for step in range(arguments["steps"]):
+        backend.forward_backward([make_rows()[:2]], LossSpec(name="sft"))
+        assert not backend.step(normalizer=NORMALIZER, learning_rate=None).skipped_reason
+        if step == 0:
+            save_export(backend, out / "first.safetensors")
+    save_export(backend, out / "last.safetensors")
+    backend.close()
+    return {}
 
 
 def vision(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -304,6 +318,8 @@ def main_gradient(tensor: LocalTensor) -> torch.Tensor:
 
 
 def save_export(backend: MegatronBackend, path: Path, *read: Any) -> None:
+    if isinstance(backend._stepper, stepping.Stepper):
+        backend._stepper.settle()  # as what publishes does
     save_tensors(backend._policy.tensors, path, *read)
 
 

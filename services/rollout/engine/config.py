@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from sluice.config import Config
+from sluice.operations import OperationsConfig
 from sluice.runtime.recovery import Backoff
 from sluice.weights.adapter import DEFAULT_TARGETS, MAX_RANK, AdapterSpec
 from sluice.weights.errors import InvalidAdapterError
@@ -257,10 +258,15 @@ class EngineConfig(Config):
         description="Adapters held at once; the oldest that no request uses gives way to a newer"
         " one, and one in use when its last request ends.",
     )
+    operations: OperationsConfig = Field(
+        OperationsConfig(), description="Of the reference engine; attention is that of prompts."
+    )
     sglang: SglangConfig = SglangConfig()
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> EngineConfig:
+        if self.backend != "reference" and self.operations != OperationsConfig():
+            raise ValueError(f"operations: has no effect with backend {self.backend}; leave it out")
         # How work is cut over threads depends on how much there is.
         if self.deterministic and self.threads > 1:
             raise ValueError("threads: deterministic needs 1")

@@ -235,7 +235,7 @@ class AdapterTraining:
     """Adapters that every rank has whole, their optimizer, and both in files.
 
     Passes add this rank's gradients; they are summed over ranks once a step, as one flat tensor.
-    `is_writer`: this rank writes checkpoints and publications.
+    `is_writer`: this rank writes checkpoints and publications. `adamw`: the implementation of it.
     """
 
     def __init__(
@@ -246,10 +246,11 @@ class AdapterTraining:
         ranks: Collectives | None,
         *,
         is_writer: bool,
+        adamw: str,
     ) -> None:
         self.adapters, self._mesh, self._ranks = adapters, mesh, ranks
         self.is_writer = is_writer
-        self.optimizer = FlatOptimizer(adapters.parameters, optim)
+        self.optimizer = FlatOptimizer(adapters.parameters, optim, adamw=adamw)
 
     def step(self, normalizer: float, rate: float) -> StepOutcome:
         return self.optimizer.step(normalizer, rate, self.reduce, self.norm)
@@ -363,6 +364,7 @@ def training(
     mesh: Mesh,
     ranks: Collectives | None,
     device: torch.device,
+    adamw: str,
 ) -> TrainedAdapters | None:
     """Freeze a transformers model that all ranks hold, and begin adapters; collective.
 
@@ -374,7 +376,9 @@ def training(
 
     def start(adapters: Adapters) -> AdapterTraining:
         layers.attach(adapters)
-        return AdapterTraining(adapters, config.optim, mesh, ranks, is_writer=mesh.rank == 0)
+        return AdapterTraining(
+            adapters, config.optim, mesh, ranks, is_writer=mesh.rank == 0, adamw=adamw
+        )
 
     return TrainedAdapters(layers, config.lora, config, start)
 

@@ -44,7 +44,10 @@ class FlatOptimizer:
         parameters: Mapping[str, torch.nn.Parameter],
         optim: OptimConfig,
         vision: VisionConfig | None = None,
+        *,
+        adamw: str,
     ) -> None:
+        """`adamw`: the implementation of the optimizer."""
         scales = (vision or VisionConfig()).scales(optim.learning_rate)
         self._max_norm = optim.max_grad_norm
         for name, parameter in parameters.items():
@@ -68,7 +71,7 @@ class FlatOptimizer:
             lr=optim.learning_rate,
             betas=optim.betas,
             eps=optim.epsilon,
-            **operations.adamw_options(first.device.type),
+            **operations.adamw_options(adamw),
         )
 
     def views(self) -> Iterator[tuple[str, torch.Tensor]]:

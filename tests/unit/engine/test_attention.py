@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from prometheus_client import REGISTRY
 from transformers import (
     MistralConfig,
     MistralForCausalLM,
@@ -17,11 +18,16 @@ from transformers import (
 
 from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import Delta, PauseMode
+from services.rollout.engine.reference.attention import Heads, PromptBlock
 from services.rollout.engine.reference.core import EngineCore
 from services.rollout.engine.reference.engine import ReferenceEngine
-from services.rollout.errors import UnfitWeightsError
+from services.rollout.engine.reference.loading import open_model
+from services.rollout.errors import UnfitWeightsError, UnsupportedModelError
+from sluice.fused_operations import attention_kernel
+from sluice.operations import OperationsConfig
 from sluice.weights.store import WeightStore
 from tests.contract.engine.cases import SIZES, Model, complete, request_of
+from tests.fused_stand_ins import CALLS, place_all
 from tests.imported import import_checkpoint
 from tests.patience import PATIENCE
 
@@ -84,3 +90,45 @@ async def test_a_mixture_of_experts_takes_new_versions_though_its_checkpoint_is_
                 await asyncio.wait_for(engine.commit(record.version, PauseMode.WAIT), PATIENCE)
     finally:
         await engine.close()
+
+
+@pytest.mark.parametrize("implementation", ["flash_attn", "flash_attn_3"])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("start", [0, 7])
+def test_a_kernel_attends_chunks_of_prompts_as_torch_does(
+    monkeypatch: pytest.MonkeyPatch, implementation: str, window: int | None, start: int
+) -> None:
+    place_all(monkeypatch)
+    torch.manual_seed(0)
+    count, chunk, length = 3, 6, 16
+    cache = torch.randn(2, 2, count, 2, length, 8, dtype=torch.bfloat16)
+    heads = Heads(
+        *(torch.randn(many, count * chunk, 8, dtype=torch.bfloat16) for many in (4, 2, 2))
+    )
+    plain, fused = (PromptBlock(count, chunk, start, cache.clone()) for _ in range(2))
+    for layer in (0, 1):
+        wanted = plain.attend(layer, heads, 0.3, window)
+        assert CALLS[implementation] == layer
+        found = fused.attend(layer, heads, 0.3, window, attention_kernel(implementation))
+        torch.testing.assert_close(found.float(), wanted.float(), rtol=2e-2, atol=2e-2)
+    assert torch.equal(fused.kv, plain.kv)
+
+
+def test_what_an_engine_is_asked_to_run_and_cannot_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    save(MistralForCausalLM(MistralConfig(**SIZES)), tmp_path)
+    for asked, reason in (
+        ({"attention": "flash_attn"}, "it is for cuda, not cpu"),
+        ({"experts": "loop"}, "experts: loop has no effect on this model"),
+        ({"adamw": "torch_fused"}, "adamw: torch_fused has no effect on this model"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=reason):
+            open_model(tmp_path, torch.float32, torch.device("cpu"), OperationsConfig(**asked))
+    asked = OperationsConfig(rms_norm="torch_rms_norm")
+    model, _ = open_model(tmp_path, torch.float32, torch.device("cpu"), asked)
+    assert model.operations["rms_norm"] == "torch_rms_norm"
+    name = "sluice_rollout_operation_info"
+    labels = {"operation": "rms_norm", "implementation": "torch_rms_norm"}
+    assert REGISTRY.get_sample_value(name, labels) == 1
+    with pytest.raises(ValueError, match="operations: has no effect with backend sglang"):
+        EngineConfig(backend="sglang", operations=asked)

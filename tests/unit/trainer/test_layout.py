@@ -18,6 +18,8 @@ from services.trainer.backends.reference.model import (
     pack,
     split_rows,
 )
+from sluice.fused_operations import attention_kernel
+from tests.fused_stand_ins import CALLS, place_all
 
 GROUPS = st.lists(
     st.tuples(
@@ -174,3 +176,32 @@ def test_passes_have_every_row_once_and_never_a_long_prompt_twice(
         longest = max(len(row.token_ids) for row in rows)
         assert all(len(pack(part).token_ids) < PASS_TOKENS + longest for part in parts)
         assert all(len(pack(part).token_ids) > PASS_TOKENS - 2 * len(part) for part in parts[:-1])
+
+
+@pytest.mark.parametrize("implementation", ["flash_attn", "flash_attn_3", "npu_fusion_attention"])
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_kernel_attends_as_torch_does(
+    monkeypatch: pytest.MonkeyPatch, implementation: str, shares: bool, window: int | None
+) -> None:
+    """Runs, rows behind their prompts, padded buckets and long ones; masks stay torch's."""
+    place_all(monkeypatch)
+    groups = [(30, [90, 90, 70, 5, 1], True), (600, [560, 540, 40], False), (3, [7], False)]
+    layout = pack(make_rows(groups), shares_prompts=shares)
+    torch.manual_seed(0)
+    heads, kv_heads, tokens = 4, 2, len(layout.token_ids)
+    query, key, value = (
+        torch.randn(1, count, tokens, 16, dtype=torch.bfloat16)
+        for count in (heads, kv_heads, kv_heads)
+    )
+    if window is not None and shares:
+        return  # refused, with and without a kernel
+    kernel = attention_kernel(implementation)
+    options = {"scaling": 0.3, "sliding_window": window, "packed_layout": layout}
+    given = (torch.nn.Identity(), query, key, value, None)
+    wanted, _ = attend(*given, **options)
+    assert not CALLS
+    found, _ = attend(*given, **options, kernel=kernel)
+    assert 0 < CALLS[implementation] <= len(layout.buckets)
+    assert (CALLS[implementation] == len(layout.buckets)) == (not shares)
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=2e-2, atol=2e-2)

@@ -84,15 +84,12 @@ def test_gradients_of_long_rows_equal_autograd_in_float64(model: Model, tmp_path
 
 
 @pytest.mark.parametrize("loss", [PPO, BONUS])
-def test_logits_made_in_chunks_change_nothing(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: LossSpec
-) -> None:
+def test_logits_made_in_chunks_change_nothing(model: Model, tmp_path: Path, loss: LossSpec) -> None:
     rows = ragged_rows()
     backend = start(model, tmp_path)
     whole = backend.forward_backward([rows], loss)
     expected = gradients(backend)
-    backend.discard_gradients()
-    monkeypatch.setattr(model_module, "MAX_LOGITS", 0)
+    backend = start(model, tmp_path, operations={"logprobs": "chunked"})
     chunked = backend.forward_backward([rows], loss)
     assert chunked.loss == pytest.approx(whole.loss, rel=1e-5)
     for name, gradient in gradients(backend).items():
@@ -113,20 +110,19 @@ def test_autocast_stays_near_and_keeps_float32_gradients(model: Model, tmp_path:
 @pytest.mark.parametrize(
     ("settings", "least", "most"), [({}, 0.0, 1e-5), ({"float32_head": False}, 1e-3, 0.1)]
 )
-@pytest.mark.parametrize("max_logits", [0, 1 << 26])
+@pytest.mark.parametrize("logprobs", ["chunked", "whole"])
 def test_the_head_is_float32_under_autocast_unless_told_not_to(
     model: Model,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
     least: float,
     most: float,
-    max_logits: int,
+    logprobs: str,
 ) -> None:
     """Against a float64 head over the same hidden states, with logits of a trained model's size."""
-    monkeypatch.setattr(model_module, "MAX_LOGITS", max_logits)
     rows = ragged_rows()
-    backend = start(model, tmp_path, autocast=True, **settings)
+    operations = {"logprobs": logprobs}
+    backend = start(model, tmp_path, autocast=True, operations=operations, **settings)
     policy = backend._policy.model
     weight_VH = policy.get_output_embeddings().weight
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):

@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.rollout.engine.interface import ServedWeights
+from sluice.fused_operations import Attention, PackRows
 from sluice.imports import uncompiled
 from sluice.samples.sample import MediaSpan
 
@@ -186,6 +187,14 @@ class PromptBlock:
     chunk: int
     start: int
     kv: torch.Tensor
+    _rows: PackRows | None = None
+
+    def rows(self, device: torch.device) -> PackRows:
+        """Its prompts as a kernel takes them; the same for every layer."""
+        if self._rows is None:
+            keys = [self.start + self.chunk] * self.count
+            self._rows = PackRows([self.chunk] * self.count, keys, device)
+        return self._rows
 
     def mask(self, window: int | None, device: torch.device) -> torch.Tensor | None:
         """Boolean [chunk, start + chunk], True where visible; None for plain causal."""
@@ -199,7 +208,14 @@ class PromptBlock:
             visible &= keys > rows - window
         return visible
 
-    def attend(self, layer: int, q: Heads, scale: float, window: int | None) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Heads,
+        scale: float,
+        window: int | None,
+        kernel: Attention | None = None,
+    ) -> torch.Tensor:
         """q.query [heads, count * chunk, head_dim] -> [count * chunk, heads, head_dim]."""
         end = self.start + self.chunk
         query, key, value = (
@@ -210,6 +226,10 @@ class PromptBlock:
         self.kv[layer, 1, :, :, self.start : end] = value
         if self.start:
             key, value = self.kv[layer, 0, :, :, :end], self.kv[layer, 1, :, :, :end]
+        if kernel is not None:
+            packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+            rows = self.rows(query.device)
+            return kernel(packed[0], packed[1], packed[2], rows, scale, window)
         mask = self.mask(window, query.device)
         out = scaled_dot_product_attention(
             query,
@@ -262,15 +282,22 @@ def attend_packed(
     plan: ForwardPlan,
     scaling: float,
     sliding_window: int | None = None,
+    kernel: Attention | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers attention function: query [1, heads, T, dim] -> [1, T, heads, dim]."""
+    """transformers attention function: query [1, heads, T, dim] -> [1, T, heads, dim].
+
+    kernel: of prompts; what decodes is torch's.
+    """
     pieces, first, layer = [], 0, cast(int, module.layer_idx)
     for block in plan.blocks:
         width = block.count * block.chunk if isinstance(block, PromptBlock) else block.count
         span = slice(first, first + width)
         heads = Heads(query[0, :, span], key[0, :, span], value[0, :, span])
-        pieces.append(block.attend(layer, heads, scaling, sliding_window))
+        if isinstance(block, PromptBlock):
+            pieces.append(block.attend(layer, heads, scaling, sliding_window, kernel))
+        else:
+            pieces.append(block.attend(layer, heads, scaling, sliding_window))
         first += width
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).unsqueeze(0), None
 

@@ -258,7 +258,9 @@ class ReferenceEngine(Engine):
         self._stagers = ThreadPoolExecutor(READERS, "engine-stage", initializer=lower_priority)
         # where a tensor lies may round a product otherwise
         shares = not config.deterministic
-        self._versions = VersionLoader(self._dtype, self._device, shares=shares)
+        self._versions = VersionLoader(
+            self._dtype, self._device, shares=shares, asked=config.operations
+        )
         self._serving: PreparedWeights | None = None
         self._base_asleep: ServedWeights | None = None  # the model's own that served, meanwhile
         self._prepared = PreparedVersions[PreparedWeights | ServingAdapter]()
@@ -277,7 +279,7 @@ class ReferenceEngine(Engine):
         self._thread.start(asyncio.get_running_loop(), threads)
         if self._config.model:
             path = Path(self._config.model)
-            model, weights = await self._load(partial(open_model, path, self._dtype, self._device))
+            model, weights = await self._load(self._opening(path))
             self._versions.model = self._watched(model)
             self._serving = weights
             await self._thread.call(partial(self._core.serve, model, weights))
@@ -341,6 +343,10 @@ class ReferenceEngine(Engine):
             self._watched(self._known_model())
         self._prepared.add(weights)
         self._prepare_seconds = time.monotonic() - began
+
+    def _opening(self, path: Path) -> Callable[[], tuple[ServingModel, PreparedWeights]]:
+        """What reads a model directory."""
+        return partial(open_model, path, self._dtype, self._device, self._config.operations)
 
     def _watched(self, model: ServingModel) -> ServingModel:
         if self._config.routed_experts:
@@ -452,7 +458,7 @@ class ReferenceEngine(Engine):
             return
         if (base := self._base_asleep) is not None:
             path = Path(self._config.model or "")
-            read = partial(open_model, path, self._dtype, self._device)
+            read = self._opening(path)
             weights = (await self._load(read))[1]
             if weights.digest != base.digest:
                 raise UnfitWeightsError(f"{path.name!r} is not the base that served before")

@@ -27,6 +27,7 @@ from services.rollout.engine.versions import (
 from services.rollout.errors import UnfitWeightsError
 from sluice import faults, platform
 from sluice.durable import is_memory
+from sluice.operations import UNASKED, OperationsConfig
 from sluice.weights.checkpoint import (
     check_companions,
     checked_shard,
@@ -83,14 +84,17 @@ def check_plain(manifest: Manifest) -> None:
 
 
 def open_model(
-    directory: Path, dtype: torch.dtype, device: torch.device
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    asked: OperationsConfig = UNASKED,
 ) -> tuple[ServingModel, PreparedWeights]:
     """Builds a model from a plain HF directory and takes its weights as version 0.
 
     Raises UnfitWeightsError or UnsupportedModelError.
     """
     digest, tensors = describe_model(directory)
-    model = ServingModel(directory, dtype, device)
+    model = ServingModel(directory, dtype, device, asked)
     if not is_quantized(tensors):
         return model, PreparedWeights(0, digest, model.parameters())
     with reading(0):
@@ -149,9 +153,19 @@ class VersionLoader:
     `model` is the one that serves; without one, the first version that is loaded makes it.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, *, shares: bool = False) -> None:
-        """`shares`: versions that lie in memory of the host, in this dtype, serve as they lie."""
-        self._dtype, self._device = dtype, device
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        shares: bool = False,
+        asked: OperationsConfig = UNASKED,
+    ) -> None:
+        """`shares`: versions that lie in memory of the host, in this dtype, serve as they lie.
+
+        asked: of models that are made of versions, which operations are chosen ahead.
+        """
+        self._dtype, self._device, self._asked = dtype, device, asked
         self._shares = shares and device.type == "cpu"
         self._pool = ThreadPoolExecutor(READERS, "engine-shards", initializer=lower_priority)
         self._spare = SpareMemory()
@@ -239,12 +253,14 @@ class VersionLoader:
                     tensors = _restored(tensors, directory, self._dtype)
         finally:
             self.forget()
-        model = self.model = self.model or ServingModel(directory, self._dtype, self._device)
+        if self.model is None:
+            self.model = ServingModel(directory, self._dtype, self._device, self._asked)
+        model = self.model
         check_processor(manifest, model.images.processor)
         if model.names_match(tensors):
             return PreparedWeights(version, digest, model.fit(tensors), owned=True)
         # Checkpoints of some architectures name or cut tensors in another way than the module.
-        converted = ServingModel(directory, self._dtype, self._device)
+        converted = ServingModel(directory, self._dtype, self._device, self._asked)
         return PreparedWeights(version, digest, model.fit(converted.parameters()), owned=True)
 
     def _load_adapter(

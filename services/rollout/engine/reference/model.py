@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from services.rollout import metrics
 from services.rollout.engine.images import ImageReader, ShownPrompt, reads_media
 from services.rollout.engine.interface import Media
 from services.rollout.engine.reference.adapters import AdapterLayers
@@ -33,7 +34,10 @@ from services.rollout.engine.versions import check_processor
 from services.rollout.errors import UnfitWeightsError, UnsupportedModelError
 from sluice import vision
 from sluice.algo.logprobs import float32_logits
+from sluice.fused_layers import adapt, choose_for, heads_of
+from sluice.fused_operations import attention_kernel
 from sluice.imports import uncompiled
+from sluice.operations import UNASKED, OperationError, OperationsConfig, Work, capability_of
 from sluice.vision import VisionTower, rotary_positions
 from sluice.weights.manifest import Manifest
 
@@ -103,8 +107,17 @@ class Shaped(Protocol):
 class ServingModel:
     """The architecture, with parameters that `swap` replaces in microseconds per tensor."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Builds from an HF directory; raises UnsupportedModelError, UnfitWeightsError."""
+    def __init__(
+        self,
+        directory: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        asked: OperationsConfig = UNASKED,
+    ) -> None:
+        """Builds from an HF directory; raises UnsupportedModelError, UnfitWeightsError.
+
+        asked: which operations are chosen ahead.
+        """
         config = read_model_config(directory)
         self._foreign = foreign_reason(config.get_text_config())
         transformers_logging.disable_progress_bar()  # a server's log is no terminal
@@ -129,6 +142,12 @@ class ServingModel:
             if report[what]:
                 name = str(min(report[what]))
                 raise UnfitWeightsError(f"{what} of the checkpoint: {name}", tensor=name)
+        self.operations = self._choose(model, asked, dtype, device)
+        adapt(model, self.operations)
+        metrics.OPERATIONS.clear()
+        for operation, name in self.operations.items():
+            metrics.OPERATIONS.labels(operation, name).set(1)
+        self._kernel = attention_kernel(self.operations.get("attention", ""))
         self.module = model.to(device).eval().requires_grad_(False)
         if dtype != torch.float32:
             _widen(self.module.get_output_embeddings())
@@ -158,6 +177,23 @@ class ServingModel:
         self._shapes = {names: model.get_parameter(names[0]).shape for names in self._places}
         self._dtype, self._device = dtype, device
         self._tap: ExpertRecorder | None = None
+
+    def _choose(
+        self, model: Any, asked: OperationsConfig, dtype: torch.dtype, device: torch.device
+    ) -> dict[str, str]:
+        """Raises UnsupportedModelError for what is asked for and cannot run."""
+        work = Work(
+            device_type=device.type,
+            dtype=str(dtype).removeprefix("torch."),
+            heads=heads_of(model.config),
+            capability=capability_of(device.type),
+            trains=False,
+        )
+        own = frozenset[str]() if self._foreign else frozenset({"attention"})
+        try:
+            return choose_for(model, asked, work, own=own)
+        except OperationError as error:
+            raise UnsupportedModelError(str(error), key="operations") from error
 
     def watch_routers(self) -> None:
         """Records experts for `take_experts`. Raises UnsupportedModelError without any."""
@@ -224,6 +260,7 @@ class ServingModel:
                 use_cache=False,
                 logits_to_keep=keep,
                 plan=plan,
+                kernel=self._kernel,
             ).logits
             return logits[0].float()
         embeddings, deep = self.module.get_input_embeddings()(tokens), dict[str, Any]()
@@ -238,6 +275,7 @@ class ServingModel:
             position_ids=positions[:, None],
             use_cache=False,
             plan=plan,
+            kernel=self._kernel,
             **deep,
         ).last_hidden_state[0]
         answer: torch.Tensor = self.module.lm_head(hidden.index_select(0, keep)).float()

@@ -35,7 +35,7 @@ from services.trainer.backends.reference.model import PackedLayout, pack
 from services.trainer.config import Head, LoraConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
-from sluice import operations, platform
+from sluice import platform
 from sluice.algo.collectives import create_collectives
 from sluice.algo.logprobs import EntropyMode, TopLogprobs
 from sluice.algo.losses import check_columns, compute_loss, pack_named, pack_rows
@@ -66,9 +66,6 @@ class FsdpBackend(TrainingBackend):
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         current.set_device(local_rank)
         self._device = current.device(local_rank)
-        self.operations = operations.of_torch(
-            platform.CPU.device_type if config.fsdp.cpu_offload else self._device.type
-        )
         if config.fsdp.cpu_offload and self._device.type == "cpu":
             raise ValueError("fsdp.cpu_offload needs an accelerator: there is none to offload from")
         current.seed_all(config.seed)
@@ -78,12 +75,18 @@ class FsdpBackend(TrainingBackend):
         self._writers = dist.new_group(backend="gloo", timeout=timeout)  # of checkpoints
         self._policy = self._load(config.model, head=config.head)
         self._reference: ShardedModel | None = None
-        self._lora = lora.training(self._policy.model, config, mesh, self._ranks, self._device)
+        self.operations = self._policy.operations
+        adamw = self.operations["adamw"]
+        self._lora = lora.training(
+            self._policy.model, config, mesh, self._ranks, self._device, adamw
+        )
         self._start(self._policy)
         self._whole: ShardedOptimizer | None = None  # of the model itself
         if self._lora is None:
             parameters = self._policy.parameters()
-            self._whole = ShardedOptimizer(parameters, config.optim, self._ranks, self._device)
+            self._whole = ShardedOptimizer(
+                parameters, config.optim, self._ranks, self._device, adamw=adamw
+            )
         dtype = getattr(torch, config.publish_dtype)
         source = Path(config.model) if config.head == "policy" else None
         self._export = Export(self._policy, self._cut_over.get_group(), dtype, source)
@@ -217,6 +220,7 @@ class FsdpBackend(TrainingBackend):
             head=head,
             float32_head=self._config.float32_head,
             trained=trained,
+            asked=self._config.operations,
         )
 
     @contextmanager

@@ -7,7 +7,7 @@ reads this rank's part of each tensor and nothing else. So the cut is made betwe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -31,12 +31,13 @@ from services.trainer.backends.fsdp.config import FsdpConfig
 from services.trainer.backends.fsdp.families import layout_of
 from services.trainer.backends.reference.model import (
     IMPLEMENTATION,
-    MAX_LOGITS,
+    OWN_OPERATIONS,
     PackedLayout,
     errors_only,
     with_named,
 )
 from services.trainer.config import Head
+from sluice import operations, platform
 from sluice.algo.logprobs import (
     EntropyMode,
     TopLogprobs,
@@ -44,7 +45,10 @@ from sluice.algo.logprobs import (
     token_logprobs,
     top_logprobs,
 )
+from sluice.fused_layers import adapt, choose_for, heads_of
+from sluice.fused_operations import attention_kernel
 from sluice.imports import with_shards
+from sluice.operations import UNASKED, OperationsConfig, Work
 
 NEW_HEAD = {"score.weight", "score.bias"}  # zero where a checkpoint is a language model's
 
@@ -70,6 +74,7 @@ class PolicyRoot(torch.nn.Module):
         super().__init__()
         self.model = model  # transformers.PreTrainedModel, whose types mypy does not see
         self._float32_head = float32_head
+        self.operations: Mapping[str, str] = {}  # which implementation each has; once it is loaded
         self._divisor = _logit_divisor(model.config)
 
     def forward(
@@ -84,6 +89,7 @@ class PolicyRoot(torch.nn.Module):
             position_ids=layout.position_ids[None],
             use_cache=False,
             packed_layout=layout,
+            kernel=attention_kernel(self.operations["attention"]),
         )
         picked_RH = output.last_hidden_state[0].index_select(0, layout.predictors)
         if asked.temperature is None:
@@ -105,6 +111,10 @@ class PolicyRoot(torch.nn.Module):
             float32=self._float32_head and picked_RH.dtype != torch.float32,
         )
 
+    @property
+    def _most_logits(self) -> int:
+        return operations.most_logits(self.operations["logprobs"])
+
     def _score(
         self, picked_RH: torch.Tensor, targets: torch.Tensor, asked: Asked
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,7 +132,7 @@ class PolicyRoot(torch.nn.Module):
                     tensor.float() for tensor in (picked_RH, weight_VH, bias_V)
                 )
             logits_RV = linear(picked_RH, weight_VH, bias_V)
-        elif wider or len(targets) * len(head.weight) > MAX_LOGITS:
+        elif wider or len(targets) * len(head.weight) > self._most_logits:
             return linear_logprobs(picked_RH, head.weight, targets, float32=wider, **options)
         else:
             logits_RV = linear(picked_RH, head.weight)
@@ -149,6 +159,12 @@ class ShardedModel:
     def model(self) -> Any:
         return self.root.model
 
+    @property
+    def operations(self) -> Mapping[str, str]:
+        """Which implementation each operation has."""
+        chosen: Mapping[str, str] = self.root.operations
+        return chosen
+
     def release(self) -> None:
         """Free what a forward keeps gathered for its backward, where none is to come."""
         for module in self.root.modules():
@@ -174,6 +190,7 @@ def load_model(
     head: Head = "policy",
     float32_head: bool = True,
     trained: bool = True,
+    asked: OperationsConfig = UNASKED,
 ) -> ShardedModel:
     """Read this rank's part of a HF checkpoint directory; collective.
 
@@ -200,6 +217,8 @@ def load_model(
         )
     _check_loading(Path(path), loading)
     assert cut.root is not None
+    cut.root.operations = _choose(model, asked, device, settings, head)
+    adapt(model, cut.root.operations)
     if settings.cpu_offload:
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device)
@@ -209,6 +228,25 @@ def load_model(
     if settings.activation_checkpointing:
         _checkpoint_layers(model)
     return ShardedModel(root=cut.root, shares_prompts=layout == "shared")
+
+
+def _choose(
+    model: Any, asked: OperationsConfig, device: torch.device, settings: FsdpConfig, head: Head
+) -> dict[str, str]:
+    """Raises OperationError. Parts that stay on the host are stepped there."""
+    work = Work(
+        device_type=device.type,
+        dtype=settings.dtype,
+        heads=heads_of(model.config),
+        capability=operations.capability_of(device.type),
+    )
+    own = OWN_OPERATIONS if head == "policy" else OWN_OPERATIONS - {"logprobs"}
+    chosen = choose_for(model, asked, work, own=own)
+    if settings.cpu_offload:
+        own_adamw = OperationsConfig(adamw=asked.adamw)
+        host = Work(device_type=platform.CPU.device_type)
+        chosen |= operations.choose(own_adamw, host, {"adamw"})
+    return chosen
 
 
 @dataclass(kw_only=True)

@@ -28,7 +28,10 @@ class ShardedOptimizer:
         optim: OptimConfig,
         ranks: Collectives,
         device: torch.device,
+        *,
+        adamw: str,
     ) -> None:
+        """`adamw`: the implementation of the optimizer."""
         self._max_norm, self._ranks, self._device = optim.max_grad_norm, ranks, device
         self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self.locals = {
@@ -47,7 +50,7 @@ class ShardedOptimizer:
             lr=optim.learning_rate,
             betas=optim.betas,
             eps=optim.epsilon,
-            **operations.adamw_options(next(iter(self.locals.values())).device.type),
+            **operations.adamw_options(adamw),
         )
 
     def step(self, normalizer: float, rate: float) -> StepOutcome:

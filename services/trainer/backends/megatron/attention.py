@@ -8,18 +8,19 @@ That one description covers a whole pack, the zig-zag and the contiguous layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import importlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch.nn.attention.bias import causal_lower_right
 
-from sluice import operations, platform
 from sluice.algo.collectives import Collectives, gather_tokens
 from sluice.algo.delta_rule import PackChunks
+from sluice.fused_operations import Attention, PackRows, attention_kernel
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ class PackRuns(PackedSeqParams):  # type: ignore[misc]  # Megatron hands it thro
     None without context parallelism; else `context` gathers them. deep: float[tokens, 1, hidden]
     each, what images add behind the first layers: here, so that every pass through a layer, also
     one that is made again, finds that of its own pack. positions: int64[1, tokens] of this rank's.
-    chunks: of the pack's rows, made by the first layer that needs them.
+    chunks: of the pack's rows, made by the first layer that needs them. starts: of all sequences
+    of the pack, and its end; padding behind them is one more. rows: what a kernel is told of the
+    runs, made by the first layer with one.
     """
 
     runs: tuple[KeyRange, ...] = ()
@@ -48,7 +51,10 @@ class PackRuns(PackedSeqParams):  # type: ignore[misc]  # Megatron hands it thro
     deep: tuple[torch.Tensor, ...] = ()
     positions: torch.Tensor | None = None
     chunks: PackChunks | None = None
-    cache: dict[str, torch.Tensor] = field(default_factory=dict)
+    starts: tuple[int, ...] = ()
+    rows: PackRows | None = None
+    keys: torch.Tensor | None = None
+    engine: PackedSeqParams | None = None
 
 
 class PackAttention(MegatronModule):  # type: ignore[misc]
@@ -57,7 +63,7 @@ class PackAttention(MegatronModule):  # type: ignore[misc]
     def __init__(self, config: Any, *, softmax_scale: float | None, **_: Any) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
-        self.kernel = operations.packed_attention(platform.current().device_type)
+        self.kernel = attention_kernel(config.operations["attention"])
         assert not config.attention_dropout
 
     def forward(
@@ -71,7 +77,7 @@ class PackAttention(MegatronModule):  # type: ignore[misc]
         packed_seq_params: PackRuns,
         **_: object,
     ) -> torch.Tensor:
-        """Returns [tokens, 1, heads * dim]."""
+        """Returns [tokens, 1, heads * dim of a value]."""
         pack = packed_seq_params
         if pack.order is not None:
             assert pack.context is not None
@@ -81,7 +87,7 @@ class PackAttention(MegatronModule):  # type: ignore[misc]
                 (key.shape[-1], value.shape[-1]), dim=-1
             )
         if self.kernel is not None:
-            return self._attend_kernel(query, key, value, pack).flatten(2)
+            return self._attend_kernel(query, key, value, pack, self.kernel).flatten(2)
         parts = [self._attend_run(query, key, value, run) for run in pack.runs]
         return torch.cat(parts).flatten(2)
 
@@ -102,39 +108,68 @@ class PackAttention(MegatronModule):  # type: ignore[misc]
         return output.permute(2, 0, 1, 3)
 
     def _attend_kernel(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: PackRuns
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pack: PackRuns,
+        kernel: Attention,
     ) -> torch.Tensor:
-        assert self.kernel is not None
-        if pack.order is not None:  # runs of one sequence share keys; the kernel wants them apart
-            index = _cached(pack, "keys", query.device, lambda: _key_index(pack.runs))
-            key, value = key.index_select(0, index), value.index_select(0, index)
-        rows = [run.stop - run.start for run in pack.runs]
-        columns = [run.last - run.first for run in pack.runs]
-        output = self.kernel(
+        """All layers see the same pack, so what its runs give is made once."""
+        if pack.rows is None:
+            rows = [run.stop - run.start for run in pack.runs]
+            columns = [run.last - run.first for run in pack.runs]
+            pack.rows = PackRows(rows, columns, query.device)
+            if pack.order is not None:  # runs of one sequence share keys; kernels want them apart
+                pack.keys = _key_index(pack.runs).to(query.device)
+        if pack.keys is not None:
+            key, value = key.index_select(0, pack.keys), value.index_select(0, pack.keys)
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return kernel(query[:, 0], key[:, 0], value[:, 0], pack.rows, scale, None)[:, None]
+
+
+class EnginePackAttention(MegatronModule):  # type: ignore[misc]
+    """Transformer Engine's, over the sequences of a pack; it exchanges keys over context ranks
+    itself, beside its computation. Of the zig-zag layout, which is its own.
+    """
+
+    def __init__(self, config: Any, **options: Any) -> None:
+        super().__init__(config=config)
+        extensions = importlib.import_module("megatron.core.extensions.transformer_engine")
+        self.inner = extensions.TEDotProductAttention(config=config, **options)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None = None,
+        /,
+        *,
+        packed_seq_params: PackRuns,
+        **_: object,
+    ) -> torch.Tensor:
+        """Returns [tokens, 1, heads * dim]."""
+        pack = packed_seq_params
+        if pack.engine is None:
+            starts = torch.tensor(pack.starts, dtype=torch.int32, device=query.device)
+            longest = max(b - a for a, b in zip(pack.starts, pack.starts[1:], strict=False))
+            pack.engine = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=starts,
+                cu_seqlens_kv=starts,
+                max_seqlen_q=longest,
+                max_seqlen_kv=longest,
+            )
+        output: torch.Tensor = self.inner(
             query[:, 0],
             key[:, 0],
             value[:, 0],
-            _cached(pack, "rows", query.device, lambda: _offsets(rows)),
-            _cached(pack, "columns", query.device, lambda: _offsets(columns)),
-            max(rows),
-            max(columns),
-            softmax_scale=self.scale,
-            causal=True,
+            None,
+            attn_mask_type=AttnMaskType.causal,
+            packed_seq_params=pack.engine,
         )
-        return output[:, None]
-
-
-def _cached(
-    pack: PackRuns, name: str, device: torch.device, make: Callable[[], torch.Tensor]
-) -> torch.Tensor:
-    """All layers see the same pack, so what its runs give is made once."""
-    if name not in pack.cache:
-        pack.cache[name] = make().to(device)
-    return pack.cache[name]
-
-
-def _offsets(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return output.reshape(len(query), 1, -1)
 
 
 def _key_index(runs: tuple[KeyRange, ...]) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -37,15 +37,16 @@ from services.trainer.backends.lora import refuse_checkpoint
 from services.trainer.backends.megatron import checkpoint, lora, parallel
 from services.trainer.backends.megatron.batch import PackedBatch, pack_batch
 from services.trainer.backends.megatron.head import OutputHead
+from services.trainer.backends.megatron.kernels import choose_operations
 from services.trainer.backends.megatron.model import PolicyModel, create_policy
-from services.trainer.backends.megatron.model_config import uses_transformer_engine
+from services.trainer.backends.megatron.model_config import ModelSource, check_overlap, read_model
 from services.trainer.backends.megatron.prediction import METRIC, Prediction
 from services.trainer.backends.megatron.replay import Purpose, RoutingReplay
 from services.trainer.backends.megatron.stepping import Stepper
 from services.trainer.backends.megatron.upstream import current_device
 from services.trainer.backends.megatron.weights import export_tensors, repeat, write_shards
 from services.trainer.backends.untrained import untrained_tensors
-from services.trainer.config import Head, LoraConfig, TrainerConfig
+from services.trainer.config import LoraConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
 from sluice import platform
@@ -65,9 +66,6 @@ class MegatronBackend(TrainingBackend):
         self._layout = config.megatron
         platform.current().set_device(int(os.environ.get("LOCAL_RANK", "0")))
         self._device = current_device()
-        self.operations = upstream.operations_of(
-            self._device, uses_transformer_engine(self._layout)
-        )
         self._groups = parallel.start(
             self._layout,
             seed=config.seed,
@@ -75,10 +73,17 @@ class MegatronBackend(TrainingBackend):
             timeout=timedelta(seconds=config.ranks.command_timeout),
         )
         self._scales = config.vision.scales(config.optim.learning_rate)
-        self._policy = self._create_model(
-            config.model, head=config.head, trained=config.lora is None
+        is_trained = config.lora is None
+        source = read_model(
+            Path(config.model),
+            config.head,
+            predicts=is_trained and self._layout.mtp_loss_scaling_factor > 0,
         )
-        self._lora = lora.training(self._policy, config, mesh, self._groups)
+        check_overlap(source, self._layout)
+        self.operations = self._choose(source, adapters=config.lora is not None)
+        self._policy = self._create_model(source, self.operations, trained=is_trained)
+        adamw = self.operations["adamw"]
+        self._lora = lora.training(self._policy, config, mesh, self._groups, adamw)
         self._whole: Stepper | None = None  # of the model itself
         if self._lora is None:
             self._whole = Stepper(
@@ -149,6 +154,7 @@ class MegatronBackend(TrainingBackend):
     def stage_checkpoint(self, directory: Path) -> StagedCheckpoint:
         if self._lora is not None:
             return self._lora.used.stage(directory, sync=self._config.durable)
+        self._stepper.settle()
         return checkpoint.stage(
             self._policy,
             self._stepper,
@@ -164,6 +170,7 @@ class MegatronBackend(TrainingBackend):
             self._lora.used.load(directory)
             return
         refuse_checkpoint(directory)
+        self._stepper.settle()
         checkpoint.load(self._policy, self._stepper, self._layout, directory, scales=self._scales)
         self._stepper.clear()
         self._policy.share_embedding()
@@ -172,6 +179,7 @@ class MegatronBackend(TrainingBackend):
         write = write or PublishedShards(keep=False, sync=self._config.durable).submit
         if self._lora is not None:
             return self._lora.used.write(directory, write, self._policy.config.params_dtype)
+        self._stepper.settle()
         policy, mesh = self._policy, self.mesh
         untrained = untrained_tensors(
             policy.source.directory, policy.untrained, rank=mesh.rank, world_size=mesh.world_size
@@ -231,19 +239,24 @@ class MegatronBackend(TrainingBackend):
     def _reference(self) -> ChunkPasses:
         """A second, untrained model; made when it is first asked for."""
         directory = self._config.reference_model or self._config.model
-        policy = self._create_model(directory, trained=False)
+        source = read_model(Path(directory))
+        policy = self._create_model(source, self._choose(source), trained=False)
         sees = policy.source.images is not None
         return ChunkPasses(chunks=policy.chunks, head=policy.head, sees=sees)
 
+    def _choose(self, source: ModelSource, *, adapters: bool = False) -> dict[str, str]:
+        asked = self._config.operations
+        return choose_operations(source, self._layout, asked, self._device, adapters=adapters)
+
     def _create_model(
-        self, directory: str, *, head: Head = "policy", trained: bool = True
+        self, source: ModelSource, operations: Mapping[str, str], *, trained: bool
     ) -> PolicyModel:
         return create_policy(
-            Path(directory),
+            source,
             self._layout,
+            operations,
             device=self._device,
             tensor=self._groups.tensor,
-            head=head,
             trained=trained,
             scales=self._scales,
             float32_head=self._config.float32_head,

@@ -82,7 +82,7 @@ def pack_batch(
         kind=config.cp_layout if config.context > 1 else "none",
         lengths=tuple(len(row.token_ids) for row in rows),
         size=config.context,
-        multiple=config.tensor,
+        multiple=config.pack_multiple,
     )
     responses = layout.responses([row.prompt_length for row in rows])
     rank = context.rank
@@ -103,6 +103,7 @@ def pack_batch(
         runs=PackRuns(
             qkv_format="sbhd",
             runs=_runs(pieces),
+            starts=layout.all_starts,
             order=layout.place_of_pack.to(device) if config.context > 1 else None,
             context=context,
             positions=position_ids,

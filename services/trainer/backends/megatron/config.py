@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+FP8_TOKENS = 16  # by which the sizes of fp8's products divide
+GATHER_BUCKET = 40_000_000  # parameters
+_REFUSED = {  # options of Megatron that would do nothing here, or go wrong
+    "overlap_grad_reduce": "gradients are summed over ranks once a step, behind any number of"
+    " ForwardBackward calls: no backward pass is left then to overlap with",
+    "tp_comm_overlap": "Transformer Engine overlaps products with exchanges of one size, and"
+    " packs differ in length",
+    "use_precision_aware_optimizer": "its masters lie inside Transformer Engine's optimizer,"
+    " where checkpoints of this backend do not reach",
+    "optimizer_cpu_offload": "checkpoints of this backend do not reach into Megatron's optimizer"
+    " for it; fsdp.cpu_offload keeps optimizer state on the host",
+    "cpu_offloading": "fsdp.cpu_offload keeps weights and optimizer state on the host, and"
+    " recompute saves activations",
+}
 
 
 class MegatronConfig(BaseModel):
@@ -18,6 +33,11 @@ class MegatronConfig(BaseModel):
     with any above 0, apart from the policy; with 0 it is published as it was loaded.
     cp_layout: zigzag gives rank r chunks r and 2*size-1-r of every sequence, which evens out
     causal attention; contiguous cuts the whole pack into equal runs, as sparse attention needs.
+    cp_comm_type: how Transformer Engine's attention exchanges keys and values over context ranks,
+    beside its computation; all other attention gathers them first.
+    overlap_param_gather: weights that a step changed are gathered beside the next pass, in buckets
+    of so many parameters, and not before it.
+    fp8: products in 8 bits, of Transformer Engine's layers; e4m3, or hybrid with gradients in e5m2.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -30,11 +50,16 @@ class MegatronConfig(BaseModel):
     last_stage_layers: int = Field(0, ge=0)
     context: int = Field(1, ge=1)
     cp_layout: Literal["zigzag", "contiguous"] = "zigzag"
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = None  # None: p2p
     expert: int = Field(1, ge=1)
     expert_tensor: int = Field(0, ge=0)
 
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # main gradients are float32
+    fp8: Literal["hybrid", "e4m3"] | None = None
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
     distributed_optimizer: bool = True  # spreads optimizer state over data ranks
+    overlap_param_gather: bool = False
+    param_gather_bucket: int = Field(GATHER_BUCKET, ge=1)
     recompute: Literal["none", "selective", "full"] = "none"  # selective: core attention
     recompute_layers: int = Field(1, ge=1)  # layers per recomputed block, with full
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
@@ -54,6 +79,38 @@ class MegatronConfig(BaseModel):
     def micro_batch_multiple(self) -> int:
         """Interleaved pipelines take micro-batches in groups of this many."""
         return self.pipeline if self.virtual_pipeline > 1 else 1
+
+    @property
+    def pack_multiple(self) -> int:
+        """Tokens of a rank divide by this."""
+        return self.tensor * (1 if self.fp8 is None else FP8_TOKENS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_refused(cls, values: Any) -> Any:
+        for name, reason in _REFUSED.items():
+            if isinstance(values, dict) and name in values:
+                raise ValueError(f"{name}: {reason}")
+        return values
+
+    @model_validator(mode="after")
+    def _check_numerics(self) -> Self:
+        if self.cp_comm_type is not None and self.context == 1:
+            raise ValueError("cp_comm_type has no effect with context 1; leave it out")
+        if self.overlap_param_gather and not self.distributed_optimizer:
+            raise ValueError(
+                "overlap_param_gather has no effect without distributed_optimizer, where every"
+                " rank makes all weights; leave it out"
+            )
+        if self.param_gather_bucket != GATHER_BUCKET and not self.overlap_param_gather:
+            raise ValueError("param_gather_bucket has no effect without overlap_param_gather")
+        if self.fp8 is None and self.fp8_recipe != "delayed":
+            raise ValueError("fp8_recipe has no effect without fp8; leave it out")
+        if self.fp8 is not None and self.dtype != "bfloat16":
+            raise ValueError("fp8 needs dtype bfloat16")
+        if self.fp8 is not None and self.layer_spec == "local":
+            raise ValueError("fp8 needs Transformer Engine's layers: layer_spec is local")
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> Self:

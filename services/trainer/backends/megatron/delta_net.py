@@ -21,6 +21,7 @@ from torch.nn.functional import silu, softplus
 from services.trainer.backends.megatron.attention import PackRuns
 from services.trainer.backends.megatron.upstream import current_device
 from sluice.algo.delta_rule import PackChunks, causal_convolution, gated_delta_rule
+from sluice.fused_operations import rms_norm
 
 WIDE = ("A_log", "out_norm.weight")  # of narrower models too: float32, as in checkpoints
 
@@ -32,13 +33,12 @@ class GatedNorm(torch.nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self._kind = eps, config.operations["rms_norm"]
         self.weight = torch.nn.Parameter(torch.zeros(hidden_size, device=current_device()))
 
     def forward(self, heads: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         weight = 1 + copy_to_tensor_model_parallel_region(self.weight)
-        normed = torch.nn.functional.rms_norm(heads, heads.shape[-1:], weight, self.eps)
-        return normed * silu(gate.float())
+        return rms_norm(self._kind, heads, weight, self.eps) * silu(gate.float())
 
 
 class DeltaNet(GatedDeltaNet):  # type: ignore[misc]

@@ -83,9 +83,6 @@ def place_value_head(model: torch.nn.Module, config: TransformerConfig) -> None:
     owner.output_layer = ValueHead(config, next(owner.parameters()).device)
 
 
-MAX_LOGITS = 1 << 26  # entries of one rank; more are made in chunks, once more in backward
-
-
 @dataclass(frozen=True)
 class ResponseOutputs:
     """float32[R] over the response tokens of a pack in row order, equal on all its ranks.
@@ -105,9 +102,18 @@ class OutputHead:
     """
 
     def __init__(
-        self, model: torch.nn.Module, *, vocab: int, tensor: Collectives, float32: bool
+        self,
+        model: torch.nn.Module,
+        *,
+        vocab: int,
+        tensor: Collectives,
+        float32: bool,
+        most_logits: int,
     ) -> None:
-        """`float32`: logits are, also where the model is narrower."""
+        """`float32`: logits are, also where the model is narrower. `most_logits`: entries of one
+        rank; more are made in chunks, once more in backward.
+        """
+        self._most_logits = most_logits
         self._owner, self._float32 = find_output_layer(model), float32
         self._vocab, self._tensor = vocab, tensor
         layer = self._owner.output_layer
@@ -181,7 +187,7 @@ class OutputHead:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         options: Any = {"temperature": temperature, "entropy": entropy, "vocab": self._shard()}
         wider = self._float32 and weight_VH.dtype != torch.float32
-        if len(hidden_LH) * len(weight_VH) <= MAX_LOGITS and not wider:
+        if len(hidden_LH) * len(weight_VH) <= self._most_logits and not wider:
             whole_LH = copy_to_tensor_model_parallel_region(hidden_LH)  # its gradient is summed
             logits_LV = torch.nn.functional.linear(whole_LH, weight_VH)
             return token_logprobs(logits_LV, targets, reuse_logits=True, **options)

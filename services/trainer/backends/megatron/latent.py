@@ -63,15 +63,9 @@ class LatentPackAttention(PackAttention):
         **_: object,
     ) -> torch.Tensor:
         """Returns [tokens, 1, heads * value dim]."""
-        width = value.shape[-1]
-        if self.kernel is not None:  # it takes values as wide as keys
-            value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
-        output = super().forward(
+        return super().forward(
             query[:, None], key[:, None], value[:, None], packed_seq_params=packed_seq_params
         )
-        if value.shape[-1] == width:
-            return output
-        return output.unflatten(-1, (-1, value.shape[-1]))[..., :width].flatten(2)
 
 
 class LatentRotary(torch.nn.Module):

@@ -210,7 +210,7 @@ def _layer_of(name: str) -> str:
 
 
 def training(
-    policy: PolicyModel, config: TrainerConfig, mesh: Mesh, groups: RankGroups
+    policy: PolicyModel, config: TrainerConfig, mesh: Mesh, groups: RankGroups, adamw: str
 ) -> TrainedAdapters | None:
     """Freeze a model and begin adapters; collective. None where there is no `lora`.
 
@@ -231,7 +231,7 @@ def training(
 
     def start(adapters: Adapters) -> ParallelTraining:
         held = layers.attach(adapters)
-        return ParallelTraining(adapters, held, config.optim, mesh, groups)
+        return ParallelTraining(adapters, held, config.optim, mesh, groups, adamw=adamw)
 
     return TrainedAdapters(layers, config.lora, config, start)
 
@@ -250,10 +250,12 @@ class ParallelTraining(AdapterTraining):
         optim: OptimConfig,
         mesh: Mesh,
         groups: RankGroups,
+        *,
+        adamw: str,
     ) -> None:
         """held: what this rank has of every factor, by its name."""
         self._held, self._groups = held, groups
-        super().__init__(adapters, optim, mesh, groups.data, is_writer=mesh.rank == 0)
+        super().__init__(adapters, optim, mesh, groups.data, is_writer=mesh.rank == 0, adamw=adamw)
 
     def reduce(self, gradients: torch.Tensor) -> None:
         """Sum over data and context ranks, and over tensor ranks what these have in parts."""

@@ -7,7 +7,6 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,10 +27,11 @@ from megatron.core.transformer.transformer_layer import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from services.trainer.backends.megatron.attention import PackAttention
+from services.trainer.backends.megatron.attention import EnginePackAttention, PackAttention
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.delta_net import WIDE, DeltaNet, delta_net_spec
 from services.trainer.backends.megatron.head import OutputHead, place_value_head
+from services.trainer.backends.megatron.kernels import ENGINE, core_options
 from services.trainer.backends.megatron.latent import (
     LatentPackAttention,
     LatentRotary,
@@ -39,7 +39,6 @@ from services.trainer.backends.megatron.latent import (
 )
 from services.trainer.backends.megatron.model_config import (
     ModelSource,
-    read_model,
     transformer_config,
     uses_transformer_engine,
 )
@@ -52,9 +51,9 @@ from services.trainer.backends.megatron.prediction import (
 from services.trainer.backends.megatron.upstream import current_device
 from services.trainer.backends.megatron.vision import VisionLanguageModel
 from services.trainer.backends.megatron.weights import LocalTensor, load_hf, local_tensors
-from services.trainer.config import Head
-from sluice import operations
 from sluice.algo.collectives import Collectives
+from sluice.fused_operations import rms_norm
+from sluice.operations import most_logits
 from sluice.vision import VisionTower, part_of
 
 
@@ -69,15 +68,17 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps, self._around_zero = eps, config.layernorm_zero_centered_gamma
+        kind = config.operations["rms_norm"]  # of other layers, where it is Transformer Engine's
+        self._kind = "torch_rms_norm" if kind == ENGINE else kind
         ones = torch.ones(hidden_size, dtype=config.params_dtype, device=current_device())
         self.weight = torch.nn.Parameter(ones)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        normed = operations.rms_norm(hidden, self.eps)
         if self._around_zero:
-            return (normed * (1 + self.weight.float())).to(hidden.dtype)
-        return normed.to(hidden.dtype) * self.weight
+            weight = 1 + self.weight.float()
+            return rms_norm(self._kind, hidden.float(), weight, self.eps).to(hidden.dtype)
+        return rms_norm(self._kind, hidden, self.weight, self.eps)
 
 
 SUPPORTED = ("default", "linear", "llama3", "yarn")  # others change with the sequence length
@@ -186,7 +187,7 @@ def decoder_spec(
     vp_stage: int | None,
     sandwich: bool = False,
 ) -> TransformerBlockSubmodules:
-    """Layers of one model chunk. Attention is PackAttention with either kind of layer.
+    """Layers of one model chunk. Attention is over packs with either kind of layer.
 
     sandwich: they are SandwichLayers.
     """
@@ -223,7 +224,9 @@ def _adapt_layer(layer: Any, config: TransformerConfig, transformer_engine: bool
     attention = layer.self_attention.submodules
     latent, linear = config.multi_latent_attention, layer.self_attention.module is DeltaNet
     if not linear:
-        attention.core_attention = LatentPackAttention if latent else PackAttention
+        fused = config.operations["attention"] == ENGINE
+        plain = LatentPackAttention if latent else PackAttention
+        attention.core_attention = EnginePackAttention if fused else plain
     if transformer_engine:
         return
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
@@ -417,40 +420,48 @@ class PolicyModel:
 
 
 def create_policy(
-    directory: Path,
+    source: ModelSource,
     config: MegatronConfig,
+    operations: Mapping[str, str],
     *,
     device: torch.device,
     tensor: Collectives,
-    head: Head = "policy",
     trained: bool = True,
     scales: Mapping[str, float] | None = None,
     float32_head: bool = True,
 ) -> PolicyModel:
-    """Builds this rank's chunks and loads the HF checkpoint in `directory` into them.
+    """Builds this rank's chunks and loads the HF checkpoint of `source` into them.
 
-    `head` value: a critic, also of a language model's checkpoint, whose head then starts at zero.
+    `operations`: which implementation each has. A critic of a language model's checkpoint has a
+    head that starts at zero.
     `tensor`: over the tensor-parallel ranks. `trained`: wraps the chunks for gradients, which
     parts take none whose learning rate is to be 0 times that of the text (`scales`).
     `float32_head`: logits are float32 whatever the model is. Collective over the model-parallel
     groups.
     """
-    source = read_model(directory, head, predicts=trained and config.mtp_loss_scaling_factor > 0)
     rotary = PositionRotary(source.hf_config, device, pairs=source.rotates_pairs)
     if source.latent and rotary.attention_scaling != 1.0:
         raise RotaryScalingError(
             "latent attention rotates a part of each head: mscale and mscale_all_dim must be equal"
         )
     scale = source.latent_scale or rotary.attention_scaling**2 * source.shape.head_dim**-0.5
-    core = transformer_config(source, config, softmax_scale=scale)
+    options = core_options(operations, config)
+    core = transformer_config(source, config, softmax_scale=scale, operations=options)
+    core.operations = dict(operations)  # layers are built by it
     padded = source.padded_vocab(config)
     models = _build(source, core, config, rotary=rotary, padded_vocab=padded)
     tensors = tuple(local_tensors(models, source, core))
-    loaded = load_hf(tensors, source, directory, padded_vocab=padded)
+    loaded = load_hf(tensors, source, source.directory, padded_vocab=padded)
     last = models[-1] if parallel_state.is_pipeline_last_stage() else None
     output = None
     if last is not None:
-        output = OutputHead(last, vocab=source.shape.vocab, tensor=tensor, float32=float32_head)
+        output = OutputHead(
+            last,
+            vocab=source.shape.vocab,
+            tensor=tensor,
+            float32=float32_head,
+            most_logits=most_logits(operations.get("logprobs", "by_size")),
+        )
     prediction = None
     if last is not None and source.predicts:
         predictor = last.get_submodule("mtp")
@@ -551,7 +562,11 @@ def _wrap(
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.distributed_optimizer,
-        overlap_grad_reduce=False,  # gradients are reduced once a step, not once a pass
+        # Gradients are reduced once a step, not once a pass; only with this there are buckets.
+        overlap_grad_reduce=config.overlap_param_gather,
+        overlap_param_gather=config.overlap_param_gather,
+        align_param_gather=config.overlap_param_gather,  # all begin together, in one order
+        bucket_size=config.param_gather_bucket if config.overlap_param_gather else None,
     )
     return [
         DistributedDataParallel(core, ddp_config, chunk, disable_bucketing=index > 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,11 +161,16 @@ def read_model(directory: Path, head: Head = "policy", *, predicts: bool = False
 
 
 def transformer_config(
-    source: ModelSource, config: MegatronConfig, *, softmax_scale: float | None
+    source: ModelSource,
+    config: MegatronConfig,
+    *,
+    softmax_scale: float | None,
+    operations: Mapping[str, Any],
 ) -> TransformerConfig:
     """Megatron's configuration of `source` under the layout `config`.
 
-    Raises UnsupportedModelError or LayoutError naming what does not fit.
+    operations: what follows from those that were chosen, which wins. Raises UnsupportedModelError
+    or LayoutError naming what does not fit.
     """
     shape, hf_config = source.shape, source.hf_config
     every_bias = {"output_bias", "mlp_bias"} <= shape.flags
@@ -177,6 +183,14 @@ def transformer_config(
         _check_recurrent(shape, config)
     names = {binding.megatron for binding in source.weights.bindings()}
     kind = MLATransformerConfig if source.latent else TransformerConfig
+    options: dict[str, Any] = {
+        **_numerics(config),
+        **_parallelism(config),
+        **_experts(source, config),
+        **_latent(hf_config, source.latent),
+        **_recurrent(source),
+        **operations,
+    }
     return kind(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -197,11 +211,7 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         perform_initialization=False,  # every weight is loaded
-        **_numerics(config),
-        **_parallelism(config),
-        **_experts(source, config),
-        **_latent(hf_config, source.latent),
-        **_recurrent(source),
+        **options,
     )
 
 
@@ -297,10 +307,8 @@ def _numerics(config: MegatronConfig) -> dict[str, Any]:
         "fp16": dtype is torch.float16,
         "calculate_per_token_loss": True,  # sums; the backend divides in step()
         "bias_dropout_fusion": False,
-        "bias_activation_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False,
         **recompute,
     }
@@ -341,7 +349,6 @@ def _experts(source: ModelSource, config: MegatronConfig) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": uses_transformer_engine(config, source),
         "moe_enable_routing_replay": config.routing_replay != "off",
     }
 
@@ -370,6 +377,26 @@ def _biased_router(source: ModelSource) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": source.shape.sizes["shared_experts"]
         * source.shape.moe_ffn,
     }
+
+
+def check_overlap(source: ModelSource, config: MegatronConfig) -> None:
+    """Raises LayoutError where weights may be read before the layer that they are of is called."""
+    if not config.overlap_param_gather:
+        return
+    kind = (
+        "a model that sees"
+        if source.images is not None
+        else "gated delta nets"
+        if source.recurrent
+        else "a model_provider"
+        if config.model_provider
+        else ""
+    )
+    if kind:
+        raise LayoutError(
+            f"overlap_param_gather is not for {kind}: weights may be read there before the layer"
+            " that waits for them"
+        )
 
 
 def uses_transformer_engine(config: MegatronConfig, source: ModelSource | None = None) -> bool:

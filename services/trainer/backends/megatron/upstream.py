@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from services.trainer.backends.megatron import cpu
-from sluice import operations, platform
+from sluice import platform
 
 
 def on_cpu() -> bool:
@@ -68,17 +68,11 @@ def has_transformer_engine() -> bool:
     return bool(specs.HAVE_TE)
 
 
-def operations_of(device: torch.device, has_engine_layers: bool) -> dict[str, str]:
-    """Returns which implementations run in a model of ours on the device."""
-    adam = importlib.import_module("megatron.core.optimizer").Adam
-    vendor = adam.__module__.partition(".")[0]
-    return {
-        "packed_attention": operations.chosen("packed_attention", device.type),
-        "rms_norm": "transformer_engine"
-        if has_engine_layers
-        else operations.chosen("rms_norm", device.type),
-        "adamw": "torch_foreach" if vendor == "torch" else vendor,
-    }
+def optimizer_name() -> str:
+    """Returns whose AdamW Megatron takes."""
+    vendor: str = importlib.import_module("megatron.core.optimizer").Adam.__module__
+    vendor = vendor.partition(".")[0]
+    return "torch_foreach" if vendor == "torch" else vendor
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ from services.trainer.backends import lora, replica
 from services.trainer.backends.reference.model import ScoredModel, split_rows
 from services.trainer.backends.replica import FlatOptimizer
 from services.trainer.backends.untrained import untrained_names, untrained_tensors
-from services.trainer.config import LoraConfig, TrainerConfig
+from services.trainer.config import Head, LoraConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
-from sluice import operations, platform
+from sluice import platform
 from sluice.algo.collectives import create_collectives
 from sluice.algo.logprobs import EntropyMode, TopLogprobs
 from sluice.algo.losses import compute_loss, pack_named, pack_rows
@@ -59,19 +59,20 @@ class ReferenceBackend(TrainingBackend):
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._platform.set_device(local_rank)
         self._device = self._platform.device(local_rank)
-        self.operations = operations.of_torch(self._device.type)
         self._platform.seed_all(config.seed)
-        self._policy = ScoredModel.load(
-            config.model, self._device, config.head, float32_head=config.float32_head
-        )
+        self._policy = self._load(config.model, config.head)
+        self.operations = self._policy.operations
         self._reference: ScoredModel | None = None
         world = dist.group.WORLD if mesh.world_size > 1 else None
         self._ranks = create_collectives(world, config.ranks.check_timeout) if world else None
-        self._lora = lora.training(self._policy.model, config, mesh, self._ranks, self._device)
+        adamw = self.operations["adamw"]
+        self._lora = lora.training(
+            self._policy.model, config, mesh, self._ranks, self._device, adamw
+        )
         self._whole: FlatOptimizer | None = None  # of the model itself
         if self._lora is None:
             parameters = dict(self._policy.model.named_parameters())
-            self._whole = FlatOptimizer(parameters, config.optim, config.vision)
+            self._whole = FlatOptimizer(parameters, config.optim, config.vision, adamw=adamw)
 
     @torch.no_grad()
     def compute_logprobs(
@@ -249,11 +250,19 @@ class ReferenceBackend(TrainingBackend):
         """The frozen model, loaded on its first use."""
         if self._reference is None:
             path = self._config.reference_model or self._config.model
-            self._reference = ScoredModel.load(
-                path, self._device, float32_head=self._config.float32_head
-            )
+            self._reference = self._load(path)
             self._reference.model.requires_grad_(False)
         return self._reference
+
+    def _load(self, path: str, head: Head = "policy") -> ScoredModel:
+        return ScoredModel.load(
+            path,
+            self._device,
+            head,
+            float32_head=self._config.float32_head,
+            asked=self._config.operations,
+            dtype="bfloat16" if self._config.autocast else "float32",
+        )
 
     @contextlib.contextmanager
     def _precision(self) -> Iterator[None]:

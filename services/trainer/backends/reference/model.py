@@ -9,9 +9,10 @@ attended causally, their prompt included, or block by block where the prompt is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from services.trainer.backend import MicroBatch, Row
 from services.trainer.config import Head
-from sluice import vision
+from sluice import operations, vision
 from sluice.algo.logprobs import (
     EntropyMode,
     TopLogprobs,
@@ -29,7 +30,10 @@ from sluice.algo.logprobs import (
     token_logprobs,
     top_logprobs,
 )
+from sluice.fused_layers import adapt, choose_for, heads_of
+from sluice.fused_operations import Attention, PackRows, attention_kernel
 from sluice.imports import uncompiled
+from sluice.operations import UNASKED, OperationsConfig, Work
 from sluice.samples.images import ImageRules
 from sluice.vision import TEXT, Features, VisionTower, rotary_positions
 
@@ -57,7 +61,7 @@ LONG_TOKENS = 512  # longer runs are attended without padding, longer masks cut 
 # Their attention is the plain one, of queries, keys, values and a scale.
 FAMILIES = ("deepseek_v3", "glm4", "llama", "qwen2", "qwen3", "qwen3_moe")
 NOTHING = Features()
-MAX_LOGITS = 1 << 26  # entries in memory at once; larger passes make them in chunks, twice
+OWN_OPERATIONS = frozenset({"attention", "logprobs", "adamw"})  # beside those of layers
 
 
 def attend(
@@ -72,12 +76,13 @@ def attend(
     s_aux: torch.Tensor | None = None,
     softcap: float | None = None,
     packed_layout: PackedLayout,
+    kernel: Attention | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Maps query [1, heads, T, D], key and value [1, kv_heads, T, D] to [1, T, heads, D].
 
-    A window is honoured over rows that share no prompt, else by refusing it where it would matter;
-    so are sinks, `s_aux` [heads].
+    kernel: of causal attention without sinks; masks are torch's. A window is honoured over rows
+    that share no prompt, else by refusing it where it would matter; so are sinks, `s_aux` [heads].
     """
     del attention_mask  # the layout knows
     if softcap is not None:
@@ -85,10 +90,11 @@ def attend(
     window = sliding_window
     if window is not None and packed_layout.longest <= window:
         window = None
+    scores = Scores(scaling, window, s_aux)
     # not [0], whose gradient is a copy
     heads = query.squeeze(0), key.squeeze(0), value.squeeze(0)
     outputs = [
-        _attend_bucket(*heads, bucket, Scores(scaling, window, s_aux))
+        _attend_bucket(*heads, bucket, scores, kernel)
         for bucket in packed_layout.buckets
     ]
     return torch.cat(outputs)[None], None
@@ -116,8 +122,12 @@ def _attend_bucket(
     value: torch.Tensor,
     bucket: PromptBucket,
     scores: Scores,
+    kernel: Attention | None,
 ) -> torch.Tensor:
     """The bucket's share of the pack, [tokens, heads, D]."""
+    takes = bucket.whole_rows if scores.window else bucket.mask is None
+    if kernel is not None and takes and scores.sinks is None:
+        return _attend_kernel(query, key, value, bucket, scores, kernel)
 
     def gather(heads: torch.Tensor, index: torch.Tensor, length: int) -> torch.Tensor:
         picked = heads.index_select(1, index)
@@ -138,6 +148,27 @@ def _attend_bucket(
     else:
         out = _attend_tail(queries, keys, values, options)
     flat = out.transpose(1, 2).flatten(0, 1)
+    return flat if bucket.kept is None else flat.index_select(0, bucket.kept)
+
+
+def _attend_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bucket: PromptBucket,
+    scores: Scores,
+    kernel: Attention,
+) -> torch.Tensor:
+    """By one call over the rows of a bucket, each of queries that end where its keys do."""
+    scale = query.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
+    flat = kernel(
+        query.index_select(1, bucket.queries).transpose(0, 1),
+        key.index_select(1, bucket.keys).transpose(0, 1),
+        value.index_select(1, bucket.keys).transpose(0, 1),
+        bucket.rows,
+        scale,
+        scores.window,
+    )
     return flat if bucket.kept is None else flat.index_select(0, bucket.kept)
 
 
@@ -219,15 +250,24 @@ class ScoredModel:
 
     model: Any  # transformers.PreTrainedModel, whose types mypy does not see
     device: torch.device
+    operations: Mapping[str, str]  # which implementation each has
     float32_head: bool = True  # also where autocast makes the products of the model narrower
     tower: VisionTower | None = None
 
     @classmethod
     def load(
-        cls, path: str, device: torch.device, head: Head = "policy", *, float32_head: bool = True
+        cls,
+        path: str,
+        device: torch.device,
+        head: Head = "policy",
+        *,
+        float32_head: bool = True,
+        asked: OperationsConfig = UNASKED,
+        dtype: str = "float32",
     ) -> ScoredModel:
         """Loads a HF checkpoint directory in float32. Raises OSError or ValueError.
 
+        dtype: in which autocast has products made. asked: which operations are chosen ahead.
         head value: transformers' token classifier of one label; its `score` starts at zero
         where the directory, a language model's, has none, so that every rank starts alike.
         """
@@ -245,7 +285,19 @@ class ScoredModel:
         tower = None
         if config.model_type in vision.FAMILIES:
             tower = VisionTower(model.base_model.visual, ImageRules.from_directory(Path(path)))
-        return cls(model.to(device).eval(), device, float32_head, tower)
+        chosen = choose_for(
+            model,
+            asked,
+            Work(
+                device_type=device.type,
+                dtype=dtype,
+                heads=heads_of(config),
+                capability=operations.capability_of(device.type),
+            ),
+            own=OWN_OPERATIONS if head == "policy" else OWN_OPERATIONS - {"logprobs"},
+        )
+        adapt(model, chosen)
+        return cls(model.to(device).eval(), device, chosen, float32_head, tower)
 
     def see(self, rows: MicroBatch) -> Features:
         """Runs the tower once over the distinct images of the rows. Raises InvalidImageError."""
@@ -278,7 +330,8 @@ class ScoredModel:
         options: Any = {"temperature": temperature, "entropy": entropy}
         targets = with_named(layout.targets, named_RK)
         with torch.autocast(self.device.type, enabled=False):
-            if len(targets) * len(weight_VH) > MAX_LOGITS:
+            limit = operations.most_logits(self.operations["logprobs"])
+            if len(targets) * len(weight_VH) > limit:
                 return linear_logprobs(picked_RH, weight_VH, targets, **options)
             logits_RV = linear(picked_RH, weight_VH)
             return token_logprobs(logits_RV, targets, reuse_logits=True, **options)
@@ -330,6 +383,7 @@ class ScoredModel:
             position_ids=layout.position_ids[..., None, :],
             use_cache=False,
             packed_layout=layout,
+            kernel=attention_kernel(self.operations["attention"]),
             **inputs,
         )
         return layout, output.last_hidden_state.squeeze(0)
@@ -417,6 +471,13 @@ class PromptBucket:
     def whole_rows(self) -> bool:
         """Each of N stands there from its first token on, and sees what is before."""
         return self.mask is None and self.query_length == self.key_length
+
+    @cached_property
+    def rows(self) -> PackRows:
+        """The N rows as a kernel takes them, padding behind them included."""
+        lengths = [self.query_length] * self.count
+        keys = lengths if self.whole_rows else [self.key_length] * self.count
+        return PackRows(lengths, keys, self.queries.device)
 
     def to(self, device: torch.device) -> PromptBucket:
         return PromptBucket(

@@ -1,0 +1,279 @@
+"""What runs in a model of Megatron, what of its settings is passed on, and what is refused."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.extensions import transformer_engine as engine_layers
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from services.trainer.backends.megatron import kernels, upstream
+from services.trainer.backends.megatron.attention import (
+    EnginePackAttention,
+    KeyRange,
+    PackAttention,
+    PackRuns,
+)
+from services.trainer.backends.megatron.batch import pack_batch
+from services.trainer.backends.megatron.config import MegatronConfig
+from services.trainer.backends.megatron.delta_net import GatedNorm
+from services.trainer.backends.megatron.kernels import choose_operations, core_options
+from services.trainer.backends.megatron.layout import LayoutError
+from services.trainer.backends.megatron.model_config import check_overlap, read_model
+from sluice.operations import OperationError, OperationsConfig
+from tests.fused_stand_ins import CALLS, attend_rows, place_all
+from tests.megatron.models import build_checkpoint, make_rows
+
+pytestmark = pytest.mark.fast
+HOST = torch.device("cpu")
+UNASKED = OperationsConfig()
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+def gpu(patch: pytest.MonkeyPatch, capability: tuple[int, int]) -> torch.device:
+    """A device of a kind that is not here; nothing is made on it."""
+    patch.setattr(kernels, "capability_of", lambda kind: capability)
+    return torch.device("cuda", 0)
+
+
+def with_engine(patch: pytest.MonkeyPatch) -> None:
+    place_all(patch)
+    patch.setattr(upstream, "has_transformer_engine", lambda: True)
+    patch.setattr(upstream, "optimizer_name", lambda: "transformer_engine")
+
+
+REFUSED = [
+    ({"overlap_grad_reduce": True}, "overlap_grad_reduce: gradients are summed .* once a step"),
+    ({"tp_comm_overlap": True}, "tp_comm_overlap: .* packs differ in length"),
+    ({"use_precision_aware_optimizer": True}, "use_precision_aware_optimizer: its masters"),
+    ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload: .*fsdp.cpu_offload"),
+    ({"cpu_offloading": True}, "cpu_offloading: .*recompute"),
+    ({"cp_comm_type": "p2p"}, "cp_comm_type has no effect with context 1"),
+    (
+        {"overlap_param_gather": True, "distributed_optimizer": False},
+        "no effect without distributed_optimizer",
+    ),
+    ({"param_gather_bucket": 10}, "no effect without overlap_param_gather"),
+    ({"fp8_recipe": "tensorwise"}, "fp8_recipe has no effect without fp8"),
+    ({"fp8": "hybrid", "dtype": "float32"}, "fp8 needs dtype bfloat16"),
+    ({"fp8": "e4m3", "layer_spec": "local"}, "layer_spec is local"),
+    ({"fp8": "e5m2"}, "Input should be 'hybrid' or 'e4m3'"),
+]
+
+
+@pytest.mark.parametrize(("values", "reason"), REFUSED)
+def test_settings_that_would_do_nothing_are_refused_with_the_reason(
+    values: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        MegatronConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("layout", "asked", "kind", "reason"),
+    [
+        ({"fp8": "hybrid"}, {}, LayoutError, "fp8 hybrid needs a cuda device, not cpu"),
+        ({"layer_spec": "transformer_engine"}, {}, LayoutError, "is not installed"),
+        ({"context": 2, "cp_comm_type": "a2a"}, {}, LayoutError, "and torch_sdpa runs"),
+        ({}, {"attention": "transformer_engine"}, OperationError, "it is for cuda, not cpu"),
+        ({}, {"adamw": "torch_fused"}, OperationError, "Megatron takes torch_foreach"),
+        ({}, {"without": ("torch_foreach",)}, OperationError, "Megatron takes torch_foreach"),
+        ({}, {"experts": "loop"}, OperationError, "experts: loop has no effect on this model"),
+        ({}, {"swiglu": "liger"}, OperationError, "it is not for models of megatron"),
+    ],
+)
+def test_what_cannot_run_here_is_refused_with_the_reason(
+    qwen3: Path, layout: dict[str, Any], asked: dict[str, Any], kind: type[Exception], reason: str
+) -> None:
+    with pytest.raises(kind, match=reason):
+        choose_operations(
+            read_model(qwen3), MegatronConfig(**layout), OperationsConfig(**asked), HOST
+        )
+
+
+@pytest.mark.parametrize(
+    ("capability", "recipe", "reason"),
+    [
+        ((9, 0), "delayed", ""),
+        ((8, 9), "tensorwise", ""),
+        ((8, 0), "delayed", "needs compute capability 8.9, not 8.0"),
+        ((8, 9), "blockwise", "needs compute capability 9.0, not 8.9"),
+        ((9, 0), "mxfp8", "needs compute capability 10.0, not 9.0"),
+    ],
+)
+def test_fp8_runs_where_the_device_has_it(
+    qwen3: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    recipe: str,
+    reason: str,
+) -> None:
+    with_engine(monkeypatch)
+    device, source = gpu(monkeypatch, capability), read_model(qwen3)
+    config = MegatronConfig(fp8="hybrid", fp8_recipe=recipe)
+    if reason:
+        with pytest.raises(LayoutError, match=reason):
+            choose_operations(source, config, UNASKED, device)
+        return
+    options = core_options(choose_operations(source, config, UNASKED, device), config)
+    assert (options["fp8"], options["fp8_recipe"]) == ("hybrid", recipe)
+    assert options["apply_rope_fusion"] and not options["bias_activation_fusion"]
+    plain = core_options(
+        choose_operations(read_model(qwen3), MegatronConfig(), UNASKED, HOST), config
+    )
+    assert not plain["apply_rope_fusion"]
+
+
+def test_fp8_wants_sizes_that_divide(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_engine(monkeypatch)
+    device, source = gpu(monkeypatch, (9, 0)), read_model(qwen3)
+    size = source.shape.ffn // 4
+    assert size % 16, "the model has no such size"
+    with pytest.raises(LayoutError, match=f"intermediate_size of a tensor rank, {size}"):
+        choose_operations(source, MegatronConfig(fp8="e4m3", tensor=4), UNASKED, device)
+
+
+@pytest.mark.parametrize(("fp8", "multiple"), [(None, 2), ("hybrid", 32)])
+def test_packs_of_fp8_divide_by_sixteen(fp8: Any, multiple: int) -> None:
+    config = MegatronConfig(fp8=fp8, tensor=2)
+    context: Any = SimpleNamespace(rank=0, size=1)
+    for rows in ([], make_rows()[:1], make_rows()):
+        batch = pack_batch(rows, config, context=context, device=HOST)
+        assert batch.token_ids.shape[1] % multiple == 0
+        assert batch.runs.starts[-1] == batch.token_ids.shape[1]
+
+
+def test_transformer_engine_runs_what_it_has(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_engine(monkeypatch)
+    device, source = gpu(monkeypatch, (9, 0)), read_model(qwen3)
+    found = choose_operations(source, MegatronConfig(), UNASKED, device)
+    assert {found[name] for name in ("attention", "rms_norm", "rotary", "adamw")} == {
+        "transformer_engine"
+    }
+    config = MegatronConfig(context=2, cp_comm_type="all_gather")
+    chosen = choose_operations(source, config, UNASKED, device)
+    assert core_options(chosen, config)["cp_comm_type"] == "all_gather"
+    contiguous = MegatronConfig(context=2, cp_layout="contiguous")
+    assert choose_operations(source, contiguous, UNASKED, device)["attention"] == "flash_attn_3"
+    forced = OperationsConfig(attention="transformer_engine")
+    with pytest.raises(OperationError, match="cp_layout contiguous is not how it cuts sequences"):
+        choose_operations(source, contiguous, forced, device)
+    local = choose_operations(source, MegatronConfig(layer_spec="local"), UNASKED, device)
+    assert (local["attention"], local["rms_norm"]) == ("flash_attn_3", "torch_rms_norm")
+
+
+def parameters_of(method: str) -> list[str]:
+    """Of Megatron's own wrapper, which is not there without Transformer Engine."""
+    tree = ast.parse(Path(engine_layers.__file__).read_text())
+    wrapper = next(
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and node.name == "TEDotProductAttention"
+    )
+    found = next(
+        node for node in wrapper.body if isinstance(node, ast.FunctionDef) and node.name == method
+    )
+    return [argument.arg for argument in found.args.args]
+
+
+class EngineStandIn:
+    """Megatron's wrapper of Transformer Engine's attention, by the formula, over whole packs."""
+
+    def __init__(self, **options: Any) -> None:
+        assert set(options) <= set(parameters_of("__init__"))
+        self.scale = options["softmax_scale"]
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **given: Any
+    ) -> torch.Tensor:
+        assert mask is None and set(given) <= set(parameters_of("forward"))
+        assert given["attn_mask_type"].name == "causal"
+        packed: PackedSeqParams = given["packed_seq_params"]
+        assert packed.qkv_format == "thd" and packed.cu_seqlens_q.dtype == torch.int32
+        lengths = packed.cu_seqlens_q.diff().tolist()
+        assert packed.max_seqlen_q == packed.max_seqlen_kv == max(lengths)
+        made = attend_rows(query, key, value, lengths, lengths, self.scale, len(query))
+        return made.flatten(1)
+
+
+def test_attention_of_transformer_engine_is_given_the_pack(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_layers, "TEDotProductAttention", EngineStandIn)
+    config: Any = SimpleNamespace(attention_dropout=0.0, operations={"attention": "torch_sdpa"})
+    torch.manual_seed(0)
+    query = torch.randn(12, 1, 4, 16, dtype=torch.bfloat16)
+    key, value = (torch.randn(12, 1, 2, 16, dtype=torch.bfloat16) for _ in range(2))
+    runs = tuple(KeyRange(a, b, a, b) for a, b in ((0, 3), (3, 8), (8, 12)))
+    pack = PackRuns(qkv_format="sbhd", runs=runs, starts=(0, 3, 8, 12))
+    options: dict[str, Any] = {
+        "layer_number": 1,
+        "attn_mask_type": None,
+        "attention_type": "self",
+        "softmax_scale": 0.3,
+        "cp_comm_type": None,
+        "pg_collection": None,
+    }
+    wanted = PackAttention(config, **options)(query, key, value, packed_seq_params=pack)
+    fused = EnginePackAttention(config, **options)
+    for _ in range(2):  # layers share what they are told of the pack
+        found = fused(query, key, value, packed_seq_params=pack)
+        assert found.shape == wanted.shape
+        torch.testing.assert_close(found.float(), wanted.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("implementation", ["flash_attn", "flash_attn_3", "npu_fusion_attention"])
+def test_kernels_attend_packs_as_torch_does(
+    monkeypatch: pytest.MonkeyPatch, implementation: str
+) -> None:
+    """Values narrower than keys, as latent attention has them, too."""
+    place_all(monkeypatch)
+    torch.manual_seed(0)
+    query = torch.randn(12, 1, 4, 24, dtype=torch.bfloat16)
+    key = torch.randn(12, 1, 2, 24, dtype=torch.bfloat16)
+    value = torch.randn(12, 1, 2, 16, dtype=torch.bfloat16)
+    runs = tuple(KeyRange(a, b, a, b) for a, b in ((0, 3), (3, 8), (8, 12)))
+    outputs = []
+    for name in ("torch_sdpa", implementation):
+        config: Any = SimpleNamespace(attention_dropout=0.0, operations={"attention": name})
+        attention = PackAttention(config, softmax_scale=None)
+        outputs.append(attention(query, key, value, packed_seq_params=PackRuns(runs=runs)))
+    assert CALLS[implementation] == 1
+    torch.testing.assert_close(outputs[1].float(), outputs[0].float(), rtol=2e-2, atol=2e-2)
+
+
+def test_norms_of_delta_nets_are_those_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_DEVICE", "cpu")
+    place_all(monkeypatch)
+    monkeypatch.setattr(
+        "services.trainer.backends.megatron.delta_net.copy_to_tensor_model_parallel_region",
+        lambda weight: weight,
+    )
+    heads, gate = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
+    outputs = []
+    for name in ("plain", "npu_rms_norm"):
+        norm = GatedNorm(SimpleNamespace(operations={"rms_norm": name}), 8, 1e-6)
+        outputs.append(norm(heads, gate))
+    assert CALLS["npu_rms_norm"] == 1
+    torch.testing.assert_close(*outputs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [({"model_provider": "tests.megatron.providers:block"}, "a model_provider")],
+)
+def test_weights_are_not_gathered_beside_a_pass_that_may_read_them_early(
+    qwen3: Path, settings: dict[str, Any], kind: str
+) -> None:
+    config = MegatronConfig(overlap_param_gather=True, **settings)
+    with pytest.raises(LayoutError, match=f"overlap_param_gather is not for {kind}"):
+        check_overlap(read_model(qwen3), config)
