@@ -32,9 +32,12 @@ def alone(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def backend_of(
-    name: str, model: Path, store: Path, *, half: bool, optim: OptimConfig
+    name: str, model: Path, store: Path, *, half: bool, optim: OptimConfig, adapters: bool = False
 ) -> Iterator[TrainingBackend]:
-    """A backend in float32, or with `half` as it trains in bfloat16; inside `alone`."""
+    """A backend in float32, or with `half` as it trains in bfloat16; inside `alone`.
+
+    adapters: it trains those, and not the model.
+    """
     values: dict[str, Any] = {
         "model": str(model),
         "store": store,
@@ -42,8 +45,10 @@ def backend_of(
         "optim": optim,
         "durable": False,
     }
-    if name == "megatron":
-        values["megatron"] = {"dtype": "bfloat16" if half else "float32"}
+    if adapters:
+        values["lora"] = {"rank": 8}
+    if name in ("megatron", "fsdp"):
+        values[name] = {"dtype": "bfloat16" if half else "float32"}
     else:
         values["autocast"] = half
     mesh = Mesh(rank=0, world_size=1)

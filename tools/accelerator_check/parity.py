@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,16 +29,17 @@ LOSS = LossSpec(name="ppo_clip", clip_low=0.2)
 # So large an epsilon makes a step of AdamW, lr * g / (|g| + epsilon), the gradient itself.
 AS_GRADIENT = OptimConfig(learning_rate=1e4, epsilon=1e4, max_grad_norm=0.0)
 TRAINING = OptimConfig(learning_rate=5e-5)  # larger ones make much of rounding
+ADAPTERS = OptimConfig(learning_rate=2e-3)  # whose one factor begins at zero
 FP32_GOAL, BF16_GOAL = 1e-4, 0.05
 CPU_SECONDS = 60.0
 
 
-def run(work: StepWork, backend: str) -> None:
+def run(work: StepWork, backend: str, *options: str) -> None:
     """Compare, record, and fail where the goals are missed."""
     model = random_model(work, "parity", dtype=torch.float32, spread=0.05)
     on_cpu = platform.current() is platform.CPU
     if on_cpu:  # there is nothing else to compare with: what follows is a rehearsal
-        expected = found = measure(work, backend, model)
+        expected = found = measure(work, backend, model, *options)
     else:
         file = work.directory / "cpu.safetensors"
         command = (f"{PACKAGE}.parity", str(work.out), work.form, work.step.name, str(file))
@@ -45,14 +47,20 @@ def run(work: StepWork, backend: str) -> None:
         hidden[platform.current().visible_env] = ""
         with ThreadPoolExecutor(1) as pool:
             other = pool.submit(work.part, *command, seconds=CPU_SECONDS, **hidden)
-            found = measure(work, backend, model)
+            found = measure(work, backend, model, *options)
             other.result()
         expected = load_file(file)
     compare(work, found, expected, rehearsal=on_cpu)
 
 
-def measure(work: StepWork, backend: str, model: Path) -> dict[str, torch.Tensor]:
-    """Log-probs, loss, gradient, five steps in fp32; log-probs in bf16. All on the host."""
+def measure(work: StepWork, backend: str, model: Path, *options: str) -> dict[str, torch.Tensor]:
+    """Log-probs, loss, gradient, five steps in fp32; log-probs in bf16. All on the host.
+
+    options: `lora` trains adapters, which are what is published then.
+    """
+    adapters = "lora" in options
+    training = ADAPTERS if adapters else TRAINING
+    backend_here = partial(backend_of, backend, model, adapters=adapters)
     shape = shape_of(work, "parity")
     rows = ragged_rows(shape.vocabulary, groups=3 if work.small else 8, longest=96)
     normalizer = float(sum(row.response_length for row in rows))
@@ -64,21 +72,21 @@ def measure(work: StepWork, backend: str, model: Path) -> dict[str, torch.Tensor
         return joined(of.compute_logprobs([rows], model="policy", temperature=1.0), rows)
 
     with alone(place):
-        with backend_of(backend, model, place, half=False, optim=AS_GRADIENT) as policy:
+        with backend_here(place, half=False, optim=AS_GRADIENT) as policy:
             found["logprobs"] = logprobs(policy)
             before = _weights(policy, place / "before")
             loss = policy.forward_backward([rows], LOSS).loss
             found["loss"] = torch.tensor(loss, dtype=torch.float64)
             policy.step(normalizer=normalizer, learning_rate=AS_GRADIENT.learning_rate)
             found["gradient"] = before - _weights(policy, place / "after")
-        with backend_of(backend, model, place, half=False, optim=TRAINING) as policy:
+        with backend_here(place, half=False, optim=training) as policy:
             losses = []
             for _ in range(STEP_COUNT):
                 losses.append(policy.forward_backward([rows], LOSS).loss)
-                policy.step(normalizer=normalizer, learning_rate=TRAINING.learning_rate)
+                policy.step(normalizer=normalizer, learning_rate=training.learning_rate)
             found["losses"] = torch.tensor(losses, dtype=torch.float64)
             found["logprobs_after"] = logprobs(policy)
-        with backend_of(backend, model, place, half=True, optim=TRAINING) as policy:
+        with backend_here(place, half=True, optim=training) as policy:
             found["logprobs_bf16"] = logprobs(policy)
     return found
 
@@ -139,7 +147,7 @@ def main() -> None:
     step = next(step for step in STEPS if step.name == name)
     work = StepWork(step, Path(out), "small" if form == "small" else "full")
     model = random_model(work, "parity", dtype=torch.float32, spread=0.05)
-    save_file(measure(work, step.arguments[0], model), file)
+    save_file(measure(work, step.arguments[0], model, *step.arguments[1:]), file)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ SERVICES = (  # started as processes, so that no import names them
 )
 REFERENCE = ("services.trainer.backends.reference.backend",)
 MEGATRON = ("services.trainer.backends.megatron.backend",)
+FSDP = ("services.trainer.backends.fsdp.backend",)
 ENGINE = ("services.rollout.engine.reference.engine",)
+VISION = ("examples.demo_vision", "examples.models.tiny_qwen3_vl", *REFERENCE)
 DEMO = ("examples.demo", "examples.models.tiny_qwen3", *SERVICES, *ENGINE)
 
 
@@ -52,4 +54,12 @@ STEPS = (  # the most telling first
     CheckStep("engine", "engine", 110, (), ENGINE),
     CheckStep("faults", "faults", 120, (), (*DEMO, *REFERENCE)),
     CheckStep("checkpoint", "checkpoint", 75, (), (*REFERENCE, *MEGATRON)),
+    *(
+        CheckStep(f"operation-{name}", "operations", 30, (name,), REFERENCE)
+        for name in ("attention", "rms_norm", "rotary", "swiglu", "experts", "logprobs", "adamw")
+    ),
+    CheckStep("parity-fsdp", "parity", 60, ("fsdp",), FSDP),
+    CheckStep("parity-lora", "parity", 60, ("reference", "lora"), REFERENCE),
+    CheckStep("fp8", "fp8", 60, (), MEGATRON),
+    CheckStep("vision", "vision", 120, (), (*VISION, *SERVICES, *ENGINE)),
 )

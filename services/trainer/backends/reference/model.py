@@ -93,10 +93,7 @@ def attend(
     scores = Scores(scaling, window, s_aux)
     # not [0], whose gradient is a copy
     heads = query.squeeze(0), key.squeeze(0), value.squeeze(0)
-    outputs = [
-        _attend_bucket(*heads, bucket, scores, kernel)
-        for bucket in packed_layout.buckets
-    ]
+    outputs = [_attend_bucket(*heads, bucket, scores, kernel) for bucket in packed_layout.buckets]
     return torch.cat(outputs)[None], None
 
 
