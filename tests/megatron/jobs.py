@@ -318,8 +318,6 @@ def main_gradient(tensor: LocalTensor) -> torch.Tensor:
 
 
 def save_export(backend: MegatronBackend, path: Path, *read: Any) -> None:
-    if isinstance(backend._stepper, stepping.Stepper):
-        backend._stepper.settle()  # as what publishes does
     save_tensors(backend._policy.tensors, path, *read)
 
 

@@ -16,7 +16,6 @@ from tests.megatron.comparison import (
     read_ranks,
     relative_difference,
 )
-from tests.megatron.settings import OPTIM
 from tests.rank_pool import Pool
 
 
@@ -45,39 +44,6 @@ def test_masters_keep_steps_that_a_bfloat16_weight_would_lose(
         return float(torch.cat(changed).float().mean())
 
     assert moved(first) < 0.3 < 0.6 < moved(last)
-
-
-@pytest.mark.parametrize(
-    ("family", "world", "layout"),
-    [
-        pytest.param("qwen3", 2, {}, id="DP2", marks=pytest.mark.fast),
-        pytest.param("qwen3_tied", 4, {"pipeline": 2, "dtype": "bfloat16"}, id="tied-PP2xDP2"),
-        pytest.param("qwen3_moe", 4, {"expert": 2}, id="EP2xDP4"),
-    ],
-)
-def test_weights_gathered_beside_the_next_pass_are_the_same_to_the_bit(
-    family: str, world: int, layout: dict[str, Any], pool: Pool, expected: Any, tmp_path: Path
-) -> None:
-    """Without clipping, whose norm is summed in other parts and so rounded otherwise."""
-    model, written = str(expected(family).directory), []
-    for number, added in enumerate(
-        ({}, {"overlap_param_gather": True, "param_gather_bucket": 500})
-    ):
-        out = tmp_path / str(number)
-        out.mkdir()
-        pool.run(
-            "parity",
-            world,
-            model=model,
-            layout={**layout, **added},
-            out=str(out),
-            trainer={"optim": {**OPTIM, "max_grad_norm": 0.0}},
-        )
-        written.append([read_ranks(out, kind) for kind in ("logprobs", "weights")])
-    for first, second in zip(*written, strict=True):
-        assert first.keys() == second.keys()
-        for name, tensor in first.items():
-            assert torch.equal(tensor, second[name]), name
 
 
 @pytest.mark.parametrize(

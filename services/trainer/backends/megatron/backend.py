@@ -39,7 +39,7 @@ from services.trainer.backends.megatron.batch import PackedBatch, pack_batch
 from services.trainer.backends.megatron.head import OutputHead
 from services.trainer.backends.megatron.kernels import choose_operations
 from services.trainer.backends.megatron.model import PolicyModel, create_policy
-from services.trainer.backends.megatron.model_config import ModelSource, check_overlap, read_model
+from services.trainer.backends.megatron.model_config import ModelSource, read_model
 from services.trainer.backends.megatron.prediction import METRIC, Prediction
 from services.trainer.backends.megatron.replay import Purpose, RoutingReplay
 from services.trainer.backends.megatron.stepping import Stepper
@@ -79,7 +79,6 @@ class MegatronBackend(TrainingBackend):
             config.head,
             predicts=is_trained and self._layout.mtp_loss_scaling_factor > 0,
         )
-        check_overlap(source, self._layout)
         self.operations = self._choose(source, adapters=config.lora is not None)
         self._policy = self._create_model(source, self.operations, trained=is_trained)
         adamw = self.operations["adamw"]
@@ -154,7 +153,6 @@ class MegatronBackend(TrainingBackend):
     def stage_checkpoint(self, directory: Path) -> StagedCheckpoint:
         if self._lora is not None:
             return self._lora.used.stage(directory, sync=self._config.durable)
-        self._stepper.settle()
         return checkpoint.stage(
             self._policy,
             self._stepper,
@@ -170,7 +168,6 @@ class MegatronBackend(TrainingBackend):
             self._lora.used.load(directory)
             return
         refuse_checkpoint(directory)
-        self._stepper.settle()
         checkpoint.load(self._policy, self._stepper, self._layout, directory, scales=self._scales)
         self._stepper.clear()
         self._policy.share_embedding()
@@ -179,7 +176,6 @@ class MegatronBackend(TrainingBackend):
         write = write or PublishedShards(keep=False, sync=self._config.durable).submit
         if self._lora is not None:
             return self._lora.used.write(directory, write, self._policy.config.params_dtype)
-        self._stepper.settle()
         policy, mesh = self._policy, self.mesh
         untrained = untrained_tensors(
             policy.source.directory, policy.untrained, rank=mesh.rank, world_size=mesh.world_size

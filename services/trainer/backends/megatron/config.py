@@ -7,10 +7,11 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 FP8_TOKENS = 16  # by which the sizes of fp8's products divide
-GATHER_BUCKET = 40_000_000  # parameters
 _REFUSED = {  # options of Megatron that would do nothing here, or go wrong
     "overlap_grad_reduce": "gradients are summed over ranks once a step, behind any number of"
     " ForwardBackward calls: no backward pass is left then to overlap with",
+    "overlap_param_gather": "weights that are gathered beside a pass have not proven equal to those"
+    " gathered before it",
     "tp_comm_overlap": "Transformer Engine overlaps products with exchanges of one size, and"
     " packs differ in length",
     "use_precision_aware_optimizer": "its masters lie inside Transformer Engine's optimizer,"
@@ -35,8 +36,6 @@ class MegatronConfig(BaseModel):
     causal attention; contiguous cuts the whole pack into equal runs, as sparse attention needs.
     cp_comm_type: how Transformer Engine's attention exchanges keys and values over context ranks,
     beside its computation; all other attention gathers them first.
-    overlap_param_gather: weights that a step changed are gathered beside the next pass, in buckets
-    of so many parameters, and not before it.
     fp8: products in 8 bits, of Transformer Engine's layers; e4m3, or hybrid with gradients in e5m2.
     """
 
@@ -58,8 +57,6 @@ class MegatronConfig(BaseModel):
     fp8: Literal["hybrid", "e4m3"] | None = None
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
     distributed_optimizer: bool = True  # spreads optimizer state over data ranks
-    overlap_param_gather: bool = False
-    param_gather_bucket: int = Field(GATHER_BUCKET, ge=1)
     recompute: Literal["none", "selective", "full"] = "none"  # selective: core attention
     recompute_layers: int = Field(1, ge=1)  # layers per recomputed block, with full
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
@@ -97,13 +94,6 @@ class MegatronConfig(BaseModel):
     def _check_numerics(self) -> Self:
         if self.cp_comm_type is not None and self.context == 1:
             raise ValueError("cp_comm_type has no effect with context 1; leave it out")
-        if self.overlap_param_gather and not self.distributed_optimizer:
-            raise ValueError(
-                "overlap_param_gather has no effect without distributed_optimizer, where every"
-                " rank makes all weights; leave it out"
-            )
-        if self.param_gather_bucket != GATHER_BUCKET and not self.overlap_param_gather:
-            raise ValueError("param_gather_bucket has no effect without overlap_param_gather")
         if self.fp8 is None and self.fp8_recipe != "delayed":
             raise ValueError("fp8_recipe has no effect without fp8; leave it out")
         if self.fp8 is not None and self.dtype != "bfloat16":

@@ -562,11 +562,7 @@ def _wrap(
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.distributed_optimizer,
-        # Gradients are reduced once a step, not once a pass; only with this there are buckets.
-        overlap_grad_reduce=config.overlap_param_gather,
-        overlap_param_gather=config.overlap_param_gather,
-        align_param_gather=config.overlap_param_gather,  # all begin together, in one order
-        bucket_size=config.param_gather_bucket if config.overlap_param_gather else None,
+        overlap_grad_reduce=False,  # gradients are reduced once a step, not once a pass
     )
     return [
         DistributedDataParallel(core, ddp_config, chunk, disable_bucketing=index > 0)

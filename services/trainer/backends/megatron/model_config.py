@@ -379,26 +379,6 @@ def _biased_router(source: ModelSource) -> dict[str, Any]:
     }
 
 
-def check_overlap(source: ModelSource, config: MegatronConfig) -> None:
-    """Raises LayoutError where weights may be read before the layer that they are of is called."""
-    if not config.overlap_param_gather:
-        return
-    kind = (
-        "a model that sees"
-        if source.images is not None
-        else "gated delta nets"
-        if source.recurrent
-        else "a model_provider"
-        if config.model_provider
-        else ""
-    )
-    if kind:
-        raise LayoutError(
-            f"overlap_param_gather is not for {kind}: weights may be read there before the layer"
-            " that waits for them"
-        )
-
-
 def uses_transformer_engine(config: MegatronConfig, source: ModelSource | None = None) -> bool:
     """Says whether layers are built on TransformerEngine; LayoutError where it is missing."""
     if source is not None and source.recurrent:

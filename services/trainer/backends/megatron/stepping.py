@@ -96,9 +96,7 @@ class Stepper:
         if policy.source.predicts:  # on all stages: norms are sums over all ranks
             self._sets = (*self._sets, lambda main: main in mains)
         core.grad_scale_func = self.optimizer.scale_loss  # 1 but for float16
-        self._gathers_beside = config.overlap_param_gather
         self.clear()
-        self._start_gather()
 
     def step(self, *, normalizer: float, learning_rate: float | None) -> StepOutcome:
         """Reduces, clips and applies the gradients; collective over all ranks.
@@ -124,7 +122,6 @@ class Stepper:
                 group["lr"] = rate * group.get("lr_mult", 1.0)
             self.optimizer.step_with_ready_grads()
         self.clear()
-        self._start_gather()
         return StepOutcome(
             grad_norm=norms[0], learning_rate=rate, skipped_reason="" if applied else NON_FINITE
         )
@@ -133,28 +130,9 @@ class Stepper:
         """Sum gradients over data, context and tied copies and divide by `normalizer`."""
         if not (normalizer > 0 and math.isfinite(normalizer)):
             raise ValueError(f"normalizer must be positive and finite, got {normalizer}")
-        self.settle()
-        if self._gathers_beside:
-            for chunk in self._chunks:
-                chunk.start_grad_sync()
         finalize_model_grads(self._chunks, None)
         for chunk in self._chunks:
             chunk.scale_gradients(1.0 / normalizer)
-
-    def _start_gather(self) -> None:
-        """All buckets now, in one order: what the next pass computes has no say in it."""
-        if self._gathers_beside:
-            for chunk in self._chunks:
-                chunk.start_param_sync()
-
-    def settle(self) -> None:
-        """Wait for weights that are gathered beside a pass. Nothing is exchanged."""
-        if not self._gathers_beside:
-            return
-        for chunk in self._chunks:
-            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-                if group.param_gather_handle is not None:
-                    group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def clear(self) -> None:
         """Forget gathered gradients."""
@@ -165,7 +143,6 @@ class Stepper:
     def held(self, others: Iterable[torch.Tensor]) -> HeldTensors:
         """Return the buffers of Megatron's that parameters and gradients are views of, and masters
         and moments of the optimizer, and others beside them."""
-        self.settle()
         state, gradients = list(others), []
         for chunk in self._chunks:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
