@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sluice.fused_operations import rms_norm, rotate, swiglu
-from sluice.operations import OperationsConfig, Work, choose
+from sluice.operations import OperationsConfig, Usage, choose
 
 # Their names begin so. Norms multiply by a weight that is stored as it is.
 _NORMS = (
@@ -40,7 +40,7 @@ LOOP = "eager"  # transformers' word
 
 
 def choose_for(
-    model: Any, asked: OperationsConfig, work: Work, *, own: frozenset[str]
+    model: Any, asked: OperationsConfig, work: Usage, *, own: frozenset[str]
 ) -> dict[str, str]:
     """Returns which implementations a model has, and `own`, of what runs it.
 

@@ -31,7 +31,7 @@ class OperationError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Usage:
     """What operations are for: a model, its activations, and the device that they are on.
 
     heads: sizes of a key and of a value. capability: of a CUDA device. engine_obstacle: why what
@@ -75,7 +75,7 @@ class Implementation:
     engine_layers: bool = False
     trains_only: bool = False
 
-    def obstacle(self, work: Work) -> str:
+    def obstacle(self, work: Usage) -> str:
         """Returns why it cannot run; empty where it can."""
         major, minor = work.capability
         if work.models not in self.models:
@@ -246,7 +246,7 @@ class OperationsConfig(Config):
 UNASKED = OperationsConfig()
 
 
-def choose(asked: OperationsConfig, work: Work, used: Collection[str]) -> dict[str, str]:
+def choose(asked: OperationsConfig, work: Usage, used: Collection[str]) -> dict[str, str]:
     """Returns which implementation each of the operations `used` has.
 
     Raises OperationError for one that is asked for and cannot run or is not used.
@@ -263,7 +263,7 @@ def choose(asked: OperationsConfig, work: Work, used: Collection[str]) -> dict[s
     return chosen
 
 
-def _one(operation: str, wanted: str, without: Collection[str], work: Work) -> str:
+def _one(operation: str, wanted: str, without: Collection[str], work: Usage) -> str:
     reasons = []
     for each in OPERATIONS[operation]:
         if wanted not in (AUTO, each.name):
@@ -279,7 +279,7 @@ def _one(operation: str, wanted: str, without: Collection[str], work: Work) -> s
 
 def chosen(operation: str, device_type: str) -> str:
     """Returns what runs on such a device of a model of transformers in bfloat16, unasked."""
-    work = Work(device_type=device_type, dtype="bfloat16", capability=capability_of(device_type))
+    work = Usage(device_type=device_type, dtype="bfloat16", capability=capability_of(device_type))
     return _one(operation, AUTO, (), work)
 
 

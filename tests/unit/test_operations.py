@@ -22,7 +22,7 @@ from sluice.operations import (
     OPERATIONS,
     OperationError,
     OperationsConfig,
-    Work,
+    Usage,
     adamw_options,
     choose,
     chosen,
@@ -32,8 +32,8 @@ from tests.fused_stand_ins import CALLS, attend_rows, half_turned, normed, place
 
 EPSILON = 1e-6
 HOST = torch.device("cpu")
-HOPPER = Work(device_type=CUDA.device_type, dtype="bfloat16", capability=(9, 0), heads=(128, 128))
-ASCEND = Work(device_type=NPU.device_type, dtype="bfloat16", heads=(128, 128))
+HOPPER = Usage(device_type=CUDA.device_type, dtype="bfloat16", capability=(9, 0), heads=(128, 128))
+ASCEND = Usage(device_type=NPU.device_type, dtype="bfloat16", heads=(128, 128))
 DENSE = ("attention", "rms_norm", "rotary", "swiglu", "adamw")
 
 
@@ -198,7 +198,7 @@ def test_the_optimizer_makes_the_steps_of_the_formula(implementation: str, decay
     assert (parameter - start).abs().max() > rate  # it does step
 
 
-def dense(asked: OperationsConfig, work: Work) -> list[str]:
+def dense(asked: OperationsConfig, work: Usage) -> list[str]:
     found = choose(asked, work, DENSE)
     return [found[operation] for operation in DENSE]
 
@@ -206,7 +206,7 @@ def dense(asked: OperationsConfig, work: Work) -> list[str]:
 @pytest.mark.usefixtures("without_packages")
 def test_without_packages_torch_runs() -> None:
     plain = OperationsConfig()
-    host = Work(device_type=CPU.device_type)
+    host = Usage(device_type=CPU.device_type)
     assert dense(plain, host) == ["torch_sdpa", "plain", "plain", "plain", "torch_fused"]
     assert dense(plain, HOPPER) == [
         "torch_sdpa",
@@ -225,13 +225,13 @@ def test_without_packages_torch_runs() -> None:
 def test_what_is_installed_runs_on_the_device_it_is_for() -> None:
     plain = OperationsConfig()
     assert dense(plain, HOPPER) == ["flash_attn_3", "liger", "liger", "liger", "torch_fused"]
-    ampere = Work(**{**vars(HOPPER), "capability": (8, 0)})
+    ampere = Usage(**{**vars(HOPPER), "capability": (8, 0)})
     assert dense(plain, ampere)[0] == "flash_attn"
-    turing = Work(**{**vars(HOPPER), "capability": (7, 5)})
+    turing = Usage(**{**vars(HOPPER), "capability": (7, 5)})
     assert dense(plain, turing)[0] == "torch_sdpa"
-    wide = Work(**{**vars(HOPPER), "heads": (512, 512)})
+    wide = Usage(**{**vars(HOPPER), "heads": (512, 512)})
     assert dense(plain, wide)[0] == "torch_sdpa"
-    exact = Work(**{**vars(HOPPER), "dtype": "float32"})
+    exact = Usage(**{**vars(HOPPER), "dtype": "float32"})
     assert dense(plain, exact)[0] == "torch_sdpa"
     assert dense(plain, ASCEND) == [
         "npu_fusion_attention",
@@ -240,11 +240,11 @@ def test_what_is_installed_runs_on_the_device_it_is_for() -> None:
         "npu_swiglu",
         "torch_foreach",
     ]
-    serving = Work(**{**vars(ASCEND), "trains": False})
+    serving = Usage(**{**vars(ASCEND), "trains": False})
     assert dense(plain, serving)[0] == "torch_sdpa"
-    host = Work(device_type=CPU.device_type)
+    host = Usage(device_type=CPU.device_type)
     assert dense(plain, host) == ["torch_sdpa", "plain", "plain", "plain", "torch_fused"]
-    engine = Work(**{**vars(HOPPER), "models": "megatron", "engine_obstacle": ""})
+    engine = Usage(**{**vars(HOPPER), "models": "megatron", "engine_obstacle": ""})
     assert dense(plain, engine) == [*["transformer_engine"] * 3, "plain", "transformer_engine"]
 
 
@@ -265,7 +265,7 @@ def test_one_is_forced_or_forbidden_by_name() -> None:
 @pytest.mark.parametrize(
     ("asked", "work", "reason"),
     [
-        ({"attention": "flash_attn"}, Work(device_type="cpu"), "it is for cuda, not cpu"),
+        ({"attention": "flash_attn"}, Usage(device_type="cpu"), "it is for cuda, not cpu"),
         ({"attention": "flash_attn"}, HOPPER, "the package flash_attn is not installed"),
         ({"rms_norm": "npu_rms_norm"}, HOPPER, "it is for npu, not cuda"),
         ({"swiglu": "megatron_swiglu"}, HOPPER, "it is not for models of transformers"),
@@ -275,7 +275,7 @@ def test_one_is_forced_or_forbidden_by_name() -> None:
 )
 @pytest.mark.usefixtures("without_packages")
 def test_one_that_cannot_run_is_refused_with_the_reason(
-    asked: dict[str, str], work: Work, reason: str
+    asked: dict[str, str], work: Usage, reason: str
 ) -> None:
     with pytest.raises(OperationError, match=reason):
         choose(OperationsConfig(**asked), work, DENSE)
@@ -293,7 +293,7 @@ def test_one_that_cannot_run_is_refused_with_the_reason(
 def test_one_that_is_not_able_to_is_refused_with_the_reason(
     change: dict[str, object], reason: str
 ) -> None:
-    work = Work(**{**vars(HOPPER), **change})
+    work = Usage(**{**vars(HOPPER), **change})
     with pytest.raises(OperationError, match=reason):
         choose(OperationsConfig(attention="flash_attn_3"), work, DENSE)
 

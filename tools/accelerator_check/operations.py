@@ -21,7 +21,7 @@ from services.trainer.backends.reference.model import PackedLayout, attend, pack
 from sluice import operations, platform
 from sluice.algo.logprobs import linear_logprobs, token_logprobs
 from sluice.fused_operations import attention_kernel, rms_norm, rotate, swiglu
-from sluice.operations import OPERATIONS, Work
+from sluice.operations import OPERATIONS, Usage
 from tools.accelerator_check.backends import ragged_rows
 from tools.accelerator_check.work import StepWork
 
@@ -40,7 +40,7 @@ def run(work: StepWork, operation: str) -> None:
     inputs, compute, formula = CASES[operation](work.small)
     wanted = formula(tuple(each.double() if each.is_floating_point() else each for each in inputs))
     given = tuple(each.to(device) for each in inputs)
-    asked = Work(
+    asked = Usage(
         device_type=device.type,
         dtype="bfloat16",
         heads=(64, 64),

@@ -37,7 +37,7 @@ from sluice.algo.logprobs import float32_logits
 from sluice.fused_layers import adapt, choose_for, heads_of
 from sluice.fused_operations import attention_kernel
 from sluice.imports import uncompiled
-from sluice.operations import UNASKED, OperationError, OperationsConfig, Work, capability_of
+from sluice.operations import UNASKED, OperationError, OperationsConfig, Usage, capability_of
 from sluice.vision import VisionTower, rotary_positions
 from sluice.weights.manifest import Manifest
 
@@ -182,7 +182,7 @@ class ServingModel:
         self, model: Any, asked: OperationsConfig, dtype: torch.dtype, device: torch.device
     ) -> dict[str, str]:
         """Raises UnsupportedModelError for what is asked for and cannot run."""
-        work = Work(
+        work = Usage(
             device_type=device.type,
             dtype=str(dtype).removeprefix("torch."),
             heads=heads_of(model.config),

@@ -48,7 +48,7 @@ from sluice.algo.logprobs import (
 from sluice.fused_layers import adapt, choose_for, heads_of
 from sluice.fused_operations import attention_kernel
 from sluice.imports import with_shards
-from sluice.operations import UNASKED, OperationsConfig, Work
+from sluice.operations import UNASKED, OperationsConfig, Usage
 
 NEW_HEAD = {"score.weight", "score.bias"}  # zero where a checkpoint is a language model's
 
@@ -234,7 +234,7 @@ def _choose(
     model: Any, asked: OperationsConfig, device: torch.device, settings: FsdpConfig, head: Head
 ) -> dict[str, str]:
     """Raises OperationError. Parts that stay on the host are stepped there."""
-    work = Work(
+    work = Usage(
         device_type=device.type,
         dtype=settings.dtype,
         heads=heads_of(model.config),
@@ -244,7 +244,7 @@ def _choose(
     chosen = choose_for(model, asked, work, own=own)
     if settings.cpu_offload:
         own_adamw = OperationsConfig(adamw=asked.adamw)
-        host = Work(device_type=platform.CPU.device_type)
+        host = Usage(device_type=platform.CPU.device_type)
         chosen |= operations.choose(own_adamw, host, {"adamw"})
     return chosen
 

@@ -11,7 +11,7 @@ from services.trainer.backends.megatron import upstream
 from services.trainer.backends.megatron.config import FP8_TOKENS, MegatronConfig
 from services.trainer.backends.megatron.layout import LayoutError
 from services.trainer.backends.megatron.model_config import ModelSource, uses_transformer_engine
-from sluice.operations import AUTO, OperationError, OperationsConfig, Work, capability_of, choose
+from sluice.operations import AUTO, OperationError, OperationsConfig, Usage, capability_of, choose
 from sluice.platform import CUDA
 
 ENGINE = "transformer_engine"
@@ -36,7 +36,7 @@ def choose_operations(
     Raises OperationError, or LayoutError for a setting that what runs does not have.
     """
     has_engine = uses_transformer_engine(config, source)
-    work = Work(
+    work = Usage(
         device_type=device.type,
         models="megatron",
         dtype=config.dtype,
@@ -51,7 +51,7 @@ def choose_operations(
     layers = asked.model_copy(update={"adamw": AUTO})  # which is Megatron's to choose
     chosen = choose(layers, work, used | {"attention"})
     if (obstacle := _attention_obstacle(source, config)) and chosen["attention"] == ENGINE:
-        work = Work(**{**vars(work), "engine_obstacle": obstacle})
+        work = Usage(**{**vars(work), "engine_obstacle": obstacle})
         chosen |= choose(OperationsConfig(attention=asked.attention), work, {"attention"})
     chosen["adamw"] = _adamw(asked, work, adapters=adapters)
     if config.cp_comm_type is not None and chosen["attention"] != ENGINE:
@@ -94,10 +94,10 @@ def _attention_obstacle(source: ModelSource, config: MegatronConfig) -> str:
     return ""
 
 
-def _adamw(asked: OperationsConfig, work: Work, *, adapters: bool) -> str:
+def _adamw(asked: OperationsConfig, work: Usage, *, adapters: bool) -> str:
     """Megatron takes what is installed, whatever is asked for."""
     if adapters:
-        host = Work(device_type=work.device_type, capability=work.capability)
+        host = Usage(device_type=work.device_type, capability=work.capability)
         return choose(OperationsConfig(adamw=asked.adamw), host, {"adamw"})["adamw"]
     found = upstream.optimizer_name()
     if asked.adamw not in (AUTO, found) or found in asked.without:
@@ -105,7 +105,7 @@ def _adamw(asked: OperationsConfig, work: Work, *, adapters: bool) -> str:
     return found
 
 
-def _check_fp8(source: ModelSource, config: MegatronConfig, work: Work) -> None:
+def _check_fp8(source: ModelSource, config: MegatronConfig, work: Usage) -> None:
     """Raises LayoutError where Transformer Engine has no products of 8 bits for it."""
     what = f"fp8 {config.fp8}"
     if work.device_type != CUDA.device_type:

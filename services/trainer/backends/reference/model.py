@@ -33,7 +33,7 @@ from sluice.algo.logprobs import (
 from sluice.fused_layers import adapt, choose_for, heads_of
 from sluice.fused_operations import Attention, PackRows, attention_kernel
 from sluice.imports import uncompiled
-from sluice.operations import UNASKED, OperationsConfig, Work
+from sluice.operations import UNASKED, OperationsConfig, Usage
 from sluice.samples.images import ImageRules
 from sluice.vision import TEXT, Features, VisionTower, rotary_positions
 
@@ -285,7 +285,7 @@ class ScoredModel:
         chosen = choose_for(
             model,
             asked,
-            Work(
+            Usage(
                 device_type=device.type,
                 dtype=dtype,
                 heads=heads_of(config),
