@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,6 +80,18 @@ async def test_the_likeliest_tokens_are_named_beside_the_scores(
     assert [[token for token, _ in place] for place in scores.top] == tokens.tolist()
     found = [value for place in scores.top for _, value in place]
     assert found == pytest.approx(likeliest.flatten().tolist(), abs=1e-4)
+
+
+async def test_of_tokens_that_are_alike_the_lowest_are_named(
+    qwen3: Model, start_seeded_engine: StartEngine, tmp_path: Path
+) -> None:
+    """As a trainer that teaches does."""
+    model = copy.deepcopy(qwen3.module)
+    model.get_output_embeddings().weight.data.zero_()
+    model.save_pretrained(tmp_path)
+    engine = await start_seeded_engine(model=str(tmp_path))
+    scores = await engine.score_top([1, 2, 3, 4], 2, 5)
+    assert [[token for token, _ in place] for place in scores.top] == [[0, 1, 2, 3, 4]] * 2
 
 
 async def test_streamed_deltas_add_up_to_the_answer(

@@ -43,6 +43,7 @@ from services.rollout.engine.reference.drawing import Written
 from services.rollout.engine.reference.loading import PreparedWeights
 from services.rollout.engine.reference.model import ServingModel, Shown
 from services.rollout.errors import NotQuietError, NoWeightsError, VersionUnavailableError
+from sluice.algo.likeliest import find_likeliest
 from sluice.runtime.errors import QueueFullError, ServiceError
 
 NOTHING_SHOWN = Sight((), torch.empty(3, 0, dtype=torch.int64), {})
@@ -205,7 +206,7 @@ def _take(logits: torch.Tensor, works: Sequence[PromptWork]) -> None:
 
 def _likeliest(logits: torch.Tensor, normalizer: torch.Tensor, count: int) -> list[TopTokens]:
     """Per row of `logits` [N, V]; log-probabilities round as those of the scored tokens do."""
-    values, tokens = logits.topk(min(count, logits.shape[1]))
+    values, tokens = find_likeliest(logits, min(count, logits.shape[1]))
     logprobs = (values - normalizer[:, None]).tolist()
     return [tuple(zip(*row, strict=True)) for row in zip(tokens.tolist(), logprobs, strict=True)]
 
