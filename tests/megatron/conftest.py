@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.trainer.backends.megatron import upstream
 from tests.fast_part import keep_fast_part
 from tests.megatron.comparison import Summary, Tensors
 from tests.megatron.models import build_checkpoint, make_rows
@@ -14,6 +15,7 @@ from tests.megatron.oracle import Oracle, OracleStep, reference_config
 from tests.megatron.settings import NORMALIZER, OPTIM, SPEC, STEPS
 from tests.rank_pool import Pool
 
+upstream.load()  # before a file of tests imports it: then it can be adapted no more
 SUMMARY = Summary()
 
 
