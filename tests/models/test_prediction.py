@@ -108,7 +108,8 @@ LAYOUTS = [
     pytest.param(NEXT, 1, {}, id="next-single"),
     pytest.param(NEXT, 2, SCATTERED, id="next-TP2+SP"),
     pytest.param(SPARSE, 2, {"expert": 2}, id="sparse-EP2"),
-    pytest.param(DEEP_DENSE, 2, {"pipeline": 2, "virtual_pipeline": 2}, id="dense-PP2xVPP2"),
+    pytest.param(DEEP_DENSE, 1, {}, id="deep-single"),
+    pytest.param(DEEP_DENSE, 2, {"pipeline": 2, "virtual_pipeline": 2}, id="deep-PP2xVPP2"),
 ]
 
 
@@ -125,7 +126,10 @@ def test_it_trains_as_plain_torch_says(
     assert gradient_difference(gradients, expected.gradients) <= GRADIENT_TOLERANCE
     for found, wanted in zip(answer["losses"], expected.losses, strict=True):
         assert _mean(found) == pytest.approx(wanted, abs=1e-3)
-    assert answer["norms"] == pytest.approx(expected.norms, rel=5e-3)
+    # after steps, float32 lets four recurrent layers drift from float64 whatever the layout
+    assert answer["norms"][0] == pytest.approx(expected.norms[0], rel=1e-4)
+    drift = 2e-2 if case is DEEP_DENSE else 5e-3
+    assert answer["norms"] == pytest.approx(expected.norms, rel=drift)
     assert expected.after < expected.loss - 0.01  # it learns
     assert _mean(answer["after"]) == pytest.approx(expected.after, abs=1e-3)
     tensors = published(tmp_path / "out")

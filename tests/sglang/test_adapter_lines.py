@@ -1,14 +1,16 @@
-"""Adapters of several users in one real SGLang, behind the API."""
+"""Adapters of several users in one real SGLang, behind the API: mixed, and given back to it."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from sluice.client import EngineClient
@@ -22,7 +24,7 @@ from tests.service.trainer.harness import poll
 from tests.service.weights.harness import RunningEngine, running_engines, serves
 from tests.service.weights.test_adapter_lines import refusal
 from tests.service.weights.test_adapters import PROMPT, furthest, serve
-from tests.sglang_servers import SharedServers
+from tests.sglang_servers import PYTHON, SharedServers
 
 HELD, LONG = 4, 200
 RANKS = [2, 4, 8, 2, 4, 8]
@@ -140,3 +142,31 @@ async def test_one_batch_mixes_lines_and_the_base(
                 assert await furthest(client, model, folder, name) < 1e-5
             for name in ("alice@1", "bob", "bob@2"):
                 assert await refusal(client, name) == "VERSION_UNAVAILABLE"
+
+
+async def test_a_killed_server_gets_the_newest_of_every_line_back(
+    store: WeightStore, folders: list[Path], model: Path, tmp_path: Path
+) -> None:
+    sglang = {"python": str(PYTHON), "lora": {"max_rank": 8}, "backoff_seconds": 0.1}
+    with running(tmp_path, model, sglang) as engine:
+        async with engine.client() as client:
+            await poll(partial(serves, client), PATIENCE)
+            for folder, line in zip(folders, ["alice", "bob", "alice", ""], strict=False):
+                await serve(client, publish(store, model, folder, line))
+            server = psutil.Process(engine.process.pid)
+            for process in server.children(recursive=True):
+                process.send_signal(signal.SIGKILL)
+
+            async def is_lost() -> bool:
+                return not await serves(client)
+
+            async def is_back() -> bool:
+                return await serves(client) and len(await held(client)) == 3
+
+            await poll(is_lost, PATIENCE)
+            await poll(is_back, 2 * PATIENCE)
+            assert await held(client) == {(3, "alice"), (2, "bob"), (4, "")}
+            wanted = {"alice": folders[2], "bob": folders[1], "": folders[3], "base": None}
+            off = await asyncio.gather(*(furthest(client, model, f, n) for n, f in wanted.items()))
+            assert max(off) < 1e-5, dict(zip(wanted, off, strict=True))
+            assert await refusal(client, "alice@1") == "VERSION_UNAVAILABLE"
