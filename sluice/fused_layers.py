@@ -40,13 +40,13 @@ LOOP = "eager"  # transformers' word
 
 
 def choose_for(
-    model: Any, asked: OperationsConfig, work: Usage, *, own: frozenset[str]
+    model: Any, asked: OperationsConfig, usage: Usage, *, own: frozenset[str]
 ) -> dict[str, str]:
     """Returns which implementations a model has, and `own`, of what runs it.
 
     Raises OperationError.
     """
-    return choose(asked, work, own | used_by(_text_of(model)))
+    return choose(asked, usage, own | used_by(_text_of(model)))
 
 
 def adapt(model: Any, chosen: Mapping[str, str]) -> None:

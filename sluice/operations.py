@@ -75,27 +75,27 @@ class Implementation:
     engine_layers: bool = False
     trains_only: bool = False
 
-    def obstacle(self, work: Usage) -> str:
+    def obstacle(self, usage: Usage) -> str:
         """Returns why it cannot run; empty where it can."""
-        major, minor = work.capability
-        if work.models not in self.models:
-            return f"it is not for models of {work.models}"
-        if self.device_types and work.device_type not in self.device_types:
-            return f"it is for {' and '.join(self.device_types)}, not {work.device_type}"
+        major, minor = usage.capability
+        if usage.models not in self.models:
+            return f"it is not for models of {usage.models}"
+        if self.device_types and usage.device_type not in self.device_types:
+            return f"it is for {' and '.join(self.device_types)}, not {usage.device_type}"
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"the package {self.package} is not installed"
-        if self.engine_layers and work.engine_obstacle:
-            return work.engine_obstacle
-        if self.dtypes and work.dtype not in self.dtypes:
-            return f"it computes in {' or '.join(self.dtypes)}, not {work.dtype}"
+        if self.engine_layers and usage.engine_obstacle:
+            return usage.engine_obstacle
+        if self.dtypes and usage.dtype not in self.dtypes:
+            return f"it computes in {' or '.join(self.dtypes)}, not {usage.dtype}"
         if self.generation and major != self.generation:
             return f"it is for compute capability {self.generation}, not {major}.{minor}"
-        if work.device_type == CUDA.device_type and work.capability < self.capability:
+        if usage.device_type == CUDA.device_type and usage.capability < self.capability:
             least = ".".join(map(str, self.capability))
             return f"it needs compute capability {least}, not {major}.{minor}"
-        if self.largest_head and max(work.heads) > self.largest_head:
-            return f"its heads have at most {self.largest_head} numbers, not {max(work.heads)}"
-        if self.trains_only and not work.trains:
+        if self.largest_head and max(usage.heads) > self.largest_head:
+            return f"its heads have at most {self.largest_head} numbers, not {max(usage.heads)}"
+        if self.trains_only and not usage.trains:
             return "it is for training"
         return ""
 
@@ -246,7 +246,7 @@ class OperationsConfig(Config):
 UNASKED = OperationsConfig()
 
 
-def choose(asked: OperationsConfig, work: Usage, used: Collection[str]) -> dict[str, str]:
+def choose(asked: OperationsConfig, usage: Usage, used: Collection[str]) -> dict[str, str]:
     """Returns which implementation each of the operations `used` has.
 
     Raises OperationError for one that is asked for and cannot run or is not used.
@@ -255,7 +255,7 @@ def choose(asked: OperationsConfig, work: Usage, used: Collection[str]) -> dict[
     for operation in OPERATIONS:
         wanted = getattr(asked, operation)
         if operation in used:
-            chosen[operation] = _one(operation, wanted, asked.without, work)
+            chosen[operation] = _one(operation, wanted, asked.without, usage)
         elif wanted != AUTO:
             raise OperationError(
                 f"operations.{operation}: {wanted} has no effect on this model; leave it out"
@@ -263,14 +263,14 @@ def choose(asked: OperationsConfig, work: Usage, used: Collection[str]) -> dict[
     return chosen
 
 
-def _one(operation: str, wanted: str, without: Collection[str], work: Usage) -> str:
+def _one(operation: str, wanted: str, without: Collection[str], usage: Usage) -> str:
     reasons = []
     for each in OPERATIONS[operation]:
         if wanted not in (AUTO, each.name):
             continue
-        if wanted == AUTO and (each.name in without or work.device_type not in each.unasked):
+        if wanted == AUTO and (each.name in without or usage.device_type not in each.unasked):
             continue
-        reason = each.obstacle(work)
+        reason = each.obstacle(usage)
         if not reason:
             return each.name
         reasons.append(reason)
@@ -279,8 +279,8 @@ def _one(operation: str, wanted: str, without: Collection[str], work: Usage) -> 
 
 def chosen(operation: str, device_type: str) -> str:
     """Returns what runs on such a device of a model of transformers in bfloat16, unasked."""
-    work = Usage(device_type=device_type, dtype="bfloat16", capability=capability_of(device_type))
-    return _one(operation, AUTO, (), work)
+    usage = Usage(device_type=device_type, dtype="bfloat16", capability=capability_of(device_type))
+    return _one(operation, AUTO, (), usage)
 
 
 def most_logits(implementation: str) -> int:

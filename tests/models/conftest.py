@@ -33,3 +33,11 @@ def pool() -> Iterator[Pool]:
     pool = Pool("tests.models.jobs")
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Pool]:
+    """Those of Megatron."""
+    pool = Pool("tests.models.megatron_jobs")
+    yield pool
+    pool.close()

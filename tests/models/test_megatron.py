@@ -5,7 +5,6 @@ Those with gated delta nets do in every layout; layouts of the others are in tes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,13 +48,6 @@ OTHERS = [
     for name in ("llama", "llama-tied", "qwen2", "qwen3", "qwen3_moe", "glm4", "deepseek_v3")
 ]
 fast = pytest.mark.fast
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    pool = Pool("tests.models.megatron_jobs")
-    yield pool
-    pool.close()
 
 
 class Known:

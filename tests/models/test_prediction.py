@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,6 @@ DEEP_DENSE = replace(DENSE, settings={**DENSE.settings, **DEEP}, of="deep")
 TIED = replace(DENSE, settings={**DENSE.settings, "tie_word_embeddings": True}, of="tied")
 SCALE = 0.3
 fast = pytest.mark.fast
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    pool = Pool("tests.models.megatron_jobs")
-    yield pool
-    pool.close()
 
 
 class Known:

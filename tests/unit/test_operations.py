@@ -198,8 +198,8 @@ def test_the_optimizer_makes_the_steps_of_the_formula(implementation: str, decay
     assert (parameter - start).abs().max() > rate  # it does step
 
 
-def dense(asked: OperationsConfig, work: Usage) -> list[str]:
-    found = choose(asked, work, DENSE)
+def dense(asked: OperationsConfig, usage: Usage) -> list[str]:
+    found = choose(asked, usage, DENSE)
     return [found[operation] for operation in DENSE]
 
 
@@ -263,7 +263,7 @@ def test_one_is_forced_or_forbidden_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "work", "reason"),
+    ("asked", "usage", "reason"),
     [
         ({"attention": "flash_attn"}, Usage(device_type="cpu"), "it is for cuda, not cpu"),
         ({"attention": "flash_attn"}, HOPPER, "the package flash_attn is not installed"),
@@ -275,10 +275,10 @@ def test_one_is_forced_or_forbidden_by_name() -> None:
 )
 @pytest.mark.usefixtures("without_packages")
 def test_one_that_cannot_run_is_refused_with_the_reason(
-    asked: dict[str, str], work: Usage, reason: str
+    asked: dict[str, str], usage: Usage, reason: str
 ) -> None:
     with pytest.raises(OperationError, match=reason):
-        choose(OperationsConfig(**asked), work, DENSE)
+        choose(OperationsConfig(**asked), usage, DENSE)
 
 
 @pytest.mark.parametrize(
@@ -293,9 +293,9 @@ def test_one_that_cannot_run_is_refused_with_the_reason(
 def test_one_that_is_not_able_to_is_refused_with_the_reason(
     change: dict[str, object], reason: str
 ) -> None:
-    work = Usage(**{**vars(HOPPER), **change})
+    usage = Usage(**{**vars(HOPPER), **change})
     with pytest.raises(OperationError, match=reason):
-        choose(OperationsConfig(attention="flash_attn_3"), work, DENSE)
+        choose(OperationsConfig(attention="flash_attn_3"), usage, DENSE)
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ class ServingModel:
         self, model: Any, asked: OperationsConfig, dtype: torch.dtype, device: torch.device
     ) -> dict[str, str]:
         """Raises UnsupportedModelError for what is asked for and cannot run."""
-        work = Usage(
+        usage = Usage(
             device_type=device.type,
             dtype=str(dtype).removeprefix("torch."),
             heads=heads_of(model.config),
@@ -191,7 +191,7 @@ class ServingModel:
         )
         own = frozenset[str]() if self._foreign else frozenset({"attention"})
         try:
-            return choose_for(model, asked, work, own=own)
+            return choose_for(model, asked, usage, own=own)
         except OperationError as error:
             raise UnsupportedModelError(str(error), key="operations") from error
 

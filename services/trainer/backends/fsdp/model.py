@@ -234,14 +234,14 @@ def _choose(
     model: Any, asked: OperationsConfig, device: torch.device, settings: FsdpConfig, head: Head
 ) -> dict[str, str]:
     """Raises OperationError. Parts that stay on the host are stepped there."""
-    work = Usage(
+    usage = Usage(
         device_type=device.type,
         dtype=settings.dtype,
         heads=heads_of(model.config),
         capability=operations.capability_of(device.type),
     )
     own = OWN_OPERATIONS if head == "policy" else OWN_OPERATIONS - {"logprobs"}
-    chosen = choose_for(model, asked, work, own=own)
+    chosen = choose_for(model, asked, usage, own=own)
     if settings.cpu_offload:
         own_adamw = OperationsConfig(adamw=asked.adamw)
         host = Usage(device_type=platform.CPU.device_type)

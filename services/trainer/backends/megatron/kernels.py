@@ -36,7 +36,7 @@ def choose_operations(
     Raises OperationError, or LayoutError for a setting that what runs does not have.
     """
     has_engine = uses_transformer_engine(config, source)
-    work = Usage(
+    usage = Usage(
         device_type=device.type,
         models="megatron",
         dtype=config.dtype,
@@ -49,18 +49,18 @@ def choose_operations(
     used |= set() if source.latent else {"rotary"}  # which has its own
     used |= set() if source.value_head else {"logprobs"}
     layers = asked.model_copy(update={"adamw": AUTO})  # which is Megatron's to choose
-    chosen = choose(layers, work, used | {"attention"})
+    chosen = choose(layers, usage, used | {"attention"})
     if (obstacle := _attention_obstacle(source, config)) and chosen["attention"] == ENGINE:
-        work = Usage(**{**vars(work), "engine_obstacle": obstacle})
-        chosen |= choose(OperationsConfig(attention=asked.attention), work, {"attention"})
-    chosen["adamw"] = _adamw(asked, work, adapters=adapters)
+        usage = Usage(**{**vars(usage), "engine_obstacle": obstacle})
+        chosen |= choose(OperationsConfig(attention=asked.attention), usage, {"attention"})
+    chosen["adamw"] = _adamw(asked, usage, adapters=adapters)
     if config.cp_comm_type is not None and chosen["attention"] != ENGINE:
         raise LayoutError(
             f"cp_comm_type {config.cp_comm_type} is of Transformer Engine's attention, and "
             f"{chosen['attention']} runs"
         )
     if config.fp8 is not None:
-        _check_fp8(source, config, work)
+        _check_fp8(source, config, usage)
     return chosen
 
 
@@ -94,10 +94,10 @@ def _attention_obstacle(source: ModelSource, config: MegatronConfig) -> str:
     return ""
 
 
-def _adamw(asked: OperationsConfig, work: Usage, *, adapters: bool) -> str:
+def _adamw(asked: OperationsConfig, usage: Usage, *, adapters: bool) -> str:
     """Megatron takes what is installed, whatever is asked for."""
     if adapters:
-        host = Usage(device_type=work.device_type, capability=work.capability)
+        host = Usage(device_type=usage.device_type, capability=usage.capability)
         return choose(OperationsConfig(adamw=asked.adamw), host, {"adamw"})["adamw"]
     found = upstream.optimizer_name()
     if asked.adamw not in (AUTO, found) or found in asked.without:
@@ -105,18 +105,18 @@ def _adamw(asked: OperationsConfig, work: Usage, *, adapters: bool) -> str:
     return found
 
 
-def _check_fp8(source: ModelSource, config: MegatronConfig, work: Usage) -> None:
+def _check_fp8(source: ModelSource, config: MegatronConfig, usage: Usage) -> None:
     """Raises LayoutError where Transformer Engine has no products of 8 bits for it."""
     what = f"fp8 {config.fp8}"
-    if work.device_type != CUDA.device_type:
-        raise LayoutError(f"{what} needs a {CUDA.device_type} device, not {work.device_type}")
-    if work.engine_obstacle:
-        raise LayoutError(f"{what}: {work.engine_obstacle}")
+    if usage.device_type != CUDA.device_type:
+        raise LayoutError(f"{what} needs a {CUDA.device_type} device, not {usage.device_type}")
+    if usage.engine_obstacle:
+        raise LayoutError(f"{what}: {usage.engine_obstacle}")
     least = LEAST_FP8[config.fp8_recipe]
-    if work.capability < least:
+    if usage.capability < least:
         raise LayoutError(
             f"{what}: fp8_recipe {config.fp8_recipe} needs compute capability "
-            f"{least[0]}.{least[1]}, not {work.capability[0]}.{work.capability[1]}"
+            f"{least[0]}.{least[1]}, not {usage.capability[0]}.{usage.capability[1]}"
         )
     shape = source.shape
     sizes = {"hidden_size": shape.hidden, "intermediate_size": shape.ffn // config.tensor}
