@@ -65,6 +65,13 @@ class Training:
     def rows(self) -> list[dict[str, Any]]:
         return [row for row in read_metrics(self.run_dir) if "reward_mean" in row]
 
+    def learning_rows(self) -> list[dict[str, Any]]:
+        """Rows of steps that had something to learn: groups of equal rewards are not passed over,
+        and of the small ones here all of a step can be such."""
+        rows = [row for row in self.rows() if "entropy" in row]
+        assert rows
+        return rows
+
     def wait_for_step(self, step: int) -> None:
         def reached() -> bool:
             assert self.process.poll() is None or self.rows()[-1]["step"] >= step

@@ -71,7 +71,7 @@ def test_samples_name_their_adapter_and_are_no_older_than_allowed(
     assert 1 <= max(ages) <= 2
     versions = versions_of(adapting, training)
     assert len(set.union(*versions)) >= 4
-    assert all(row["rollout_mismatch"] < 1 for row in training.rows())
+    assert all(row["rollout_mismatch"] < 1 for row in training.learning_rows())
 
     async def described():
         async with EngineClient(adapting.services["rollout"]["address"]) as engine:
@@ -87,5 +87,5 @@ def test_adapters_are_sent_past_the_store(adapting: Stack) -> None:
     training = adapting.train("sent", weight_transport="collective")
     training.finish()
     assert [row["step"] for row in training.rows()] == [1, 2, 3, 4]
-    assert all(row["rollout_mismatch"] <= 1e-4 for row in training.rows())
+    assert all(row["rollout_mismatch"] <= 1e-4 for row in training.learning_rows())
     assert all(len(versions) == 1 for versions in versions_of(adapting, training))

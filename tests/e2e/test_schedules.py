@@ -20,13 +20,14 @@ def test_importance_weights_are_measured_where_the_loss_corrects_for_age(stack):
     rows = training.rows()
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     for row in rows:
-        assert 0 < row["importance_weight"] <= 2
         assert 0 <= row["staleness_mean"] <= row["staleness_max"] <= 2
+    for row in training.learning_rows():
+        assert 0 < row["importance_weight"] <= 2
         assert math.isfinite(row["rollout_mismatch"])
     # what of the first groups later steps take; how far rollouts keep ahead then depends on speed
     assert max(row["staleness_max"] for row in rows) > 0
     # what is not of the current policy differs from it, and the weight says so
-    assert any(abs(row["importance_weight"] - 1) > 1e-4 for row in rows[2:])
+    assert any(abs(row["importance_weight"] - 1) > 1e-4 for row in training.learning_rows()[2:])
 
 
 def test_rollouts_that_all_crash_end_the_run_with_the_reason(stack, tmp_path):
