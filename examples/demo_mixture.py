@@ -162,7 +162,9 @@ def main() -> int:
     parser.add_argument(
         "--sglang-python", type=Path, default=Path("build/sglang/bin/python").absolute()
     )
-    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks (megatron)")
+    parser.add_argument(
+        "--tensor", type=int, default=1, help="tensor-parallel ranks of the trainer"
+    )
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of the trainer")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--target", type=float, default=0.9, help="exit 1 below this score")

@@ -61,6 +61,10 @@ class Row:
 MicroBatch = Sequence[Row]  # may be empty: a dummy of zero weight, run for its collectives
 
 
+class LayoutError(ValueError):
+    """A world, or a model, does not divide into the parallel sizes asked for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
     """Where this rank stands. Ranks of one `data_rank` hold the same rows."""

@@ -111,7 +111,7 @@ def services(run_dir: Path, model: Path, flags: argparse.Namespace, weights: str
         "weights": weights,
     }
     if flags.backend == "fsdp":
-        trainer["fsdp"] = {"dtype": "float32"}
+        trainer["fsdp"] = {"tensor": flags.tensor, "dtype": "float32"}
     if flags.backend == "megatron":
         trainer["megatron"] = {"tensor": flags.tensor, "dtype": "float32"}
     rollout: dict[str, Any] = {
@@ -195,7 +195,9 @@ def read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=Path("build/sglang/bin/python").absolute(),
         help="interpreter that has SGLang (make sglang-cpu)",
     )
-    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks (megatron)")
+    parser.add_argument(
+        "--tensor", type=int, default=1, help="tensor-parallel ranks of the trainer"
+    )
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains the model")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of the trainer")
     parser.add_argument(
@@ -221,8 +223,8 @@ def read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')}: is {least} or more")
     if math.isnan(flags.target):
         parser.error("--target: is a number")
-    if flags.tensor > 1 and flags.backend != "megatron":
-        parser.error("--tensor needs --backend megatron")
+    if flags.tensor > 1 and flags.backend == "reference":
+        parser.error("--tensor needs --backend fsdp or megatron")
     if flags.engine == "sglang" and not flags.sglang_python.exists():
         parser.error(f"there is no {flags.sglang_python}; `make sglang-cpu` makes one")
     return flags

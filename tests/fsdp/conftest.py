@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,11 +31,12 @@ class ExpectedByModel:
         self._root = root
         self._made: dict[str, tuple[Model, Expected]] = {}
 
-    def __call__(self, family: str) -> tuple[Model, Expected]:
-        if family not in self._made:
-            model = build_model(self._root / family, family)
-            self._made[family] = model, expect(model)
-        return self._made[family]
+    def __call__(self, family: str, **settings: Any) -> tuple[Model, Expected]:
+        name = "-".join([family, *(f"{key}-{value}" for key, value in sorted(settings.items()))])
+        if name not in self._made:
+            model = build_model(self._root / name, family, **settings)
+            self._made[name] = model, expect(model)
+        return self._made[name]
 
 
 @pytest.fixture(scope="session")

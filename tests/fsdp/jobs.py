@@ -10,13 +10,17 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from services.trainer.backend import Mesh, MicroBatch, Row
+from services.trainer.backend import MicroBatch, Row
 from services.trainer.backends.fsdp.backend import FsdpBackend
+from services.trainer.backends.fsdp.layout import mesh_of
 from services.trainer.backends.fsdp.optimizer import local_part
+from services.trainer.backends.fsdp.tensor_parallel import is_cut_over_tensor
 from services.trainer.config import TrainerConfig
 from services.trainer.rank import FAILURES
 from sluice.algo.spec import LossSpec
 from sluice.config import parse_config
+from sluice.weights.manifest import digest_bytes
+from sluice.weights.shards import host_bytes
 from tests.contract.training_backend.cases import NAMED, PPO, TAUGHT, make_row, ragged_rows
 
 NORMALIZER = 37.0
@@ -38,8 +42,8 @@ def open_backend(rank: int, world: int, arguments: dict[str, Any]) -> FsdpBacken
         **arguments.get("trainer", {}),
         "fsdp": {"dtype": "float32", **arguments.get("fsdp", {})},
     }
-    mesh = Mesh(rank=rank, world_size=world, data_rank=rank, data_size=world)
-    return FsdpBackend(parse_config(TrainerConfig, values), mesh)
+    config = parse_config(TrainerConfig, values)
+    return FsdpBackend(config, mesh_of(config.fsdp, rank, world))
 
 
 def rows_of(step: int) -> list[Row]:
@@ -56,18 +60,27 @@ def rows_of(step: int) -> list[Row]:
 
 
 def micro_batches(rows: list[Row], rank: int, world: int) -> list[MicroBatch]:
-    """Whole groups by rank, in three micro-batches; the last is empty, of some ranks all are."""
+    """Whole groups by data rank, in three micro-batches; the last is empty, of some ranks all."""
     groups = sorted({row.group_id for row in rows})
     mine = [row for row in rows if groups.index(row.group_id) % max(world - 1, 1) == rank]
     half = (len(mine) + 1) // 2
     return [mine[:half], mine[half:], []]
 
 
+def batches_of(backend: FsdpBackend, rows: list[Row]) -> list[MicroBatch]:
+    return micro_batches(rows, backend.mesh.data_rank, backend.mesh.data_size)
+
+
 def run_step(backend: FsdpBackend, step: int, spec: LossSpec = PPO) -> float:
     """Forward and backward on the rows of `step`, in two calls; the loss of all ranks."""
-    batches = micro_batches(rows_of(step), backend.mesh.rank, backend.mesh.world_size)
+    batches = batches_of(backend, rows_of(step))
     sums = [backend.forward_backward(part, spec) for part in (batches[:1], batches[1:])]
-    total = torch.tensor(sum(each.loss for each in sums), dtype=torch.float64)
+    return loss_of_all(backend, sum(each.loss for each in sums))
+
+
+def loss_of_all(backend: FsdpBackend, loss: float) -> float:
+    """The sum over data ranks, of which one each reports."""
+    total = torch.tensor(loss if backend.mesh.reports else 0.0, dtype=torch.float64)
     dist.all_reduce(total)
     return float(total)
 
@@ -76,9 +89,9 @@ def parity(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Log-probs and gradients of one batch, then five steps, then the weights."""
     out = Path(arguments["out"])
     backend = open_backend(rank, world, arguments)
-    batches = micro_batches(rows_of(0), rank, world)
+    batches = batches_of(backend, rows_of(0))
     scored = backend.compute_logprobs(batches, model="policy", temperature=1.0)
-    save(scored, out / f"logprobs-{rank}.safetensors")
+    save_scores(backend, scored, out / f"logprobs-{rank}.safetensors")
     run_step(backend, 0)
     export(backend, out / f"gradients-{rank}.safetensors", gradients=True)
     backend.discard_gradients()
@@ -88,35 +101,54 @@ def parity(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
         outcome = backend.step(normalizer=NORMALIZER, learning_rate=None)
         steps.append({"loss": loss, "grad_norm": outcome.grad_norm})
     export(backend, out / f"weights-{rank}.safetensors")
-    parts = backend._policy.parameters().values()
+    policy = backend._policy
+    parts = policy.parameters().values()
     return {
         "steps": steps,
         "held": sum(local_part(p).numel() for p in parts),
+        "counted": sum(local_part(p).numel() for p in parts if policy.is_counted(p)),
         "whole": sum(p.numel() for p in parts),
     }
+
+
+def replicas(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Some steps, then what of the model other tensor ranks must hold to the bit too."""
+    backend = open_backend(rank, world, arguments)
+    _steps(backend, 0, arguments["steps"])
+    digests = {
+        name: digest_bytes(host_bytes(local_part(parameter.detach())))
+        for name, parameter in backend._policy.parameters().items()
+        if not is_cut_over_tensor(parameter)
+    }
+    return {"digests": digests}
 
 
 def taught(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """One pass over what a teacher named, its groups spread over the ranks; and a step."""
     backend, rows = open_backend(rank, world, arguments), rows_of(0)
-    groups = sorted({row.group_id for row in rows})
-    mine = [row for row in rows if groups.index(row.group_id) % world == rank]
+    groups, mesh = sorted({row.group_id for row in rows}), backend.mesh
+    mine = [row for row in rows if groups.index(row.group_id) % mesh.data_size == mesh.data_rank]
     sums = backend.forward_backward([mine[:3], mine[3:]], TAUGHT)
-    total = torch.tensor(sums.loss, dtype=torch.float64)
-    dist.all_reduce(total)
+    total = loss_of_all(backend, sums.loss)
     export(backend, Path(arguments["out"]) / f"gradients-{rank}.safetensors", gradients=True)
     outcome = backend.step(normalizer=NORMALIZER, learning_rate=None)
-    return {"rows": len(mine), "loss": float(total), "grad_norm": outcome.grad_norm}
+    return {"rows": len(mine), "loss": total, "grad_norm": outcome.grad_norm}
 
 
 def named(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """The likeliest tokens of a batch of which a rank may have no row."""
     backend = open_backend(rank, world, arguments)
-    batches = micro_batches(rows_of(0), rank, world)
+    batches = batches_of(backend, rows_of(0))
     found = backend.compute_top_logprobs(batches, model="policy", temperature=0.8, count=NAMED)
     parts = {f"{n}/{kind}": getattr(top, kind) for n, top in found.items() for kind in KINDS}
-    save(parts, Path(arguments["out"]) / f"named-{rank}.safetensors")
+    save_scores(backend, parts, Path(arguments["out"]) / f"named-{rank}.safetensors")
     return {"rows": len(found)}
+
+
+def save_scores(backend: FsdpBackend, scored: dict[str, torch.Tensor], path: Path) -> None:
+    """What the rank that reports has; the others of its data rank have the same."""
+    if backend.mesh.reports:
+        save(scored, path)
 
 
 def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -181,15 +213,15 @@ def critic(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     out = Path(arguments["out"])
     backend = open_backend(rank, world, {**arguments, "trainer": {"head": "value"}})
     rows = [replace_columns(row) for row in rows_of(0)]
-    batches = micro_batches(rows, rank, world)
-    save(backend.compute_values(batches), out / f"before-{rank}.safetensors")
+    batches = batches_of(backend, rows)
+    save_scores(backend, backend.compute_values(batches), out / f"before-{rank}.safetensors")
     steps = []
     for _ in range(3):
-        loss = torch.tensor(backend.forward_backward(batches, LossSpec(name="value")).loss)
-        dist.all_reduce(loss)
+        sums = backend.forward_backward(batches, LossSpec(name="value"))
+        loss = loss_of_all(backend, sums.loss)
         outcome = backend.step(normalizer=NORMALIZER, learning_rate=None)
-        steps.append({"loss": float(loss), "grad_norm": outcome.grad_norm})
-    save(backend.compute_values(batches), out / f"after-{rank}.safetensors")
+        steps.append({"loss": loss, "grad_norm": outcome.grad_norm})
+    save_scores(backend, backend.compute_values(batches), out / f"after-{rank}.safetensors")
     export(backend, out / f"weights-{rank}.safetensors")
     return {"steps": steps}
 

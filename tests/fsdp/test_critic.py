@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from services.trainer.backend import Mesh
 from services.trainer.backends.reference.backend import ReferenceBackend
 from services.trainer.config import TrainerConfig
 from sluice.algo.spec import LossSpec
+from tests.contract.training_backend.cases import Model
 from tests.fsdp.conftest import ExpectedByModel
 from tests.fsdp.jobs import NORMALIZER, OPTIM, replace_columns, rows_of
 from tests.fsdp.oracle import read_ranks
@@ -22,7 +24,12 @@ def test_values_and_steps(
     pool: Pool, expected: ExpectedByModel, tmp_path: Path, family: str
 ) -> None:
     model, _ = expected(family)
-    answers = pool.run("critic", 2, model=str(model.directory), out=str(tmp_path))
+    check_critic(pool, model, tmp_path, 2)
+
+
+def check_critic(pool: Pool, model: Model, tmp_path: Path, world: int, **settings: Any) -> None:
+    """Three steps of a new head on ranks are those of the reference backend."""
+    answers = pool.run("critic", world, model=str(model.directory), out=str(tmp_path), **settings)
     config = TrainerConfig(
         model=str(model.directory), store=tmp_path, optim=OPTIM, head="value", durable=False
     )

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from services.trainer.backend import Mesh, TrainingBackend, create_backend
+from services.trainer.backend import TrainingBackend, create_backend
 from services.trainer.config import LoraConfig, TrainerConfig
 from services.trainer.rank import FAILURES
+from services.trainer.rank.executor import find_mesh
 from sluice.algo.spec import LossSpec
 from sluice.config import parse_config
 from sluice.weights.errors import InvalidAdapterError
@@ -42,14 +43,10 @@ def open_backend(rank: int, world: int, arguments: dict[str, Any]) -> Any:
         "durable": False,
         **arguments.get("trainer", {}),
     }
-    mesh = Mesh(rank=rank, world_size=world, data_rank=rank, data_size=world)
     if name != "reference":
         values[name] = {"dtype": "float32", **arguments.get("layout", {})}
     config = parse_config(TrainerConfig, values)
-    if name == "megatron":
-        from services.trainer.backends.megatron.layout import mesh_of
-
-        mesh = mesh_of(config.megatron, rank, world)
+    mesh = find_mesh(config, rank, world)
     backend = create_backend(name, config, mesh)
     if arguments.get("adapter"):
         backend.load_checkpoint(Path(arguments["adapter"]))

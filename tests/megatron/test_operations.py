@@ -12,6 +12,7 @@ import torch
 from megatron.core.extensions import transformer_engine as engine_layers
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from services.trainer.backend import LayoutError
 from services.trainer.backends.megatron import kernels, upstream
 from services.trainer.backends.megatron.attention import (
     EnginePackAttention,
@@ -23,7 +24,6 @@ from services.trainer.backends.megatron.batch import pack_batch
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.delta_net import GatedNorm
 from services.trainer.backends.megatron.kernels import choose_operations, core_options
-from services.trainer.backends.megatron.layout import LayoutError
 from services.trainer.backends.megatron.model_config import read_model
 from sluice.operations import OperationError, OperationsConfig
 from tests.fused_stand_ins import CALLS, attend_rows, place_all

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import Engine, PauseMode, create_engine
 from services.trainer.backend import Row, TrainingBackend
-from services.trainer.backends.fsdp import families
+from services.trainer.backends.fsdp import families, tensor_parallel
+from services.trainer.backends.fsdp.model import ShardedModel
+from services.trainer.backends.fsdp.tensor_parallel import TensorRanks
 from sluice.weights.checkpoint import companion_files
 from sluice.weights.store import WeightStore
 from tests.contract.engine.cases import complete, request_of
 from tests.contract.training_backend.cases import PPO
 from tests.fsdp import jobs
-from tests.fsdp.jobs import NORMALIZER, clean_up, export, micro_batches, open_backend, rows_of, save
+from tests.fsdp.jobs import (
+    NORMALIZER,
+    batches_of,
+    clean_up,
+    export,
+    open_backend,
+    rows_of,
+    save_scores,
+)
 
 __all__ = ["attempt", "clean_up", "prove", "roll_out"]
 attempt = jobs.attempt
@@ -26,18 +38,30 @@ attempt = jobs.attempt
 def prove(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Log-probs and gradients of a batch, steps, then what is published and its log-probs.
 
-    let_in: a family that is refused, to see what would come of it.
+    let_in: a family that is refused, to see what would come of it. left_out: a sum over tensor
+    ranks, likewise.
     """
-    out, refused = Path(arguments["out"]), families.REFUSED
-    if name := arguments.get("let_in"):
-        families.REFUSED = {n: reason for n, reason in refused.items() if n != name}
-    try:
-        backend = open_backend(rank, world, arguments)
-    finally:
-        families.REFUSED = refused
-    batches = micro_batches(rows_of(0), rank, world)
+    with pytest.MonkeyPatch.context() as patch:
+        if name := arguments.get("let_in"):
+            others = {n: reason for n, reason in families.REFUSED.items() if n != name}
+            patch.setattr(families, "REFUSED", others)
+        if name := arguments.get("left_out"):
+            patch.setattr(*LEFT_OUT[name])
+        return _prove(rank, world, arguments)
+
+
+LEFT_OUT: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "heads": (tensor_parallel, "_sum_gradients", lambda *_: None),
+    "vocabulary": (TensorRanks, "spread", lambda _, whole: whole),
+    "norm": (ShardedModel, "is_counted", lambda *_: True),
+}
+
+
+def _prove(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    out, backend = Path(arguments["out"]), open_backend(rank, world, arguments)
+    batches = batches_of(backend, rows_of(0))
     scored = backend.compute_logprobs(batches, model="policy", temperature=1.0)
-    save(scored, out / f"logprobs-{rank}.safetensors")
+    save_scores(backend, scored, out / f"logprobs-{rank}.safetensors")
     jobs.run_step(backend, 0)
     export(backend, out / f"gradients-{rank}.safetensors", gradients=True)
     backend.discard_gradients()
@@ -48,7 +72,7 @@ def prove(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
         steps.append({"loss": loss, "grad_norm": outcome.grad_norm})
     backend.write_shards(out / "published")
     scored = backend.compute_logprobs(batches, model="policy", temperature=1.0)
-    save(scored, out / f"trained-{rank}.safetensors")
+    save_scores(backend, scored, out / f"trained-{rank}.safetensors")
     return {"steps": steps}
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import time
 
-from services.trainer.backend import Mesh, create_backend
-from services.trainer.backends.megatron.layout import LayoutError
+from services.trainer.backend import LayoutError, Mesh, create_backend
 from services.trainer.config import OptimConfig, TrainerConfig
 from sluice import platform
 from sluice.algo.spec import LossSpec

@@ -58,6 +58,16 @@ class Adapter:
         return linear(low, self.b.to(low.dtype)) * scale
 
 
+Adapted = Callable[[Adapter, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+def adapted(
+    adapter: Adapter, inputs: torch.Tensor, output: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """The output of a layer with what its adapter adds to it."""
+    return output + adapter(inputs, scale)
+
+
 class Adapters:
     """The adapters of a model by the names of their layers; `parameters` have peft's names."""
 
@@ -134,7 +144,8 @@ class AdaptableLayers:
     A layer has one hook, however many adapters there are.
     """
 
-    def __init__(self, model: Any, device: torch.device) -> None:
+    def __init__(self, model: Any, device: torch.device, adapted: Adapted = adapted) -> None:
+        """`adapted`: how the output of a layer comes by what its adapter adds."""
         model.requires_grad_(False)
         head = model.get_output_embeddings()
         self._layers = {
@@ -142,7 +153,7 @@ class AdaptableLayers:
             for name, module in model.named_modules()
             if isinstance(module, torch.nn.Linear) and module is not head
         }
-        self._model, self._device = model, device
+        self._model, self._device, self._adapted = model, device, adapted
         self._hooked: set[str] = set()
         self.used: Adapters | None = None
 
@@ -170,7 +181,7 @@ class AdaptableLayers:
         adapter = used.layers.get(layer) if used is not None and used.are_on else None
         if used is None or adapter is None:
             return output
-        return output + adapter(inputs[0], used.spec.scale)
+        return self._adapted(adapter, inputs[0], output, used.spec.scale)
 
 
 def begin(settings: LoraConfig, directory: Path, *, seed: int) -> Adapters:
@@ -365,6 +376,7 @@ def training(
     ranks: Collectives | None,
     device: torch.device,
     adamw: str,
+    adapted: Adapted = adapted,
 ) -> TrainedAdapters | None:
     """Freeze a transformers model that all ranks hold, and begin adapters; collective.
 
@@ -372,7 +384,7 @@ def training(
     """
     if config.lora is None:
         return None
-    layers = AdaptableLayers(model, device)
+    layers = AdaptableLayers(model, device, adapted)
 
     def start(adapters: Adapters) -> AdapterTraining:
         layers.attach(adapters)

@@ -531,6 +531,10 @@ def find_mesh(config: TrainerConfig, rank: int, world_size: int) -> Mesh:
         from services.trainer.backends.megatron.layout import mesh_of
 
         return mesh_of(config.megatron, rank, world_size)
+    if config.backend == "fsdp":
+        from services.trainer.backends.fsdp import layout
+
+        return layout.mesh_of(config.fsdp, rank, world_size)
     return Mesh(rank=rank, world_size=world_size, data_rank=rank, data_size=world_size)
 
 

@@ -82,22 +82,23 @@ class Model:
         return model.eval()
 
 
-def build_model(directory: Path, family: str, seed: int = 0) -> Model:
+def build_model(directory: Path, family: str, seed: int = 0, **settings: Any) -> Model:
+    sizes = {**SIZES, **settings}
     torch.manual_seed(seed)
     if family == "qwen3":
-        module: Any = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=False))
+        module: Any = Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=False))
     elif family == "llama":
-        module = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+        module = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
     elif family == "glm4":
-        module = Glm4ForCausalLM(Glm4Config(**SIZES, attention_bias=True))
+        module = Glm4ForCausalLM(Glm4Config(**sizes, attention_bias=True))
     elif family == "deepseek_v3":
-        module = DeepseekV3ForCausalLM(DeepseekV3Config(**{**SIZES, **LATENT}))
+        module = DeepseekV3ForCausalLM(DeepseekV3Config(**{**sizes, **LATENT}))
         for name, buffer in module.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.03)
     else:
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        module = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts))
+        module = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
     with torch.no_grad():  # transformers starts the padding token at zero
         module.get_input_embeddings().weight[PAD].normal_(std=0.2)
     module.save_pretrained(directory)

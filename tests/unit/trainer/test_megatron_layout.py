@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from services.trainer.backend import LayoutError
 from services.trainer.backends.megatron.config import MegatronConfig
-from services.trainer.backends.megatron.layout import LayoutError, position_of
+from services.trainer.backends.megatron.layout import position_of
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The fsdp backend: one model cut over all ranks, data-parallel over them.
+"""The fsdp backend: one model cut over all ranks, data-parallel over those of one tensor rank.
 
 Every rank runs the same passes: what a micro-batch is, and not what is in it, decides which
 collectives run. A rank without rows runs a dummy.
@@ -31,6 +31,12 @@ from services.trainer.backends.fsdp import checkpoint
 from services.trainer.backends.fsdp.export import Export
 from services.trainer.backends.fsdp.model import Asked, ShardedModel, load_model
 from services.trainer.backends.fsdp.optimizer import ShardedOptimizer, local_part
+from services.trainer.backends.fsdp.tensor_parallel import (
+    DATA,
+    TENSOR,
+    TensorRanks,
+    check_targets,
+)
 from services.trainer.backends.reference.model import PackedLayout, pack
 from services.trainer.config import Head, LoraConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
@@ -69,27 +75,46 @@ class FsdpBackend(TrainingBackend):
         if config.fsdp.cpu_offload and self._device.type == "cpu":
             raise ValueError("fsdp.cpu_offload needs an accelerator: there is none to offload from")
         current.seed_all(config.seed)
-        self._cut_over = init_device_mesh(self._device.type, (mesh.world_size,))
-        self._ranks = create_collectives(self._cut_over.get_group(), config.ranks.check_timeout)
+        shape = (mesh.world_size // mesh.tensor_size, mesh.tensor_size)
+        self._cut_over = init_device_mesh(self._device.type, shape, mesh_dim_names=(DATA, TENSOR))
+        check = config.ranks.check_timeout
+        self._ranks = create_collectives(dist.group.WORLD, check)
+        self._tensor: TensorRanks | None = None
+        if mesh.tensor_size > 1:
+            own = self._cut_over[TENSOR]
+            self._tensor = TensorRanks(own, create_collectives(own.get_group(), check))
         timeout = timedelta(seconds=config.ranks.command_timeout)
         self._writers = dist.new_group(backend="gloo", timeout=timeout)  # of checkpoints
         self._policy = self._load(config.model, head=config.head)
         self._reference: ShardedModel | None = None
         self.operations = self._policy.operations
         adamw = self.operations["adamw"]
+        if config.lora is not None:
+            self._check_targets(config.lora)
         self._lora = lora.training(
-            self._policy.model, config, mesh, self._ranks, self._device, adamw
+            self._policy.model,
+            config,
+            mesh,
+            self._ranks,
+            self._device,
+            adamw,
+            adapted=lora.adapted if self._tensor is None else self._tensor.adapted,
         )
         self._start(self._policy)
         self._whole: ShardedOptimizer | None = None  # of the model itself
         if self._lora is None:
             parameters = self._policy.parameters()
             self._whole = ShardedOptimizer(
-                parameters, config.optim, self._ranks, self._device, adamw=adamw
+                parameters,
+                config.optim,
+                self._ranks,
+                self._device,
+                is_counted=self._policy.is_counted,
+                adamw=adamw,
             )
         dtype = getattr(torch, config.publish_dtype)
         source = Path(config.model) if config.head == "policy" else None
-        self._export = Export(self._policy, self._cut_over.get_group(), dtype, source)
+        self._export = Export(self._policy, dtype, source)
 
     def compute_logprobs(
         self, micro_batches: Sequence[MicroBatch], *, model: ModelName, temperature: float
@@ -175,7 +200,7 @@ class FsdpBackend(TrainingBackend):
             optimizer.load(directory)
             return
         lora.refuse_checkpoint(directory)
-        checkpoint.load(self._policy, optimizer, directory)
+        checkpoint.load(self._policy, optimizer, directory, self._writers)
 
     def write_shards(self, directory: Path, write: ShardWrite | None = None) -> list[ShardFile]:
         write = write or PublishedShards(keep=False, sync=self._config.durable).submit
@@ -185,7 +210,12 @@ class FsdpBackend(TrainingBackend):
 
     def create_adapter(self, name: str, settings: LoraConfig) -> None:
         assert self._lora is not None
+        self._check_targets(settings)
         self._lora.create(name, settings)
+
+    def _check_targets(self, settings: LoraConfig) -> None:
+        if self._tensor is not None:
+            check_targets(self._policy.model, settings.targets)
 
     def delete_adapter(self, name: str) -> None:
         assert self._lora is not None
@@ -215,6 +245,7 @@ class FsdpBackend(TrainingBackend):
         return load_model(
             path,
             self._cut_over,
+            self._tensor,
             self._device,
             self._config.fsdp,
             head=head,

@@ -8,24 +8,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import xxhash
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from services.trainer.backends.chunks import (
     PIECE_BYTES,
     Box,
     BoxData,
+    ChunkReader,
     RankFiles,
     StagedChunks,
     cut,
 )
 from services.trainer.backends.fsdp.model import ShardedModel
 from services.trainer.backends.fsdp.optimizer import MOMENTS, ShardedOptimizer
+from services.trainer.backends.fsdp.tensor_parallel import is_packed
 from services.trainer.errors import CheckpointMismatchError
 from services.trainer.staging import StagedCheckpoint
+from sluice.weights.convert.stored import MALFORMED
 
 DESCRIPTION = "sluice.json"
 FORMAT = 1
@@ -47,8 +48,9 @@ def stage(
     rank, has_stepped = dist.get_rank(), bool(optimizer.adam.state)
     chunks: list[BoxData] = []
     for key, tensor in _state(sharded, optimizer, has_stepped=has_stepped).items():
-        chunks += _own_boxes(key, tensor, is_first=rank == 0)
-    chunks += _own_boxes(_random_key(rank), torch.get_rng_state(), is_first=True)
+        if sharded.is_counted(tensor) if isinstance(tensor, DTensor) else rank == 0:
+            chunks += _own_boxes(key, tensor)
+    chunks += _own_boxes(_random_key(rank), torch.get_rng_state())
     description = {
         "format": FORMAT,
         "backend": "fsdp",
@@ -60,22 +62,41 @@ def stage(
     return StagedChunks(directory, files, small, group, threads=1, durable=durable)
 
 
-def _own_boxes(key: str, tensor: torch.Tensor, *, is_first: bool) -> list[BoxData]:
-    """Cut this rank's part of a tensor; one that is not cut over ranks is the first one's."""
+def _own_boxes(key: str, tensor: torch.Tensor) -> list[BoxData]:
+    """Cut this rank's part of a tensor into chunks in its memory."""
     shape, local = tuple(tensor.shape), tensor.detach()
     sizes, offset = shape, (0,) * len(shape)
     if isinstance(local, DTensor):
+        if is_packed(local):
+            return _packed_boxes(key, local)
         sizes, offset = compute_local_shape_and_global_offset(
             tensor.shape, local.device_mesh, local.placements
         )
         local = local.to_local()
-    elif not is_first:
-        return []
-    return cut(Box(key, shape, tuple(offset), tuple(sizes)), local.reshape(-1), 0, PIECE_BYTES)
+    return cut(Box(key, shape, tuple(offset), tuple(sizes)), local.view(-1), 0, PIECE_BYTES)
 
 
-def load(sharded: ShardedModel, optimizer: ShardedOptimizer, directory: Path) -> None:
-    """Read a checkpoint of any count of ranks; collective. Raises ForeignCheckpointError."""
+def _packed_boxes(key: str, tensor: DTensor) -> list[BoxData]:
+    """Of each expert, [experts, matrices x rows, columns], this rank's rows of every matrix."""
+    mesh, (by_data, by_tensor) = tensor.device_mesh, tensor.placements
+    whole = (by_data, Replicate())
+    _, (first, *_) = compute_local_shape_and_global_offset(tensor.shape, mesh, whole)
+    matrix = tensor.shape[1] // by_tensor.split_factor
+    local = tensor.to_local()
+    rows = matrix // mesh.size(1)
+    chunks = []
+    for expert, part in enumerate(local):
+        for number, own in enumerate(part.split(rows)):
+            at = number * matrix + rows * mesh.get_local_rank(1)
+            place = Box(key, tuple(tensor.shape), (first + expert, at, 0), (1, *own.shape))
+            chunks.append(BoxData(place, own[None]))
+    return chunks
+
+
+def load(
+    sharded: ShardedModel, optimizer: ShardedOptimizer, directory: Path, group: dist.ProcessGroup
+) -> None:
+    """Read a checkpoint of any count of ranks; collective. Raises ForeignCheckpointError on all."""
     description = _read_description(directory)
     if description["model"] != _fingerprint(sharded):
         raise ForeignCheckpointError(f"the checkpoint {directory.name!r} is of another model")
@@ -84,15 +105,21 @@ def load(sharded: ShardedModel, optimizer: ShardedOptimizer, directory: Path) ->
     if has_stepped:
         _create_moments(optimizer)
     state = _state(sharded, optimizer, has_stepped=has_stepped)
-    reader = dcp.FileSystemReader(directory)
     key = _random_key(dist.get_rank())
+    failure = ""
     try:
-        if key in reader.read_metadata().state_dict_metadata:
+        reader = ChunkReader(directory)
+        if key in reader:
             state[key] = torch.get_rng_state()
-        dcp.load(state, storage_reader=reader)
-    except CheckpointException as error:
-        message = f"{directory.name!r} cannot be read: {_cause(error)}"
-        raise ForeignCheckpointError(message) from error
+        for name, tensor in state.items():
+            reader.fill(_own_boxes(name, tensor))
+        reader.read()
+    except (OSError, *MALFORMED) as error:
+        failure = f"{directory.name!r} cannot be read: {error}"
+    failures: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(failures, failure, group=group)
+    if any(failures):
+        raise ForeignCheckpointError(next(filter(None, failures)))
     if has_stepped:
         for local in optimizer.locals.values():
             optimizer.adam.state[local]["step"] = state["optimizer/step"].clone()
@@ -167,7 +194,3 @@ def _fingerprint(sharded: ShardedModel) -> str:
 
 def _random_key(rank: int) -> str:
     return f"random/{rank}"
-
-
-def _cause(error: CheckpointException) -> object:
-    return next(iter(error.failures.values()))[0]

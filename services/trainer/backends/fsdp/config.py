@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class FsdpConfig(BaseModel):
     """Options of the fsdp backend; weights, gradients and optimizer state are always float32.
 
+    tensor: ranks over which every layer is cut, by the plan that its family ships; the others are
+    data-parallel.
     dtype: of the products and activations; bfloat16 gathers weights in it too.
     activation_checkpointing: layers are run again in backward, in place of keeping what they made.
     cpu_offload: weights and optimizer state stay in host memory; needs an accelerator.
@@ -21,6 +23,7 @@ class FsdpConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    tensor: int = Field(1, ge=1)
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     activation_checkpointing: bool = False
     cpu_offload: bool = False

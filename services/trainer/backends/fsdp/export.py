@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.core_model_loading import revert_weight_conversion
 
 from services.trainer.backends.fsdp.model import ShardedModel
 from services.trainer.backends.fsdp.optimizer import local_part
+from services.trainer.backends.fsdp.tensor_parallel import DATA, TENSOR, is_cut_over_tensor
 from services.trainer.backends.untrained import untrained_names, untrained_tensors
 from sluice.weights.manifest import ShardFile
 from sluice.weights.shards import ShardWrite
@@ -35,7 +38,6 @@ class Export:
     """
 
     sharded: ShardedModel
-    group: dist.ProcessGroup
     dtype: torch.dtype  # of parameters; buffers, which steer routing, are left as they are
     source: Path | None = None  # whose layers that are not trained are written too, as they are
 
@@ -44,7 +46,7 @@ class Export:
         """The rank that makes each of the model's tensors: the largest first, evenly."""
         sizes = {n: t.numel() for n, t in self._tensors().items()}
         self._check(sizes)
-        loads = [0] * self.group.size()
+        loads = [0] * dist.get_world_size()
         owners = {}
         for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
             owners[name] = rank = loads.index(min(loads))
@@ -69,13 +71,13 @@ class Export:
 
         def flush() -> None:
             nonlocal size
-            name = f"model-{self.group.rank():05d}-{len(files):05d}.safetensors"
+            name = f"model-{dist.get_rank():05d}-{len(files):05d}.safetensors"
             files.append(write(directory, name, waiting, {})())
             waiting.clear()
             size = 0
 
         for name, tensor in self._tensors().items():
-            mine = self.owners[name] == self.group.rank()
+            mine = self.owners[name] == dist.get_rank()
             more = tensor.numel() * self._dtype_of(tensor).itemsize if mine else 0
             if waiting and size + more > cap:
                 flush()  # ahead of the gather: what waits and what comes are never both here
@@ -102,13 +104,13 @@ class Export:
     def _untrained_tensors(self) -> Iterator[dict[str, torch.Tensor]]:
         if self.source is None:
             return iter(())
-        rank, world_size = self.group.rank(), self.group.size()
+        rank, world_size = dist.get_rank(), dist.get_world_size()
         return untrained_tensors(self.source, self.untrained, rank=rank, world_size=world_size)
 
     def _make(self, name: str, tensor: torch.Tensor, read: Read) -> dict[str, torch.Tensor] | None:
         """The HF tensors made of one tensor, on its owner; collective."""
         part = read(name, tensor).to(self._dtype_of(tensor))
-        whole = _gather(part, self.owners[name], self.group)
+        whole = _gather(part, self.owners[name], self.sharded.mesh)
         if whole is None:
             return None
         made: dict[str, torch.Tensor] = revert_weight_conversion(self.sharded.model, {name: whole})
@@ -135,18 +137,60 @@ class Export:
             )
 
 
-def _gather(tensor: torch.Tensor, owner: int, group: dist.ProcessGroup) -> torch.Tensor | None:
-    """The whole tensor on its owner, None elsewhere. What every rank holds needs no exchange."""
-    mine = group.rank() == owner
+def _gather(tensor: torch.Tensor, owner: int, mesh: DeviceMesh) -> torch.Tensor | None:
+    """The whole tensor on its owner, None elsewhere. What every rank holds needs no exchange.
+
+    First over data ranks, each on the one that stands where the owner does, then over its tensor
+    ranks, which takes the tensor once more.
+    """
+    mine = dist.get_rank() == owner
     if not isinstance(tensor, DTensor):
         return tensor if mine else None
-    if group.size() == 1:
-        return local_part(tensor)
-    part, length = local_part(tensor), tensor.shape[0]
-    rows = -(-length // group.size())  # of every rank but the last ones
+    data, place = divmod(owner, mesh.size(1))
+    is_cut = is_cut_over_tensor(tensor)
+    if not is_cut and mesh.get_local_rank(TENSOR) != place:
+        return None
+    placement = tensor.placements[-1]
+    rows = tensor.shape[0]
+    if is_cut and placement.dim == 0:
+        rows //= mesh.size(1)
+    part = _gather_rows(local_part(tensor), rows, data, mesh.get_group(DATA))
+    if part is None or not is_cut:
+        return part
+    parts = _gather_parts(part, place, mesh.get_group(TENSOR))
+    return None if parts is None else _join(parts, placement)
+
+
+def _gather_rows(
+    part: torch.Tensor, length: int, to: int, group: dist.ProcessGroup
+) -> torch.Tensor | None:
+    """All `length` rows on one rank of the group, None elsewhere; the last ranks may have fewer."""
+    size = group.size()
+    if size == 1:
+        return part
+    rows = -(-length // size)
     if len(part) < rows:
         part = torch.cat([part, part.new_zeros(rows - len(part), *part.shape[1:])])
-    whole = part.new_empty(rows * group.size(), *part.shape[1:]) if mine else None
-    shares = list(whole.chunk(group.size())) if whole is not None else None
-    dist.gather(part.contiguous(), shares, dst=dist.get_global_rank(group, owner), group=group)
+    mine = group.rank() == to
+    whole = part.new_empty(rows * size, *part.shape[1:]) if mine else None
+    shares = list(whole.chunk(size)) if whole is not None else None
+    dist.gather(part.contiguous(), shares, dst=dist.get_global_rank(group, to), group=group)
     return None if whole is None else whole[:length]
+
+
+def _gather_parts(
+    part: torch.Tensor, to: int, group: dist.ProcessGroup
+) -> list[torch.Tensor] | None:
+    """The parts of all ranks, which are of one shape, on one of them, None elsewhere."""
+    parts = [torch.empty_like(part) for _ in range(group.size())] if group.rank() == to else None
+    dist.gather(part.contiguous(), parts, dst=dist.get_global_rank(group, to), group=group)
+    return parts
+
+
+def _join(parts: list[torch.Tensor], placement: Any) -> torch.Tensor:
+    """Put together what was cut, of several matrices in one each by itself."""
+    count = placement.split_factor if isinstance(placement, _StridedShard) else 1
+    cut = [part.chunk(count, placement.dim) for part in parts]
+    return torch.cat(
+        [piece for pieces in zip(*cut, strict=True) for piece in pieces], placement.dim
+    )

@@ -72,6 +72,17 @@ REFUSED: dict[str, str] = {
 }
 
 
+NO_PLAN = "transformers ships no plan to cut its layers by"
+TENSOR_REFUSED: dict[str, str] = {  # of families that are trained with fsdp.tensor 1
+    "gpt2": NO_PLAN,
+    "gpt_oss": NO_PLAN,
+    "granitemoe": NO_PLAN,
+    "hunyuan_v1_dense": NO_PLAN,
+    "opt": NO_PLAN,
+    "phimoe": NO_PLAN,
+}
+
+
 class UnknownFamilyError(ValueError):
     """A model is of a family that was refused, or was never proven."""
 
@@ -88,6 +99,15 @@ def layout_of(config: Mapping[str, Any], *, unproven: bool = False) -> Layout:
             "Set fsdp.unproven: true to train it all the same"
         )
     return "rows" if _has_window(config) else FAMILIES.get(model_type, "rows")
+
+
+def check_tensor(model_type: str) -> None:
+    """Raise UnknownFamilyError where layers of a family that is trained cannot be cut."""
+    if model_type in TENSOR_REFUSED:
+        raise UnknownFamilyError(
+            f"model_type {model_type} cannot be trained with fsdp.tensor above 1: "
+            f"{TENSOR_REFUSED[model_type]}"
+        )
 
 
 def shares_prompts(model: str) -> bool:

@@ -22,13 +22,22 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM, DistributedConfig, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from services.trainer.backends.fsdp.config import FsdpConfig
-from services.trainer.backends.fsdp.families import layout_of
+from services.trainer.backends.fsdp.families import check_tensor, layout_of
+from services.trainer.backends.fsdp.tensor_parallel import (
+    DATA,
+    TENSOR,
+    TensorRanks,
+    cut_layers,
+    is_cut_over_tensor,
+    unsharded,
+)
 from services.trainer.backends.reference.model import (
     IMPLEMENTATION,
     OWN_OPERATIONS,
@@ -39,8 +48,10 @@ from services.trainer.backends.reference.model import (
 from services.trainer.config import Head
 from sluice import operations, platform
 from sluice.algo.logprobs import (
+    WHOLE_VOCAB,
     EntropyMode,
     TopLogprobs,
+    VocabShard,
     linear_logprobs,
     token_logprobs,
     top_logprobs,
@@ -70,10 +81,11 @@ class Asked:
 class PolicyRoot(torch.nn.Module):
     """The root that is cut: whatever needs the output weight runs inside its forward."""
 
-    def __init__(self, model: Any, *, float32_head: bool) -> None:
+    def __init__(self, model: Any, tensor: TensorRanks | None, *, float32_head: bool) -> None:
+        """`tensor`: the ranks that layers are cut over; None where they are not."""
         super().__init__()
         self.model = model  # transformers.PreTrainedModel, whose types mypy does not see
-        self._float32_head = float32_head
+        self._tensor, self._float32_head = tensor, float32_head
         self.operations: Mapping[str, str] = {}  # which implementation each has; once it is loaded
         self._divisor = _logit_divisor(model.config)
 
@@ -99,15 +111,16 @@ class PolicyRoot(torch.nn.Module):
         return self._score(picked_RH, with_named(layout.targets, asked.named), asked)
 
     def _name(self, picked_RH: torch.Tensor, targets_R: torch.Tensor, asked: Asked) -> TopLogprobs:
-        head = self.model.get_output_embeddings()
+        weight_VH, bias_V, vocab = self._output_layer()
         assert asked.temperature is not None
         return top_logprobs(
             picked_RH,
-            head.weight,
+            weight_VH,
             targets_R,
             asked.top_count,
-            bias_V=head.bias,
+            bias_V=bias_V,
             temperature=asked.temperature * self._divisor,
+            vocab=vocab,
             float32=self._float32_head and picked_RH.dtype != torch.float32,
         )
 
@@ -118,25 +131,35 @@ class PolicyRoot(torch.nn.Module):
     def _score(
         self, picked_RH: torch.Tensor, targets: torch.Tensor, asked: Asked
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        head = self.model.get_output_embeddings()
+        weight_VH, bias_V, vocab = self._output_layer()
         assert asked.temperature is not None
         options: Any = {
             "temperature": asked.temperature * self._divisor,
             "entropy": asked.entropy,
+            "vocab": vocab,
         }
         wider = self._float32_head and picked_RH.dtype != torch.float32
-        if head.bias is not None:
-            weight_VH, bias_V = head.weight, head.bias
-            if wider:
-                picked_RH, weight_VH, bias_V = (
-                    tensor.float() for tensor in (picked_RH, weight_VH, bias_V)
-                )
-            logits_RV = linear(picked_RH, weight_VH, bias_V)
-        elif wider or len(targets) * len(head.weight) > self._most_logits:
-            return linear_logprobs(picked_RH, head.weight, targets, float32=wider, **options)
-        else:
-            logits_RV = linear(picked_RH, head.weight)
+        if bias_V is None and (wider or len(targets) * len(weight_VH) > self._most_logits):
+            return linear_logprobs(picked_RH, weight_VH, targets, float32=wider, **options)
+        if wider:
+            assert bias_V is not None
+            picked_RH, weight_VH, bias_V = picked_RH.float(), weight_VH.float(), bias_V.float()
+        if vocab is not WHOLE_VOCAB:
+            assert self._tensor is not None
+            picked_RH = self._tensor.spread(picked_RH)
+        logits_RV = linear(picked_RH, weight_VH, bias_V)
         return token_logprobs(logits_RV, targets, reuse_logits=True, **options)
+
+    def _output_layer(self) -> tuple[torch.Tensor, torch.Tensor | None, VocabShard]:
+        """Its weight and bias, and which tokens this rank has the rows of."""
+        head = self.model.get_output_embeddings()
+        weight_VH, bias_V = unsharded(head.weight), unsharded(head.bias)
+        if not isinstance(head.weight, DTensor):
+            return weight_VH, bias_V, WHOLE_VOCAB
+        assert self._tensor is not None
+        ranks = self._tensor.collectives
+        start, size = ranks.rank * len(weight_VH), len(head.weight)
+        return weight_VH, bias_V, VocabShard(start=start, size=size, collectives=ranks)
 
 
 def _logit_divisor(config: PretrainedConfig) -> float:
@@ -153,6 +176,7 @@ class ShardedModel:
     """A model of which this rank holds its part. `root` is called; all else only looks."""
 
     root: Any  # PolicyRoot and FSDPModule
+    mesh: DeviceMesh  # of data and tensor ranks
     shares_prompts: bool
 
     @property
@@ -171,6 +195,13 @@ class ShardedModel:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
+    def is_counted(self, tensor: torch.Tensor) -> bool:
+        """Tell whether this is the one, of the ranks that hold the same part, that stands for it.
+
+        Of what every rank holds whole all are, for what is alike.
+        """
+        return self.mesh.get_local_rank(TENSOR) == 0 or is_cut_over_tensor(tensor)
+
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Parts by the model's own names; tied ones once."""
         return dict(self.model.named_parameters())
@@ -184,6 +215,7 @@ class ShardedModel:
 def load_model(
     path: str,
     mesh: DeviceMesh,
+    tensor: TensorRanks | None,
     device: torch.device,
     settings: FsdpConfig,
     *,
@@ -194,14 +226,19 @@ def load_model(
 ) -> ShardedModel:
     """Read this rank's part of a HF checkpoint directory; collective.
 
+    mesh: of the dimensions data and tensor; `tensor`: over the latter, where it has more than one.
     head value: one `score` a token, of the names in transformers' token classifiers; zero where
     the directory, a language model's, has none. Raises OSError or ValueError.
     """
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     layout = layout_of(config.to_dict(), unproven=settings.unproven)
+    if settings.tensor > 1:
+        check_tensor(config.model_type)
     if settings.activation_checkpointing and (found := _dropout(config)):
         raise ValueError(f"fsdp.activation_checkpointing with {found} above 0 in config.json")
-    cut = _Cut(mesh=mesh, settings=settings, float32_head=float32_head, trained=trained)
+    cut = _Cut(
+        mesh=mesh, tensor=tensor, settings=settings, float32_head=float32_head, trained=trained
+    )
     with_shards()
     kind = _distributed_class(config, head, cut, device)
     disable_progress_bar()
@@ -227,7 +264,7 @@ def load_model(
     _keep_rows_apart(model)
     if settings.activation_checkpointing:
         _checkpoint_layers(model)
-    return ShardedModel(root=cut.root, shares_prompts=layout == "shared")
+    return ShardedModel(root=cut.root, mesh=mesh, shares_prompts=layout == "shared")
 
 
 def _choose(
@@ -254,22 +291,25 @@ class _Cut:
     """Cuts a model that has no memory yet, and keeps its root."""
 
     mesh: DeviceMesh
+    tensor: TensorRanks | None
     settings: FsdpConfig
     float32_head: bool
     trained: bool
     root: PolicyRoot | None = None
 
     def __call__(self, model: Any) -> None:
-        model.tie_weights()  # now, so that a tied tensor is cut once
         model.requires_grad_(self.trained)
-        self.root = root = PolicyRoot(model, float32_head=self.float32_head)
+        if self.tensor is not None:
+            cut_layers(model, self.tensor.mesh)
+        model.tie_weights()  # now, so that a tied tensor is cut once
+        self.root = root = PolicyRoot(model, self.tensor, float32_head=self.float32_head)
         layers = list(_layers(model))
         if not layers:
             raise ValueError(f"model_type {model.config.model_type} has no layers to cut it by")
         offload = CPUOffloadPolicy() if self.settings.cpu_offload else OffloadPolicy()
         narrow, wide = self._precision(), MixedPrecisionPolicy()
         options: Any = {
-            "mesh": self.mesh,
+            "mesh": self.mesh[DATA],
             "offload_policy": offload,
             "reshard_after_forward": self.settings.reshard_after_forward,
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -29,14 +29,19 @@ class ShardedOptimizer:
         ranks: Collectives,
         device: torch.device,
         *,
+        is_counted: Callable[[torch.Tensor], bool],
         adamw: str,
     ) -> None:
-        """`adamw`: the implementation of the optimizer."""
+        """`is_counted`: whether this rank's part is in the norm; others may hold the same.
+
+        `adamw`: the implementation of the optimizer.
+        """
         self._max_norm, self._ranks, self._device = optim.max_grad_norm, ranks, device
         self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self.locals = {
             name: torch.nn.Parameter(local_part(p.detach())) for name, p in self.parameters.items()
         }
+        self._counted = [name for name, p in self.parameters.items() if is_counted(p)]
         wide = [p.ndim > 1 for p in self.parameters.values()]
         groups = [
             {
@@ -57,8 +62,12 @@ class ShardedOptimizer:
         """Divide by `normalizer`, clip by the norm over all ranks, apply, clear; collective."""
         self._take_gradients()
         gradients = [p.grad for p in self.locals.values() if p.grad is not None]
-        squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in gradients]
-        total = torch.stack(squares).sum().to(self._device)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for name in self._counted:
+            gradient = self.locals[name].grad
+            if gradient is not None:
+                norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+                total += norm.square().to(self._device)
         self._ranks.all_reduce(total, "sum")
         self._ranks.end_step()
         norm = math.sqrt(total.item()) / normalizer if total.item() >= 0 else math.nan

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from services.trainer.backend import LayoutError
 from services.trainer.backends.megatron import upstream
 from services.trainer.backends.megatron.config import FP8_TOKENS, MegatronConfig
-from services.trainer.backends.megatron.layout import LayoutError
 from services.trainer.backends.megatron.model_config import ModelSource, uses_transformer_engine
 from sluice.operations import AUTO, OperationError, OperationsConfig, Usage, capability_of, choose
 from sluice.platform import CUDA

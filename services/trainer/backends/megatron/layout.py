@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.trainer.backend import Mesh
+from services.trainer.backend import LayoutError, Mesh
 from services.trainer.backends.megatron.config import MegatronConfig
-
-
-class LayoutError(ValueError):
-    """The world does not divide into the parallel sizes asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)

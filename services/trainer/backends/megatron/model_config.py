@@ -13,9 +13,9 @@ import torch
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from transformers import AutoConfig
 
+from services.trainer.backend import LayoutError
 from services.trainer.backends.megatron import upstream
 from services.trainer.backends.megatron.config import MegatronConfig
-from services.trainer.backends.megatron.layout import LayoutError
 from services.trainer.backends.megatron.upstream import on_cpu
 from services.trainer.config import Head
 from sluice import vision

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from services.trainer.backend import LayoutError
 from services.trainer.backends.megatron.config import MegatronConfig
-from services.trainer.backends.megatron.layout import LayoutError
 from services.trainer.backends.megatron.upstream import current_device
 from sluice.algo.collectives import Collectives, create_collectives
 from sluice.weights.rules.packing import Partition

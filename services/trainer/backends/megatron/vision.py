@@ -15,8 +15,8 @@ from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
+from services.trainer.backend import LayoutError
 from services.trainer.backends.megatron.batch import PackedBatch
-from services.trainer.backends.megatron.layout import LayoutError
 from sluice.vision import TEXT, Features, VisionTower
 
 

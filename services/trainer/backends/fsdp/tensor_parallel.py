@@ -1,0 +1,185 @@
+"""Tensor parallelism by the plan that a family ships: which layers are cut, and how.
+
+transformers cuts the layers and exchanges what they make. Ours are the vocabulary, of which ranks
+have equal parts, and the weights that are whole on all ranks and see a part of the heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.functional import linear
+from transformers.distributed.tensor_parallel import (
+    apply_tensor_parallelism,
+    replace_layer_number_by_wildcard,
+)
+
+from services.trainer.backend import LayoutError
+from services.trainer.backends.lora import Adapter
+from sluice.algo.collectives import Collectives
+from sluice.weights.errors import InvalidAdapterError
+
+DATA, TENSOR = "data", "tensor"  # the dimensions of the mesh
+SUMMED = "replicated_with_grad_allreduce"  # transformers' word for weights of a part of the heads
+LATENT = "mla_kv_a_proj"  # and for one of whose outputs a part is compressed, a part of no head
+
+
+def cut_layers(model: Any, mesh: DeviceMesh) -> None:
+    """Cut a model that has no memory yet over the ranks of a mesh of one dimension.
+
+    A vocabulary that does not divide is whole on every rank. What is tied is to be tied again.
+    Raises LayoutError.
+    """
+    plan: dict[str, str] = dict(model.tp_plan)
+    names = {module: name for name, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    plan.pop(names.get(head, ""), None)
+    if not plan:
+        raise LayoutError(
+            f"model_type {model.config.model_type} ships no plan for fsdp.tensor above 1"
+        )
+    if any("attn" in pattern and style == "colwise" for pattern, style in plan.items()):
+        _check_heads(model.config, mesh.size())
+    if len(embedding.weight) % mesh.size() == 0:
+        plan[names[embedding]] = "embedding_rowwise"
+        if head is not None:
+            plan[names[head]] = "colwise"
+        embedding.register_forward_hook(_copied)
+    summed = {pattern for pattern, style in plan.items() if style == SUMMED}
+    apply_tensor_parallelism(model, mesh, {p: s for p, s in plan.items() if p not in summed})
+    for name, module in model.named_modules():
+        if replace_layer_number_by_wildcard(name) in summed:
+            _sum_gradients(module, mesh)
+    _check_even(model, mesh.size())
+
+
+def _copied(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+    """A tensor of its own: fully_shard warns of what is a view of another."""
+    return output.clone()
+
+
+def check_targets(model: Any, targets: Collection[str]) -> None:
+    """Raise InvalidAdapterError for layers that can have no adapters where others are cut."""
+    for pattern, style in model.tp_plan.items():
+        name = pattern.rpartition(".")[2]
+        if style == LATENT and name in targets:
+            raise InvalidAdapterError(
+                f"lora.targets name {name!r}: with fsdp.tensor above 1 a part of its output has a "
+                "gradient of its own on every rank; name others"
+            )
+
+
+def _check_heads(config: Any, size: int) -> None:
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        count = getattr(config, name, None)
+        if count and count % size:
+            raise LayoutError(f"fsdp.tensor {size} does not divide {name} {count}")
+
+
+def _check_even(model: Any, size: int) -> None:
+    for name, tensor in model.named_parameters():
+        if not isinstance(tensor, DTensor):
+            continue
+        (placement,) = tensor.placements
+        if placement.is_replicate():
+            continue
+        parts = placement.split_factor if isinstance(placement, _StridedShard) else 1
+        length = tensor.shape[placement.dim]
+        if length % (parts * size):
+            raise LayoutError(f"fsdp.tensor {size} does not divide {length // parts} of {name}")
+
+
+def _sum_gradients(module: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Weights that are whole on every rank, each of which has a part of what they act on.
+
+    Not by transformers' hook, which sums what is there: of earlier passes too.
+    """
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
+        module._parameters[name] = torch.nn.Parameter(whole, parameter.requires_grad)
+    swap = _LocalWeights()
+    module.register_forward_pre_hook(swap.take)
+    module.register_forward_hook(swap.put_back, always_call=True)
+
+
+class _LocalWeights:
+    """While a layer runs, its weights are plain tensors whose gradients are partial sums."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Any] = {}
+
+    def take(self, module: torch.nn.Module, _: Any) -> None:
+        self._kept = dict(module._parameters)
+        for name, weight in self._kept.items():
+            assert isinstance(weight, DTensor)
+            module._parameters[name] = weight.to_local(grad_placements=[Partial()])  # type: ignore[assignment]
+
+    def put_back(self, module: torch.nn.Module, *_: Any) -> None:
+        module._parameters.update(self._kept)
+        self._kept = {}
+
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """The ranks that hold the parts of layers of one another."""
+
+    mesh: DeviceMesh
+    collectives: Collectives
+
+    def spread(self, whole: torch.Tensor) -> torch.Tensor:
+        """What is alike on all ranks, for products with a part; gradients are summed over ranks."""
+        spread = DTensor.from_local(whole, self.mesh, [Replicate()], run_check=False)
+        local: torch.Tensor = spread.to_local(grad_placements=[Partial()])
+        return local
+
+    def summed(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, which is alike on all of them, as its gradient is."""
+        found = DTensor.from_local(partial, self.mesh, [Partial()], run_check=False)
+        local: torch.Tensor = found.redistribute(placements=[Replicate()]).to_local()
+        return local
+
+    def adapted(
+        self, adapter: Adapter, inputs: torch.Tensor, output: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """The output of a layer with what its adapter, whole on every rank, adds to it.
+
+        The layer may have a part of the inputs, or of the outputs, on each rank. Gradients of the
+        adapter are partial, to be summed over ranks: where all have the same, the first counts.
+        """
+        rank, size = self.collectives.rank, self.collectives.size
+        a, b = adapter.a, adapter.b
+        if inputs.shape[-1] < a.shape[1]:
+            low = self.summed(linear(inputs, a.chunk(size, 1)[rank].to(inputs.dtype)))
+            b = self._once(b)
+        elif output.shape[-1] < b.shape[0]:
+            low = linear(self.spread(inputs), a.to(inputs.dtype))
+            b = b.chunk(size)[rank]
+        else:
+            low, b = linear(inputs, self._once(a).to(inputs.dtype)), self._once(b)
+        return output + linear(low, b.to(low.dtype)) * scale
+
+    def _once(self, factor: torch.Tensor) -> torch.Tensor:
+        return factor if self.collectives.rank == 0 else factor.detach()
+
+
+def unsharded(tensor: Any) -> Any:
+    """This rank's part of a weight, as a tensor whose gradient is that of the part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_cut_over_tensor(tensor: torch.Tensor) -> bool:
+    """Tell whether tensor ranks hold different parts of what is cut over data and tensor ranks."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.ndim == 1:
+        return False
+    return not tensor.placements[1].is_replicate()
+
+
+def is_packed(tensor: DTensor) -> bool:
+    """Tell whether a weight is several matrices in one, each of which is cut over tensor ranks."""
+    return is_cut_over_tensor(tensor) and isinstance(tensor.placements[1], _StridedShard)

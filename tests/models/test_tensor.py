@@ -1,0 +1,86 @@
+"""Families that ship a plan train with layers cut over tensor ranks; others are refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from services.trainer.backends.fsdp.families import FAMILIES, TENSOR_REFUSED
+from tests.fsdp.oracle import STEPS, expect
+from tests.models.families import CASES, Case, build
+from tests.models.proof import MAX_GRADIENT_DIFF, MAX_LOGPROB_DIFF, Proof, Summary, prove
+from tests.rank_pool import Pool
+
+fast = pytest.mark.fast
+TENSOR: dict[str, Any] = {"fsdp": {"tensor": 2}}
+ON_TWO = ("llama-tied", "qwen3", "qwen3_moe", "glm4")
+WHOLE = ("glm4_moe", "mistral")  # their vocabularies: of others a rank has a half
+CUT = [
+    replace(case, settings={**case.settings, "vocab_size": 53 if case.name in WHOLE else 54})
+    for case in CASES
+    if case.model_type in FAMILIES and case.model_type not in TENSOR_REFUSED
+]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=c.name, marks=fast if c.name == "qwen3_next" else ()) for c in CUT],
+)
+def test_a_family_trains_as_plain_transformers(
+    pool: Pool, tmp_path: Path, summary: Summary, case: Case
+) -> None:
+    model = build(case, tmp_path / "model")
+    expected = expect(model, STEPS)
+    for world in (2, 4) if case.name in ON_TWO else (4,):
+        proof = prove(pool, case, model, expected, tmp_path / f"{world}", world, **TENSOR)
+        summary.proofs.append(replace(proof, layout="TP2" if world == 2 else "DP2xTP2"))
+        assert proof.logprob <= MAX_LOGPROB_DIFF
+        assert proof.gradient <= MAX_GRADIENT_DIFF
+        assert proof.norm <= 1e-3
+        assert proof.reloaded <= MAX_LOGPROB_DIFF
+
+
+@pytest.mark.parametrize(
+    ("left_out", "name"), [pytest.param("heads", "qwen3", marks=fast), ("vocabulary", "llama")]
+)
+def test_without_one_sum_over_tensor_ranks_gradients_are_wrong(
+    pool: Pool, tmp_path: Path, left_out: str, name: str
+) -> None:
+    """The comparison sees what is left out, where log-probs do not show it."""
+    proof = prove_one(pool, tmp_path, name, left_out=left_out)
+    assert proof.logprob <= MAX_LOGPROB_DIFF
+    assert proof.gradient > 100 * MAX_GRADIENT_DIFF
+
+
+def test_counted_on_every_tensor_rank_the_norm_is_wrong(pool: Pool, tmp_path: Path) -> None:
+    proof = prove_one(pool, tmp_path, "qwen3", left_out="norm")
+    assert proof.gradient <= MAX_GRADIENT_DIFF
+    assert proof.norm > 1e-2
+
+
+def prove_one(pool: Pool, tmp_path: Path, name: str, **arguments: Any) -> Proof:
+    case = next(case for case in CUT if case.name == name)
+    model = build(case, tmp_path / "model")
+    return prove(pool, case, model, expect(model, 1), tmp_path / "out", 2, **arguments, **TENSOR)
+
+
+@pytest.mark.parametrize("model_type", TENSOR_REFUSED)
+def test_a_family_without_a_plan_is_refused_by_name(
+    pool: Pool, tmp_path: Path, model_type: str
+) -> None:
+    case = next(case for case in CASES if case.model_type == model_type)
+    model = build(case, tmp_path / "model")
+    answers = pool.run("attempt", 2, model=str(model.directory), out=str(tmp_path), **TENSOR)
+    for answer in answers:
+        assert f"{model_type} cannot be trained with fsdp.tensor" in answer["error_message"]
+        assert TENSOR_REFUSED[model_type] in answer["error_message"]
