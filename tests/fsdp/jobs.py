@@ -14,7 +14,7 @@ from services.trainer.backend import MicroBatch, Row
 from services.trainer.backends.fsdp.backend import FsdpBackend
 from services.trainer.backends.fsdp.layout import mesh_of
 from services.trainer.backends.fsdp.optimizer import local_part
-from services.trainer.backends.fsdp.tensor_parallel import is_cut_over_tensor
+from services.trainer.backends.fsdp.tensor_parallel import tensor_cut
 from services.trainer.config import TrainerConfig
 from services.trainer.rank import FAILURES
 from sluice.algo.spec import LossSpec
@@ -118,7 +118,7 @@ def replicas(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]
     digests = {
         name: digest_bytes(host_bytes(local_part(parameter.detach())))
         for name, parameter in backend._policy.parameters().items()
-        if not is_cut_over_tensor(parameter)
+        if tensor_cut(parameter) is None
     }
     return {"digests": digests}
 

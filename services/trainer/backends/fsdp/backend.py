@@ -78,7 +78,9 @@ class FsdpBackend(TrainingBackend):
         shape = (mesh.world_size // mesh.tensor_size, mesh.tensor_size)
         self._cut_over = init_device_mesh(self._device.type, shape, mesh_dim_names=(DATA, TENSOR))
         check = config.ranks.check_timeout
-        self._ranks = create_collectives(dist.group.WORLD, check)
+        world = dist.group.WORLD
+        assert world is not None
+        self._ranks = create_collectives(world, check)
         self._tensor: TensorRanks | None = None
         if mesh.tensor_size > 1:
             own = self._cut_over[TENSOR]

@@ -23,7 +23,7 @@ from services.trainer.backends.chunks import (
 )
 from services.trainer.backends.fsdp.model import ShardedModel
 from services.trainer.backends.fsdp.optimizer import MOMENTS, ShardedOptimizer
-from services.trainer.backends.fsdp.tensor_parallel import is_packed
+from services.trainer.backends.fsdp.tensor_parallel import tensor_cut
 from services.trainer.errors import CheckpointMismatchError
 from services.trainer.staging import StagedCheckpoint
 from sluice.weights.convert.stored import MALFORMED
@@ -67,8 +67,9 @@ def _own_boxes(key: str, tensor: torch.Tensor) -> list[BoxData]:
     shape, local = tuple(tensor.shape), tensor.detach()
     sizes, offset = shape, (0,) * len(shape)
     if isinstance(local, DTensor):
-        if is_packed(local):
-            return _packed_boxes(key, local)
+        cut_over = tensor_cut(local)
+        if cut_over is not None and cut_over.matrices > 1:
+            return _packed_boxes(key, local, cut_over.matrices)
         sizes, offset = compute_local_shape_and_global_offset(
             tensor.shape, local.device_mesh, local.placements
         )
@@ -76,12 +77,12 @@ def _own_boxes(key: str, tensor: torch.Tensor) -> list[BoxData]:
     return cut(Box(key, shape, tuple(offset), tuple(sizes)), local.view(-1), 0, PIECE_BYTES)
 
 
-def _packed_boxes(key: str, tensor: DTensor) -> list[BoxData]:
+def _packed_boxes(key: str, tensor: DTensor, matrices: int) -> list[BoxData]:
     """Of each expert, [experts, matrices x rows, columns], this rank's rows of every matrix."""
-    mesh, (by_data, by_tensor) = tensor.device_mesh, tensor.placements
-    whole = (by_data, Replicate())
+    mesh = tensor.device_mesh
+    whole = (tensor.placements[0], Replicate())
     _, (first, *_) = compute_local_shape_and_global_offset(tensor.shape, mesh, whole)
-    matrix = tensor.shape[1] // by_tensor.split_factor
+    matrix = tensor.shape[1] // matrices
     local = tensor.to_local()
     rows = matrix // mesh.size(1)
     chunks = []

@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.core_model_loading import revert_weight_conversion
 
 from services.trainer.backends.fsdp.model import ShardedModel
 from services.trainer.backends.fsdp.optimizer import local_part
-from services.trainer.backends.fsdp.tensor_parallel import DATA, TENSOR, is_cut_over_tensor
+from services.trainer.backends.fsdp.tensor_parallel import DATA, TENSOR, TensorCut, tensor_cut
 from services.trainer.backends.untrained import untrained_names, untrained_tensors
 from sluice.weights.manifest import ShardFile
 from sluice.weights.shards import ShardWrite
@@ -147,18 +146,15 @@ def _gather(tensor: torch.Tensor, owner: int, mesh: DeviceMesh) -> torch.Tensor 
     if not isinstance(tensor, DTensor):
         return tensor if mine else None
     data, place = divmod(owner, mesh.size(1))
-    is_cut = is_cut_over_tensor(tensor)
-    if not is_cut and mesh.get_local_rank(TENSOR) != place:
+    cut = tensor_cut(tensor)
+    if cut is None and mesh.get_local_rank(TENSOR) != place:
         return None
-    placement = tensor.placements[-1]
-    rows = tensor.shape[0]
-    if is_cut and placement.dim == 0:
-        rows //= mesh.size(1)
+    rows = tensor.shape[0] // (mesh.size(1) if cut is not None and cut.dim == 0 else 1)
     part = _gather_rows(local_part(tensor), rows, data, mesh.get_group(DATA))
-    if part is None or not is_cut:
+    if part is None or cut is None:
         return part
     parts = _gather_parts(part, place, mesh.get_group(TENSOR))
-    return None if parts is None else _join(parts, placement)
+    return None if parts is None else _join(parts, cut)
 
 
 def _gather_rows(
@@ -187,10 +183,8 @@ def _gather_parts(
     return parts
 
 
-def _join(parts: list[torch.Tensor], placement: Any) -> torch.Tensor:
+def _join(parts: list[torch.Tensor], cut: TensorCut) -> torch.Tensor:
     """Put together what was cut, of several matrices in one each by itself."""
-    count = placement.split_factor if isinstance(placement, _StridedShard) else 1
-    cut = [part.chunk(count, placement.dim) for part in parts]
-    return torch.cat(
-        [piece for pieces in zip(*cut, strict=True) for piece in pieces], placement.dim
-    )
+    by_rank = [part.chunk(cut.matrices, cut.dim) for part in parts]
+    in_order = [piece for matrix in zip(*by_rank, strict=True) for piece in matrix]
+    return torch.cat(in_order, cut.dim)

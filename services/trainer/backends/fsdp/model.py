@@ -35,7 +35,7 @@ from services.trainer.backends.fsdp.tensor_parallel import (
     TENSOR,
     TensorRanks,
     cut_layers,
-    is_cut_over_tensor,
+    tensor_cut,
     unsharded,
 )
 from services.trainer.backends.reference.model import (
@@ -200,7 +200,7 @@ class ShardedModel:
 
         Of what every rank holds whole all are, for what is alike.
         """
-        return self.mesh.get_local_rank(TENSOR) == 0 or is_cut_over_tensor(tensor)
+        return self.mesh.get_local_rank(TENSOR) == 0 or tensor_cut(tensor) is not None
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Parts by the model's own names; tied ones once."""

@@ -39,7 +39,8 @@ def cut_layers(model: Any, mesh: DeviceMesh) -> None:
     plan: dict[str, str] = dict(model.tp_plan)
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    plan.pop(names.get(head, ""), None)
+    for ends in (embedding, head):
+        plan.pop(names.get(ends, ""), None)
     if not plan:
         raise LayoutError(
             f"model_type {model.config.model_type} ships no plan for fsdp.tensor above 1"
@@ -84,15 +85,11 @@ def _check_heads(config: Any, size: int) -> None:
 
 def _check_even(model: Any, size: int) -> None:
     for name, tensor in model.named_parameters():
-        if not isinstance(tensor, DTensor):
+        if (cut := tensor_cut(tensor)) is None:
             continue
-        (placement,) = tensor.placements
-        if placement.is_replicate():
-            continue
-        parts = placement.split_factor if isinstance(placement, _StridedShard) else 1
-        length = tensor.shape[placement.dim]
-        if length % (parts * size):
-            raise LayoutError(f"fsdp.tensor {size} does not divide {length // parts} of {name}")
+        length = tensor.shape[cut.dim] // cut.matrices
+        if length % size:
+            raise LayoutError(f"fsdp.tensor {size} does not divide {length} of {name}")
 
 
 def _sum_gradients(module: torch.nn.Module, mesh: DeviceMesh) -> None:
@@ -153,7 +150,8 @@ class TensorRanks:
         adapter are partial, to be summed over ranks: where all have the same, the first counts.
         """
         rank, size = self.collectives.rank, self.collectives.size
-        a, b = adapter.a, adapter.b
+        a: torch.Tensor = adapter.a
+        b: torch.Tensor = adapter.b
         if inputs.shape[-1] < a.shape[1]:
             low = self.summed(linear(inputs, a.chunk(size, 1)[rank].to(inputs.dtype)))
             b = self._once(b)
@@ -173,13 +171,21 @@ def unsharded(tensor: Any) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def is_cut_over_tensor(tensor: torch.Tensor) -> bool:
-    """Tell whether tensor ranks hold different parts of what is cut over data and tensor ranks."""
-    if not isinstance(tensor, DTensor) or tensor.device_mesh.ndim == 1:
-        return False
-    return not tensor.placements[1].is_replicate()
+@dataclass(frozen=True)
+class TensorCut:
+    """What tensor ranks have a part of each: the dimension, and of how many matrices in one."""
+
+    dim: int
+    matrices: int
 
 
-def is_packed(tensor: DTensor) -> bool:
-    """Tell whether a weight is several matrices in one, each of which is cut over tensor ranks."""
-    return is_cut_over_tensor(tensor) and isinstance(tensor.placements[1], _StridedShard)
+def tensor_cut(tensor: torch.Tensor) -> TensorCut | None:
+    """How tensor ranks have cut a tensor; None where they have the same of it."""
+    names = (tensor.device_mesh.mesh_dim_names or ()) if isinstance(tensor, DTensor) else ()
+    if TENSOR not in names:
+        return None
+    placement: Any = tensor.placements[names.index(TENSOR)]  # type: ignore[attr-defined]
+    if placement.is_replicate():
+        return None
+    matrices: Any = placement.split_factor if isinstance(placement, _StridedShard) else 1
+    return TensorCut(int(placement.dim % tensor.ndim), matrices)
