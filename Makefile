@@ -188,7 +188,7 @@ test-connectors: $(VENV)/.dev build/verifiers/.installed  ## environments of the
 test-pages: site  ## report, trace and the site of docs in a headless browser (Debian's chromium, or CHROMIUM=)
 	$(TEST) tests/pages
 
-demo: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns by GRPO (ALGORITHM= or opd with TEACHER=trainer, DIVERGENCE=forward_kl, SEED=, BACKEND=fsdp, RANKS=, BACKEND=megatron, TP=, ENGINE=sglang, PLACEMENT=colocated, LORA=8)
+demo: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns by GRPO (ALGORITHM= or opd with TEACHER=trainer, DIVERGENCE=forward_kl, SEED=, BACKEND=fsdp or megatron, RANKS=, TP=, ENGINE=sglang, PLACEMENT=colocated, LORA=8)
 	$(RUN) -m examples.demo --seed $(SEED) --algorithm $(ALGORITHM) --backend $(BACKEND) \
 		--ranks $(RANKS) --tensor $(TP) --engine $(ENGINE) --teacher $(TEACHER) --divergence $(DIVERGENCE) --placement $(PLACEMENT) --lora $(LORA)
 
@@ -241,6 +241,7 @@ verify: $(VENV)/.dev  ## the long version: three seeds, every algorithm, faults,
 	done
 	$(RUN) -m examples.demo --max-staleness 4 --run-dir runs/verify-staleness
 	$(MAKE) demo BACKEND=fsdp RANKS=2
+	$(MAKE) demo BACKEND=fsdp TP=2
 	$(MAKE) demo BACKEND=megatron TP=2
 	$(MAKE) demo ENGINE=sglang
 	for seed in 0 1 2; do $(RUN) -m examples.demo_vision --seed $$seed --run-dir runs/verify-vision-$$seed; done

@@ -23,6 +23,7 @@ one sample at a time. Two processors, no accelerator, float32, gloo.
 - *rollout*: largest difference between the log-probs of the reference engine and of the trainer in
   three steps of GRPO, with weights published in between. *whole rows* marks models whose attention
   the engine does not know: it runs a sample's whole row for every token, which is right and slow.
+- *ranks*: data-parallel, or by name: DP data, TP tensor parallelism.
 - *packing*: `shared` encodes a prompt of several rows once, `rows` gives every row its own; a model
   with a window is packed by rows whatever its family.
 
@@ -81,7 +82,7 @@ def row(case: dict[str, Any]) -> str:
         case["title"],
         f"`{model_type}`",
         case["packing"],
-        ", ".join(str(proof["ranks"]) for proof in proofs),
+        ", ".join(proof.get("layout") or str(proof["ranks"]) for proof in proofs),
         *worst(proofs),
         rollout,
     ]

@@ -21,6 +21,7 @@ from tests.service.trainer.harness import (
     until,
     upload,
 )
+from tests.service.trainer.sleeping import check_steps
 from tests.service.weights.harness import check_delta
 
 SETTINGS = {
@@ -30,13 +31,14 @@ SETTINGS = {
 }
 
 
-@pytest.mark.fast
-async def test_a_rank_killed_in_mid_pass_costs_no_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.fast), 2])
+async def test_a_rank_killed_in_mid_pass_costs_no_number(tmp_path: Path, tensor: int) -> None:
     model = build_tiny_qwen3(tmp_path / "model", 0)
-    with running_trainer(tmp_path / "trainer", model, **SETTINGS) as running:
+    settings = {**SETTINGS, "fsdp": {"dtype": "float32", "tensor": tensor}}
+    with running_trainer(tmp_path / "trainer", model, **settings) as running:
         async with running.client() as client:
             ready = await until(client, lambda now: now.state == ACTIVE)
-            assert ready.layout.data == 2
+            assert (ready.layout.data, ready.layout.tensor) == (2 // tensor, tensor)
             batch = await upload(client, "kill", make_groups("kill", seed=8))
             await client.compute_logprobs(batch)
             await train_step(client, batch)
@@ -52,6 +54,15 @@ async def test_a_rank_killed_in_mid_pass_costs_no_number(tmp_path: Path) -> None
             assert names == load_file(model / "model.safetensors").keys()
             loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
             assert loaded.config.model_type == "qwen3"
+
+
+async def test_tensor_ranks_that_slept_make_the_same_steps(tmp_path: Path) -> None:
+    model = build_tiny_qwen3(tmp_path / "model", 0)
+    settings = {**SETTINGS, "fsdp": {"dtype": "float32", "tensor": 2}}
+    with running_trainer(tmp_path / "trainer", model, **settings) as running:
+        async with running.client() as client:
+            await until(client, lambda now: now.state == ACTIVE)
+            await check_steps(client, 2.99)
 
 
 @pytest.mark.fast

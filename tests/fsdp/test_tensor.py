@@ -33,6 +33,7 @@ CASES = [
     pytest.param("llama", {}, 2, {}, id="tied, the vocabulary whole"),
     pytest.param("qwen3_moe", EVEN, 4, {}, id="experts, data 2", marks=fast),
     pytest.param("glm4", EVEN, 2, {}, id="biases"),
+    pytest.param("qwen3", {**EVEN, "intermediate_size": 66}, 4, {}, id="parts of unlike size"),
     pytest.param("qwen3", EVEN, 4, {"reduce": "call"}, id="reduced once a call"),
     pytest.param("qwen3_moe", EVEN, 2, {"reshard_after_forward": False}, id="kept gathered"),
     pytest.param("qwen3", EVEN, 2, {"activation_checkpointing": True}, id="activations run again"),
@@ -207,6 +208,29 @@ def test_what_cannot_be_cut_is_refused_by_name(
         answers = pool.run("attempt", 2, model=str(directory), out=str(tmp_path), fsdp=TENSOR)
         assert all(reason in answer["error_message"] for answer in answers), answers
         assert all("fsdp.tensor" in answer["error_message"] for answer in answers), answers
+
+
+def test_too_few_rows_for_the_data_ranks_are_refused_by_name(
+    pool: Pool, expected: ExpectedByModel, tmp_path: Path
+) -> None:
+    """Of a width of 2 a tensor rank has one row, and its data ranks cannot share it."""
+    model, _ = expected("qwen3", intermediate_size=2)
+    for world, reason in ((2, ""), (4, "1 rows of model.layers.0.mlp.gate_proj.weight")):
+        answers = pool.run(
+            "attempt", world, model=str(model.directory), out=str(tmp_path), fsdp=TENSOR
+        )
+        assert all(reason in answer["error_message"] for answer in answers), answers
+        assert all(bool(reason) == bool(answer["error_message"]) for answer in answers)
+
+
+def test_ranks_that_check_each_other_find_nothing(
+    pool: Pool, expected: ExpectedByModel, tmp_path: Path
+) -> None:
+    model, oracle = expected("qwen3", **EVEN)
+    settings = {"fsdp": TENSOR, "trainer": {"ranks": {"check_collectives": True}}, "steps": 2}
+    answers = pool.run("parity", 4, model=str(model.directory), out=str(tmp_path), **settings)
+    for found, should in zip(answers[0]["steps"], oracle.steps, strict=False):
+        assert found["grad_norm"] == pytest.approx(should["grad_norm"], rel=1e-4)
 
 
 def test_places_of_ranks() -> None:

@@ -26,7 +26,8 @@ def results() -> Results:
         facts = found.setdefault(model_type, {"title": name, "model_type": model_type})
         facts |= {"megatron": ON_MEGATRON, "megatron_mismatch": 7e-6}
         facts |= {"megatron_day": "2026-11-03"}
-    found["llama"] |= {"day": "2026-11-01"}
+    cut = {**PROOF, "ranks": 4, "layout": "DP2xTP2"}
+    found["llama"] |= {"day": "2026-11-01", "proofs": [PROOF, cut]}
     return found
 
 
@@ -45,7 +46,8 @@ def test_both_backends_have_their_families(
     assert "\n2026-11-01." in fsdp  # of the oldest row
     assert "\n2026-11-03." in megatron
     for name in FAMILIES:
-        assert f"| `{name}` | rows | 2 | 1e-06 | 2e-06 | 3e-06 | 4e-06 | 5e-06 |" in fsdp
+        ranks = "2, DP2xTP2" if name == "llama" else "2"
+        assert f"| `{name}` | rows | {ranks} | 1e-06 | 2e-06 | 3e-06 | 4e-06 | 5e-06 |" in fsdp
     for name in ("glm4", "qwen3_5_moe_text", "qwen3_vl"):
         row = f"| `{name}` | TP2+SP, PP2 | 1e-06 | 2e-06 | 9e-04 | 4e-06 | 7e-06 |"
         assert row in megatron

@@ -12,7 +12,9 @@ from pydantic import ValidationError
 from services.trainer.backends.fsdp.families import (
     FAMILIES,
     REFUSED,
+    TENSOR_REFUSED,
     UnknownFamilyError,
+    check_tensor,
     layout_of,
     shares_prompts,
 )
@@ -34,6 +36,7 @@ def model(tmp_path: Path) -> Path:
         ({"backend": "fsdp", "autocast": True}, "set fsdp.dtype"),
         ({"backend": "fsdp", "fsdp": {"dtype": "float16"}}, "fsdp.dtype"),
         ({"backend": "fsdp", "fsdp": {"offload": True}}, "fsdp.offload"),
+        ({"backend": "fsdp", "fsdp": {"tensor": 0}}, "fsdp.tensor"),
         (
             {"backend": "fsdp", "fsdp": {"dtype": "float32"}, "float32_head": False},
             "float32_head has no effect",
@@ -72,3 +75,12 @@ def test_unknown_families_are_let_in_on_purpose_and_refused_ones_never() -> None
         with pytest.raises(UnknownFamilyError, match=f"{name} cannot be trained"):
             layout_of({"model_type": name}, unproven=True)
     assert not FAMILIES.keys() & REFUSED.keys()
+
+
+def test_families_whose_layers_cannot_be_cut_are_refused_by_name() -> None:
+    for name in FAMILIES.keys() - TENSOR_REFUSED.keys():
+        check_tensor(name)
+    for name, reason in TENSOR_REFUSED.items():
+        with pytest.raises(UnknownFamilyError, match=f"{name} .* fsdp.tensor above 1: {reason}"):
+            check_tensor(name)
+    assert TENSOR_REFUSED.keys() < FAMILIES.keys()

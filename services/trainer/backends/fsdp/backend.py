@@ -173,6 +173,8 @@ class FsdpBackend(TrainingBackend):
 
     def step(self, *, normalizer: float, learning_rate: float | None) -> StepOutcome:
         rate = self._config.optim.learning_rate if learning_rate is None else learning_rate
+        if self._tensor is not None:
+            self._tensor.collectives.end_step()
         return self._optimizer.step(normalizer, rate)
 
     @property

@@ -34,6 +34,7 @@ from services.trainer.backends.fsdp.tensor_parallel import (
     DATA,
     TENSOR,
     TensorRanks,
+    check_rows,
     cut_layers,
     tensor_cut,
     unsharded,
@@ -301,6 +302,7 @@ class _Cut:
         model.requires_grad_(self.trained)
         if self.tensor is not None:
             cut_layers(model, self.tensor.mesh)
+            check_rows(model, self.mesh[DATA].size())
         model.tie_weights()  # now, so that a tied tensor is cut once
         self.root = root = PolicyRoot(model, self.tensor, float32_head=self.float32_head)
         layers = list(_layers(model))

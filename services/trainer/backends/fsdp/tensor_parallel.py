@@ -92,6 +92,23 @@ def _check_even(model: Any, size: int) -> None:
             raise LayoutError(f"fsdp.tensor {size} does not divide {length} of {name}")
 
 
+def check_rows(model: Any, data_size: int) -> None:
+    """Raise LayoutError where a data rank would have nothing of a weight that is cut once more.
+
+    transformers' loader has no answer for that.
+    """
+    for name, tensor in model.named_parameters():
+        cut = tensor_cut(tensor)
+        if cut is None or cut.dim:
+            continue
+        rows = tensor.shape[0] // tensor.device_mesh.size(-1)
+        if -(-rows // data_size) * (data_size - 1) >= rows > 0 and data_size > 1:
+            raise LayoutError(
+                f"fsdp.tensor leaves a rank {rows} rows of {name}: too few for {data_size} data "
+                "ranks"
+            )
+
+
 def _sum_gradients(module: torch.nn.Module, mesh: DeviceMesh) -> None:
     """Weights that are whole on every rank, each of which has a part of what they act on.
 
