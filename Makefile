@@ -158,7 +158,7 @@ test-models: $(VENV)/.dev  ## every family of docs/models.md: log-probs, gradien
 	$(TEST) tests/models
 
 models-table: test-models  ## rewrite docs/models.md from a run of all families
-	$(TEST) tests/vision/test_megatron.py
+	$(TEST) tests/vision/test_megatron.py tests/vision/test_fsdp.py
 	$(RUN) -m tools.models_table
 
 test-vision: $(VENV)/.dev build/sglang/.installed  ## engines (real SGLang too) and trainers that are shown images against transformers
@@ -194,10 +194,11 @@ demo: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns by GRPO (A
 
 demo-vision: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny vision model learns colour and place from pixels (ALGORITHM=ppo, and as demo)
 	$(RUN) -m examples.demo_vision --seed $(SEED) --algorithm $(ALGORITHM) --backend $(BACKEND) \
-		--tensor $(TP) --engine $(ENGINE)
+		--ranks $(RANKS) --tensor $(TP) --engine $(ENGINE)
 
 demo-geometry: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny vision model learns what to measure, and to read the ruler (as demo-vision)
-	$(RUN) -m examples.demo_geometry --seed $(SEED) --backend $(BACKEND) --tensor $(TP) --engine $(ENGINE)
+	$(RUN) -m examples.demo_geometry --seed $(SEED) --backend $(BACKEND) --ranks $(RANKS) \
+		--tensor $(TP) --engine $(ENGINE)
 
 demo-mixture: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns two tasks at 3 : 1, killed and resumed in the middle (as demo)
 	$(RUN) -m examples.demo_mixture --seed $(SEED) --backend $(BACKEND) --ranks $(RANKS) \

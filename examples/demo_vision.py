@@ -41,11 +41,13 @@ def services(run_dir: Path, model: Path, flags: argparse.Namespace) -> UpConfig:
         "seed": flags.seed,
         "backend": flags.backend,
         "optim": {"learning_rate": 1.2e-3},
-        "ranks": {"count": flags.tensor},
+        "ranks": {"count": flags.ranks * flags.tensor},
         "max_tokens_per_micro_batch": 8192,
     }
     if flags.backend == "megatron":
         trainer["megatron"] = {"tensor": flags.tensor, "dtype": "float32"}
+    if flags.backend == "fsdp":
+        trainer["fsdp"] = {"dtype": "float32"}
     rollout: dict[str, Any] = {
         "tokenizer": str(model),
         "engine": {"max_running": 512, "max_model_length": 64, "threads": 1},
@@ -60,7 +62,8 @@ def services(run_dir: Path, model: Path, flags: argparse.Namespace) -> UpConfig:
     }
     if flags.algorithm == "ppo":
         critic = {**trainer, "backend": "reference", "head": "value", "ranks": {"count": 1}}
-        critic.pop("megatron", None)
+        for name in ("megatron", "fsdp"):
+            critic.pop(name, None)
         entries["critic"] = {"kind": "trainer", "config": critic}
     up = {"run_dir": run_dir, "services": entries, "start_timeout_seconds": START_SECONDS}
     return parse_config(UpConfig, up)
@@ -109,7 +112,7 @@ def build_model(directory: Path, seed: int) -> None:
 def parse_flags(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Adds what services are chosen by, and reads the command line. Exits where it is wrong."""
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--backend", choices=["reference", "megatron"], default="reference")
+    parser.add_argument("--backend", choices=["reference", "fsdp", "megatron"], default="reference")
     parser.add_argument("--engine", choices=["reference", "sglang"], default="reference")
     parser.add_argument(
         "--sglang-python",
@@ -118,6 +121,7 @@ def parse_flags(parser: argparse.ArgumentParser) -> argparse.Namespace:
         help="interpreter that has SGLang (make sglang-cpu)",
     )
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks (megatron)")
+    parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of the trainer")
     flags = parser.parse_args()
     if flags.tensor > 1 and flags.backend != "megatron":
         parser.error("--tensor needs --backend megatron")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sluice.samples.images import ImageRules
+from sluice.samples.images import CHANNELS, ImageRules
 from sluice.samples.sample import MediaSpan
 
 # Model types whose towers take `ImageRules.patches`, and whose text takes three positions a token;
@@ -122,6 +122,42 @@ class Features:
 
 
 @dataclass(frozen=True)
+class Patches:
+    """Distinct images as a tower takes them, one behind the other.
+
+    pixels: float32[n, values]. grids: int64[images, 3]. starts: first row of the features that an
+    image has, by digest.
+    """
+
+    pixels: torch.Tensor
+    grids: torch.Tensor
+    starts: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, images: Mapping[str, bytes], rules: ImageRules) -> Patches:
+        """Decode at least one PNG, by digest. Raises InvalidImageError."""
+        seen = [rules.patches(png) for png in images.values()]
+        counts = [rules.count_tokens(grid) for _, grid in seen]
+        return cls(
+            torch.from_numpy(np.concatenate([patches for patches, _ in seen])),
+            torch.tensor([grid for _, grid in seen]),
+            dict(zip(images, itertools.accumulate(counts, initial=0), strict=False)),
+        )
+
+    @classmethod
+    def blank(cls, rules: ImageRules) -> Patches:
+        """Return an image of one token that no row shows."""
+        side = rules.merge_size
+        values = CHANNELS * rules.temporal_patch_size * rules.patch_size**2
+        return cls(torch.zeros(side * side, values), torch.tensor([[1, side, side]]))
+
+    def to(self, like: torch.Tensor | torch.device) -> Patches:
+        """Return the same on a device; of a tensor also the type."""
+        device = like.device if isinstance(like, torch.Tensor) else like
+        return Patches(self.pixels.to(like), self.grids.to(device), self.starts)
+
+
+@dataclass(frozen=True)
 class VisionTower:
     """The `visual` module of a transformers model, and the rules of its pixels."""
 
@@ -145,12 +181,10 @@ class VisionTower:
         """See every image, PNG by digest, in one pass. Raises InvalidImageError."""
         if not images:
             return Features()
-        seen = [self.rules.patches(png) for png in images.values()]
-        first = next(self.module.parameters())
-        patches = torch.from_numpy(np.concatenate([patches for patches, _ in seen]))
-        grids = torch.tensor([grid for _, grid in seen], device=first.device)
-        output = self.module(patches.to(first), grid_thw=grids, return_dict=True)
-        counts = [self.rules.count_tokens(grid) for _, grid in seen]
-        starts = dict(zip(images, itertools.accumulate(counts, initial=0), strict=False))
+        return self.see(Patches.read(images, self.rules).to(next(self.module.parameters())))
+
+    def see(self, patches: Patches) -> Features:
+        """See all images in one pass."""
+        output = self.module(patches.pixels, grid_thw=patches.grids, return_dict=True)
         deep = getattr(output, "deepstack_features", None) or ()
-        return Features((output.pooler_output, *deep), starts)
+        return Features((output.pooler_output, *deep), patches.starts)

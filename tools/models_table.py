@@ -27,6 +27,9 @@ one sample at a time. Two processors, no accelerator, float32, gloo.
 - *packing*: `shared` encodes a prompt of several rows once, `rows` gives every row its own; a model
   with a window is packed by rows whatever its family.
 
+Families that see ([how](vision.md)) have four layers and a tower of three, and are shown images;
+*demo* stands where their rollouts are those of `make demo-vision`.
+
 ## On `fsdp`
 
 {day}.
@@ -45,10 +48,9 @@ MEGATRON = """
 ## On `megatron`
 
 {day}. The same measures, the largest of the layouts named: TP tensor, SP sequence, PP pipeline, CP
-context, EP expert and DP data parallelism. More of them are in [megatron](megatron.md). Families
-that see ([how](vision.md)) have four layers and a tower of three, and are shown images: of them
-*gradients* is a distance by the length of each part of the model, *norms* is of one step, and
-rollouts are those of `make demo-vision`.
+context, EP expert and DP data parallelism. More of them are in [megatron](megatron.md). Of families
+that see *gradients* is a distance by the length of each part of the model, and *norms* is of one
+step.
 
 | family | `model_type` | layouts | log-probs | gradients | norms | reloaded | rollout |
 |---|---|---|---|---|---|---|---|
@@ -77,12 +79,13 @@ def row(case: dict[str, Any]) -> str:
     """One line of the table."""
     proofs = case["proofs"]
     model_type = case["model_type"]
-    rollout = f"{case['mismatch']:.0e}" + (" whole rows" if case["whole_rows"] else "")
+    rollout = f"{case['mismatch']:.0e}" if "mismatch" in case else "demo"
+    rollout += " whole rows" if case.get("whole_rows") else ""
     cells = [
         case["title"],
         f"`{model_type}`",
         case["packing"],
-        ", ".join(proof.get("layout") or str(proof["ranks"]) for proof in proofs),
+        ", ".join(dict.fromkeys(proof.get("layout") or str(proof["ranks"]) for proof in proofs)),
         *worst(proofs),
         rollout,
     ]
@@ -105,7 +108,7 @@ def main() -> int:
         print(f"models_table: there is no {RESULTS}; `make test-models` makes one", file=sys.stderr)
         return 1
     found = [*json.loads(RESULTS.read_bytes()).values()]
-    cases = [case for case in found if case.keys() >= {"proofs", "mismatch"}]
+    cases = [case for case in found if case.keys() >= {"proofs", "packing"}]
     on_megatron = [case for case in found if "megatron" in case]
     missing = FAMILIES.keys() - {case["model_type"] for case in cases}
     missing |= megatron_families() - {c["model_type"].removesuffix("_text") for c in on_megatron}

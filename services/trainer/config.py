@@ -344,8 +344,6 @@ class TrainerConfig(ProcessConfig):
         document = json.loads((Path(self.model) / "config.json").read_bytes())
         if "vision_config" not in document:
             raise ValueError("vision has no effect on a model that reads text only; leave it out")
-        if self.backend == "fsdp":
-            raise ValueError("vision has no effect with backend fsdp, which shows no images")
         return self
 
     @model_validator(mode="after")

@@ -75,7 +75,7 @@ class Summary:
     megatron_mismatches: dict[str, float] = field(default_factory=dict)
 
     def line(self) -> str:
-        types = {case.name: case.model_type for case in CASES}
+        types = {case.name: case.model_type for case in (*CASES, *SEEING)}
         rolled = {types[c] for c, gap in self.mismatches.items() if gap <= MAX_MISMATCH}
         families = rolled & {types[proof.case] for proof in self.proofs if proof.holds}
         logprobs = [max(p.logprob, p.reloaded) for p in self.proofs]
@@ -97,8 +97,9 @@ class Summary:
             facts |= {"title": case.title, "model_type": case.model_type}
             if proofs := [asdict(proof) for proof in self.proofs if proof.case == case.name]:
                 facts |= {"proofs": proofs, "day": day}
+            facts |= self.facts.get(case.name, {})
             if case.name in self.mismatches:
-                facts |= {"mismatch": self.mismatches[case.name], **self.facts[case.name]}
+                facts["mismatch"] = self.mismatches[case.name]
             if proofs := [asdict(proof) for proof in self.megatron if proof.case == case.name]:
                 facts |= {"megatron": proofs, "megatron_day": day}
             if case.name in self.megatron_mismatches:

@@ -20,7 +20,14 @@ from services.trainer.backends.fsdp.families import (
 )
 from tests.fsdp.oracle import STEPS, expect
 from tests.models.families import CASES, MTP, Case, add_tensors, build
-from tests.models.proof import MAX_GRADIENT_DIFF, MAX_LOGPROB_DIFF, MAX_MISMATCH, Summary, prove
+from tests.models.proof import (
+    MAX_GRADIENT_DIFF,
+    MAX_LOGPROB_DIFF,
+    MAX_MISMATCH,
+    SEEING,
+    Summary,
+    prove,
+)
 from tests.rank_pool import Pool
 
 FAST = ("qwen3_next", "gpt_oss")  # recurrent with experts; windows and sinks with experts
@@ -105,7 +112,7 @@ def test_layers_of_multi_token_prediction_go_through_bit_for_bit(
 
 
 def test_every_family_has_a_case() -> None:
-    assert {case.model_type for case in PROVEN} == FAMILIES.keys()
+    assert {case.model_type for case in (*PROVEN, *SEEING)} == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("case", LET_IN, ids=lambda case: case.name)
@@ -117,8 +124,10 @@ def test_let_in_a_refused_family_is_wrong(pool: Pool, tmp_path: Path, case: Case
     assert proof.logprob > 1e3 * MAX_LOGPROB_DIFF
 
 
-def test_a_model_that_reads_images_is_refused_by_name() -> None:
-    for model_type in (name for name, reason in REFUSED.items() if reason == IMAGES):
+def test_a_model_that_is_shown_no_images_is_refused_by_name() -> None:
+    refused = [name for name, reason in REFUSED.items() if reason == IMAGES]
+    assert {"gemma3", "qwen3_5", "qwen3_vl_moe"} <= {*refused}
+    for model_type in refused:
         with pytest.raises(UnknownFamilyError, match=f"{model_type} cannot be trained: it reads"):
             layout_of({"model_type": model_type}, unproven=True)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -239,13 +239,15 @@ def make_row(
     )
 
 
-def mixed_rows(rules: ImageRules) -> list[Row]:
+def mixed_rows(rules: ImageRules, step: int = 0) -> list[Row]:
     """Text alone, one image, siblings of one image, two images, an image in a later turn, and two
-    rows of one group whose prompts differ in nothing but what the image shows."""
+    rows of one group whose prompts differ in nothing but what the image shows. Another step has
+    other images and responses."""
     wide, tall, small, other = (
-        draw_image(rules, seed, *size) for seed, size in enumerate(((2, 3), (3, 2), (1, 2), (2, 3)))
+        draw_image(rules, seed + 10 * step, *size)
+        for seed, size in enumerate(((2, 3), (3, 2), (1, 2), (2, 3)))
     )
-    return [
+    rows = [
         make_row("one/0", [3, wide, 4], [5], seed=1, loss_weight=1.5),
         make_row("one/1", [3, wide, 4], [9], seed=2, loss_weight=0.5),
         make_row("one/other", [3, other, 4], [6], seed=3),
@@ -256,6 +258,16 @@ def mixed_rows(rules: ImageRules) -> list[Row]:
         make_row("turn/1", [4], [2, small, 3, wide, 4], seed=8),
         make_row("first/0", [wide, 1], [3], seed=9),
     ]
+    return rows if not step else [_answer_anew(row, step) for row in rows]
+
+
+def _answer_anew(row: Row, step: int) -> Row:
+    """The row with other tokens in its response, none of them an image's."""
+    generator = torch.Generator().manual_seed(100 * step + row.response_length)
+    drawn = torch.randint(STOP, (row.response_length,), generator=generator)
+    tokens = row.token_ids.clone()
+    tokens[row.prompt_length :][row.loss_mask] = drawn[row.loss_mask]
+    return replace(row, token_ids=tokens)
 
 
 class Oracle:

@@ -40,7 +40,7 @@ def pool() -> Iterator[Pool]:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Generator[None]:
     """What was met, behind everything else; nothing where a test has failed."""
     yield
-    if SUMMARY.megatron:
+    if SUMMARY.megatron or SUMMARY.proofs:
         SUMMARY.write(RESULTS)
     if layouts and not exitstatus:
         print(

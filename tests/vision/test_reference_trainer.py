@@ -178,6 +178,10 @@ def test_a_critic_sees(model: Model, tmp_path: Path) -> None:
     rows, loss = mixed_rows(model.rules), LossSpec(name="value")
     critic = start(model, tmp_path, head="value", optim={"learning_rate": 1e-3})
     assert not any(v.any() for v in critic.compute_values([rows]).values())
+    stored, found = model.load().state_dict(), critic._policy.model.state_dict()
+    assert found.keys() - stored.keys() == {"score.weight", "score.bias"}
+    for name in found.keys() & stored.keys():
+        assert torch.equal(found[name], stored[name]), name
     sums = [critic.forward_backward([rows], loss).loss]
     for _ in range(3):
         assert not critic.step(normalizer=50.0, learning_rate=None).skipped_reason

@@ -29,7 +29,7 @@ from services.trainer.backend import (
 from services.trainer.backends import lora
 from services.trainer.backends.fsdp import checkpoint
 from services.trainer.backends.fsdp.export import Export
-from services.trainer.backends.fsdp.model import Asked, ShardedModel, load_model
+from services.trainer.backends.fsdp.model import NONE_TRAINED, Asked, ShardedModel, load_model
 from services.trainer.backends.fsdp.optimizer import ShardedOptimizer, local_part
 from services.trainer.backends.fsdp.tensor_parallel import (
     DATA,
@@ -37,7 +37,7 @@ from services.trainer.backends.fsdp.tensor_parallel import (
     TensorRanks,
     check_targets,
 )
-from services.trainer.backends.reference.model import PackedLayout, pack
+from services.trainer.backends.reference.model import PackedLayout, images_of, pack
 from services.trainer.config import Head, LoraConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
@@ -47,6 +47,7 @@ from sluice.algo.logprobs import EntropyMode, TopLogprobs
 from sluice.algo.losses import check_columns, compute_loss, pack_named, pack_rows
 from sluice.algo.spec import LossSpec, required_columns
 from sluice.samples.sample import top_columns
+from sluice.vision import Features, Patches
 from sluice.weights.manifest import ShardFile
 from sluice.weights.shards import PublishedShards, ShardWrite
 
@@ -106,11 +107,13 @@ class FsdpBackend(TrainingBackend):
         self._whole: ShardedOptimizer | None = None  # of the model itself
         if self._lora is None:
             parameters = self._policy.parameters()
+            scales = config.vision.scales(config.optim.learning_rate)
             self._whole = ShardedOptimizer(
                 parameters,
                 config.optim,
                 self._ranks,
                 self._device,
+                scales=scales,
                 is_counted=self._policy.is_counted,
                 adamw=adamw,
             )
@@ -136,8 +139,8 @@ class FsdpBackend(TrainingBackend):
         asked = Asked(temperature=temperature, top_count=count)
         found: dict[str, TopLogprobs] = {}
         with self._scorer(model) as scorer:
-            for rows, layout in self._layouts(scorer, micro_batches):
-                named = scorer.root(layout, asked)
+            for rows, layout, patches in self._layouts(scorer, micro_batches):
+                named = scorer.root(layout, asked, patches)
                 if rows:
                     parts = named.split([row.response_length for row in rows])
                     found.update((r.sample_id, part) for r, part in zip(rows, parts, strict=True))
@@ -152,13 +155,14 @@ class FsdpBackend(TrainingBackend):
         total, tokens = 0.0, 0
         sums: dict[str, tuple[float, float]] = {}
         asked = _asked_of(loss)
-        for index, (rows, layout) in enumerate(self._layouts(self._policy, micro_batches)):
+        for index, (rows, *packed) in enumerate(self._layouts(self._policy, micro_batches)):
             is_last = index == len(micro_batches) - 1
             self._policy.root.set_requires_gradient_sync(
                 is_last or self._config.fsdp.reduce == "micro_batch"
             )
             named = pack_named(rows or [_dummy_of(loss)], loss)
-            outputs_T, entropy_T = self._policy.root(layout, replace(asked, named=named))
+            layout, patches = packed
+            outputs_T, entropy_T = self._policy.root(layout, replace(asked, named=named), patches)
             if not rows:
                 (outputs_T.sum() * 0.0).backward()
                 continue
@@ -246,6 +250,7 @@ class FsdpBackend(TrainingBackend):
         dist.destroy_process_group(self._writers)
 
     def _load(self, path: str, *, head: Head = "policy", trained: bool = True) -> ShardedModel:
+        rate = self._config.optim.learning_rate
         return load_model(
             path,
             self._cut_over,
@@ -254,7 +259,7 @@ class FsdpBackend(TrainingBackend):
             self._config.fsdp,
             head=head,
             float32_head=self._config.float32_head,
-            trained=trained,
+            scales=self._config.vision.scales(rate) if trained else NONE_TRAINED,
             asked=self._config.operations,
         )
 
@@ -283,18 +288,26 @@ class FsdpBackend(TrainingBackend):
 
     def _layouts(
         self, sharded: ShardedModel, micro_batches: Sequence[MicroBatch]
-    ) -> Iterator[tuple[MicroBatch, PackedLayout]]:
+    ) -> Iterator[tuple[MicroBatch, PackedLayout, Patches | None]]:
+        """Each with the images that are to be seen; one that no row shows where there are none."""
+        rules, patches, merge_size, features = sharded.rules, None, 0, Features()
         for rows in micro_batches:
-            layout = pack(rows or [DUMMY], shares_prompts=sharded.shares_prompts)
-            yield rows, layout.to(self._device)
+            if rules is not None:
+                images = images_of(rows)
+                patches = Patches.read(images, rules) if images else Patches.blank(rules)
+                merge_size, features = rules.merge_size, Features(starts=patches.starts)
+                patches = patches.to(self._device)
+            shares = sharded.shares_prompts
+            layout = pack(rows or [DUMMY], merge_size, features, shares_prompts=shares)
+            yield rows, layout.to(self._device), patches
 
     @torch.no_grad()
     def _score(
         self, sharded: ShardedModel, micro_batches: Sequence[MicroBatch], asked: Asked
     ) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
-        for rows, layout in self._layouts(sharded, micro_batches):
-            outputs_T, _ = sharded.root(layout, asked)
+        for rows, layout, patches in self._layouts(sharded, micro_batches):
+            outputs_T, _ = sharded.root(layout, asked, patches)
             if rows:
                 parts = outputs_T.float().cpu().split([row.response_length for row in rows])
                 found.update((row.sample_id, part) for row, part in zip(rows, parts, strict=True))

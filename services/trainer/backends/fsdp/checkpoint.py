@@ -19,6 +19,7 @@ from services.trainer.backends.chunks import (
     ChunkReader,
     RankFiles,
     StagedChunks,
+    UncoveredChunkError,
     cut,
 )
 from services.trainer.backends.fsdp.model import ShardedModel
@@ -110,6 +111,9 @@ def load(
     failure = ""
     try:
         reader = ChunkReader(directory)
+        for name in optimizer.parameters if has_stepped else ():
+            if f"optimizer/{name}/{MOMENTS[0]}" not in reader:
+                raise UncoveredChunkError(f"it has no optimizer state of {name}: was it frozen?")
         if key in reader:
             state[key] = torch.get_rng_state()
         for name, tensor in state.items():

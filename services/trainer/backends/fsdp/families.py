@@ -45,17 +45,19 @@ FAMILIES: dict[str, Layout] = {
     "phi3": "shared",
     "phimoe": "shared",
     "qwen2": "shared",
+    "qwen2_5_vl": "shared",
     "qwen2_moe": "shared",
     "qwen3": "shared",
     "qwen3_5_moe_text": "rows",
     "qwen3_5_text": "rows",
     "qwen3_moe": "shared",
     "qwen3_next": "rows",
+    "qwen3_vl": "shared",
     "seed_oss": "shared",
     "smollm3": "shared",
     "starcoder2": "shared",
 }
-IMAGES = "it reads images, which this backend shows no model; reference and megatron do"
+IMAGES = "it reads images, which nothing here shows it; qwen2_5_vl and qwen3_vl are shown them"
 REFUSED: dict[str, str] = {
     "bloom": "it takes positions from a mask of padding, so rows of a pack see each other",
     "gemma2": "it caps scores and logits",
@@ -63,16 +65,15 @@ REFUSED: dict[str, str] = {
     "lfm2": "its convolutions run over the rows of a pack",
     "minimax": "its recurrent layers run over the rows of a pack",
     "nemotron": "its layers do not hand on to attention how rows are packed",
-    "qwen2_5_vl": IMAGES,
     "qwen2_vl": IMAGES,
     "qwen3_5": IMAGES,
     "qwen3_5_moe": IMAGES,
-    "qwen3_vl": IMAGES,
     "qwen3_vl_moe": IMAGES,
 }
 
 
 NO_PLAN = "transformers ships no plan to cut its layers by"
+SEES = "it reads images, by a tower that is not cut over tensor ranks"
 TENSOR_REFUSED: dict[str, str] = {  # of families that are trained with fsdp.tensor 1
     "gpt2": NO_PLAN,
     "gpt_oss": NO_PLAN,
@@ -80,6 +81,8 @@ TENSOR_REFUSED: dict[str, str] = {  # of families that are trained with fsdp.ten
     "hunyuan_v1_dense": NO_PLAN,
     "opt": NO_PLAN,
     "phimoe": NO_PLAN,
+    "qwen2_5_vl": SEES,
+    "qwen3_vl": SEES,
 }
 
 
@@ -117,6 +120,7 @@ def shares_prompts(model: str) -> bool:
 
 
 def _has_window(config: Mapping[str, Any]) -> bool:
+    config = config.get("text_config") or config  # of a model that sees, unless it is an older one
     if not config.get("sliding_window") or config.get("use_sliding_window") is False:
         return False
     layers = config.get("layer_types")

@@ -8,7 +8,7 @@ reads this rank's part of each tensor and nothing else. So the cut is made betwe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -24,7 +24,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
-from transformers import AutoConfig, AutoModelForCausalLM, DistributedConfig, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DistributedConfig,
+    PretrainedConfig,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
@@ -44,10 +50,11 @@ from services.trainer.backends.reference.model import (
     OWN_OPERATIONS,
     PackedLayout,
     errors_only,
+    run_packed,
     with_named,
 )
 from services.trainer.config import Head
-from sluice import operations, platform
+from sluice import operations, platform, vision
 from sluice.algo.logprobs import (
     WHOLE_VOCAB,
     EntropyMode,
@@ -58,10 +65,12 @@ from sluice.algo.logprobs import (
     top_logprobs,
 )
 from sluice.fused_layers import adapt, choose_for, heads_of
-from sluice.fused_operations import attention_kernel
 from sluice.imports import with_shards
 from sluice.operations import UNASKED, OperationsConfig, Usage
+from sluice.samples.images import ImageRules
+from sluice.vision import Patches, VisionTower, part_of
 
+NONE_TRAINED = dict.fromkeys(("text", "tower", "projector"), 0.0)
 NEW_HEAD = {"score.weight", "score.bias"}  # zero where a checkpoint is a language model's
 
 
@@ -88,23 +97,23 @@ class PolicyRoot(torch.nn.Module):
         self.model = model  # transformers.PreTrainedModel, whose types mypy does not see
         self._tensor, self._float32_head = tensor, float32_head
         self.operations: Mapping[str, str] = {}  # which implementation each has; once it is loaded
-        self._divisor = _logit_divisor(model.config)
+        self.tower: VisionTower | None = None  # of a model that sees; once it is loaded
+        self._divisor = _logit_divisor(model.config.get_text_config())
 
     def forward(
-        self, layout: PackedLayout, asked: Asked
+        self, layout: PackedLayout, asked: Asked, patches: Patches | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None] | TopLogprobs:
         """Log-probs and entropy, or values and None, of all response tokens, float32[R].
 
-        Where likeliest tokens are asked for, those.
+        Where likeliest tokens are asked for, those. patches: for a model that sees; images that no
+        row shows run through all that sees as others do, and have gradients of zero.
         """
-        output = self.model.base_model(
-            input_ids=layout.token_ids[None],
-            position_ids=layout.position_ids[None],
-            use_cache=False,
-            packed_layout=layout,
-            kernel=attention_kernel(self.operations["attention"]),
-        )
-        picked_RH = output.last_hidden_state[0].index_select(0, layout.predictors)
+        features = None
+        if self.tower is not None:
+            assert patches is not None
+            features = self.tower.see(patches)
+        hidden_TH = run_packed(self.model, layout, features, self.operations["attention"])
+        picked_RH = hidden_TH.index_select(0, layout.predictors)
         if asked.temperature is None:
             return self.model.score(picked_RH.float())[:, 0], None
         if asked.top_count:
@@ -185,6 +194,12 @@ class ShardedModel:
         return self.root.model
 
     @property
+    def rules(self) -> ImageRules | None:
+        """How images are made patches of; None for a model that reads text only."""
+        tower: VisionTower | None = self.root.tower
+        return None if tower is None else tower.rules
+
+    @property
     def operations(self) -> Mapping[str, str]:
         """Which implementation each operation has."""
         chosen: Mapping[str, str] = self.root.operations
@@ -222,14 +237,15 @@ def load_model(
     *,
     head: Head = "policy",
     float32_head: bool = True,
-    trained: bool = True,
+    scales: Mapping[str, float] = NONE_TRAINED,
     asked: OperationsConfig = UNASKED,
 ) -> ShardedModel:
     """Read this rank's part of a HF checkpoint directory; collective.
 
     mesh: of the dimensions data and tensor; `tensor`: over the latter, where it has more than one.
     head value: one `score` a token, of the names in transformers' token classifiers; zero where
-    the directory, a language model's, has none. Raises OSError or ValueError.
+    the directory, a language model's, has none. scales: learning rates by part of the model; 0
+    freezes one. Raises OSError or ValueError.
     """
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     layout = layout_of(config.to_dict(), unproven=settings.unproven)
@@ -238,8 +254,9 @@ def load_model(
     if settings.activation_checkpointing and (found := _dropout(config)):
         raise ValueError(f"fsdp.activation_checkpointing with {found} above 0 in config.json")
     cut = _Cut(
-        mesh=mesh, tensor=tensor, settings=settings, float32_head=float32_head, trained=trained
+        mesh=mesh, tensor=tensor, settings=settings, float32_head=float32_head, scales=scales
     )
+    sees = config.model_type in vision.FAMILIES
     with_shards()
     kind = _distributed_class(config, head, cut, device)
     disable_progress_bar()
@@ -248,13 +265,16 @@ def load_model(
             path,
             config=config,
             dtype=torch.float32,
-            attn_implementation=IMPLEMENTATION,
+            attn_implementation={"text_config": IMPLEMENTATION} if sees else IMPLEMENTATION,
             local_files_only=True,
             distributed_config=DistributedConfig(),
             output_loading_info=True,
         )
     _check_loading(Path(path), loading)
     assert cut.root is not None
+    if sees:
+        rules = ImageRules.from_directory(Path(path))
+        cut.root.tower = VisionTower(model.base_model.visual, rules)
     cut.root.operations = _choose(model, asked, device, settings, head)
     adapt(model, cut.root.operations)
     if settings.cpu_offload:
@@ -295,11 +315,12 @@ class _Cut:
     tensor: TensorRanks | None
     settings: FsdpConfig
     float32_head: bool
-    trained: bool
+    scales: Mapping[str, float]
     root: PolicyRoot | None = None
 
     def __call__(self, model: Any) -> None:
-        model.requires_grad_(self.trained)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(bool(self.scales[part_of(name)]))
         if self.tensor is not None:
             cut_layers(model, self.tensor.mesh)
             check_rows(model, self.mesh[DATA].size())
@@ -317,8 +338,14 @@ class _Cut:
         }
         if hasattr(model, "score"):
             fully_shard(model.score, mp_policy=wide, **options)
+        tower = getattr(model.base_model, "visual", None)
+        blocks = set() if tower is None else {*_layers(tower)}
         for layer in layers:
-            fully_shard(layer, mp_policy=narrow, **options)
+            # angles of a tower's blocks stay float32, as its rotation is
+            as_given = replace(narrow, cast_forward_inputs=False)
+            fully_shard(layer, mp_policy=as_given if layer in blocks else narrow, **options)
+        if tower is not None:
+            fully_shard(tower, mp_policy=narrow, **options)
         if not model.config.tie_word_embeddings:
             fully_shard(model.get_input_embeddings(), mp_policy=narrow, **options)
         # What is left is needed at the end of forward and at once in backward.
@@ -336,7 +363,7 @@ class _Cut:
 
 
 def _layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The outermost decoder layers, which all of transformers' models mark in one way."""
+    """The outermost layers, of a tower too: all of transformers' models mark them in one way."""
     if isinstance(model, GradientCheckpointingLayer):
         yield model
         return
@@ -348,8 +375,10 @@ def _distributed_class(
     config: PretrainedConfig, head: Head, cut: _Cut, device: torch.device
 ) -> Any:
     """The family's class, which the loader gives to `cut` before it reads a tensor."""
+    sees = config.model_type in vision.FAMILIES
+    kinds = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     try:
-        base: Any = AutoModelForCausalLM._model_mapping[type(config)]
+        base: Any = kinds._model_mapping[type(config)]
     except KeyError:
         raise ValueError(f"model_type {config.model_type} is no causal language model") from None
 
@@ -360,7 +389,7 @@ def _distributed_class(
             def __init__(self, config: PretrainedConfig) -> None:
                 super().__init__(config)
                 del self.lm_head
-                self.score = torch.nn.Linear(config.hidden_size, 1)
+                self.score = torch.nn.Linear(config.get_text_config().hidden_size, 1)
                 self.post_init()
 
             def get_output_embeddings(self) -> None:
@@ -385,7 +414,8 @@ def _distributed_class(
             cut(model)
             return model
 
-    DistributedModel.__name__ = base.__name__  # conversions of tensors go by it
+    # conversions of tensors go by them
+    DistributedModel.__name__, DistributedModel.__module__ = base.__name__, base.__module__
     return DistributedModel
 
 
@@ -398,10 +428,18 @@ def _check_loading(directory: Path, loading: Any) -> None:
 
 def _dropout(config: PretrainedConfig) -> str:
     """The first setting that drops activations out, of those that are not 0."""
-    for name, value in config.to_dict().items():
+    for name, value in _flat(config.to_dict()):
         if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float) and value:
             return name
     return ""
+
+
+def _flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Settings of a model and of its parts."""
+    for name, value in settings.items():
+        if name.endswith("_config") and isinstance(value, Mapping):
+            yield from _flat(value)
+        yield name, value
 
 
 def _checkpoint_layers(model: Any) -> None:

@@ -13,6 +13,7 @@ from services.trainer.config import OptimConfig
 from services.trainer.parking import HeldTensors
 from sluice import operations
 from sluice.algo.collectives import Collectives
+from sluice.vision import part_of
 
 NON_FINITE = "non-finite gradient norm"
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -29,12 +30,13 @@ class ShardedOptimizer:
         ranks: Collectives,
         device: torch.device,
         *,
+        scales: Mapping[str, float],
         is_counted: Callable[[torch.Tensor], bool],
         adamw: str,
     ) -> None:
-        """`is_counted`: whether this rank's part is in the norm; others may hold the same.
+        """`scales`: learning rates by part of the model. `adamw`: the implementation of it.
 
-        `adamw`: the implementation of the optimizer.
+        `is_counted`: whether this rank's part is in the norm; others may hold the same.
         """
         self._max_norm, self._ranks, self._device = optim.max_grad_norm, ranks, device
         self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -42,16 +44,15 @@ class ShardedOptimizer:
             name: torch.nn.Parameter(local_part(p.detach())) for name, p in self.parameters.items()
         }
         self._counted = [name for name, p in self.parameters.items() if is_counted(p)]
-        wide = [p.ndim > 1 for p in self.parameters.values()]
-        groups = [
-            {
-                "params": [p for p, w in zip(self.locals.values(), wide, strict=True) if w is many],
-                "weight_decay": optim.weight_decay if many else 0.0,
-            }
-            for many in (True, False)
-        ]
+        groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+        for name, parameter in self.parameters.items():
+            decay = optim.weight_decay if parameter.ndim > 1 else 0.0
+            groups.setdefault((decay, scales[part_of(name)]), []).append(self.locals[name])
         self.adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            [
+                {"params": parameters, "weight_decay": decay, "scale": scale}
+                for (decay, scale), parameters in groups.items()
+            ],
             lr=optim.learning_rate,
             betas=optim.betas,
             eps=optim.epsilon,
@@ -77,7 +78,7 @@ class ShardedOptimizer:
         clip = min(1.0, self._max_norm / (norm + CLIP_EPSILON)) if self._max_norm else 1.0
         torch._foreach_mul_(gradients, clip / normalizer)
         for group in self.adam.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["scale"]
         self.adam.step()
         self.clear()
         return StepOutcome(grad_norm=norm, learning_rate=rate)

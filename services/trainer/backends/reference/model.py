@@ -298,8 +298,7 @@ class ScoredModel:
 
     def see(self, rows: MicroBatch) -> Features:
         """Runs the tower once over the distinct images of the rows. Raises InvalidImageError."""
-        shown = {span.digest: row.images[span.digest] for row in rows for span in row.media}
-        return Features() if self.tower is None else self.tower.encode(shown)
+        return Features() if self.tower is None else self.tower.encode(images_of(rows))
 
     def value(self, rows: MicroBatch, features: Features) -> torch.Tensor:
         """Returns the values in front of all response tokens, float32[R], rows in order."""
@@ -357,33 +356,51 @@ class ScoredModel:
 
     def _run(self, rows: MicroBatch, features: Features) -> tuple[PackedLayout, torch.Tensor]:
         """The pack, and the last hidden states of its tokens."""
-        base, inputs = self.model.base_model, dict[str, Any]()
-        if self.tower is None:
-            layout = pack(rows).to(self.device)
-            inputs["input_ids"] = layout.token_ids[None]
-        else:
-            layout = pack(rows, self.tower.rules.merge_size, features).to(self.device)
-            embeddings_TH = self.model.get_input_embeddings()(layout.token_ids)
-            base = base.language_model
-            if features.layers:
-                (at,) = torch.nonzero(layout.features != TEXT, as_tuple=True)
-                first, *deep = (
-                    layer.index_select(0, layout.features[at]).to(embeddings_TH.dtype)
-                    for layer in features.layers
-                )
-                embeddings_TH = embeddings_TH.index_copy(0, at, first)
-                if deep:
-                    inputs["visual_pos_masks"] = (layout.features != TEXT)[None]
-                    inputs["deepstack_visual_embeds"] = deep
-            inputs["inputs_embeds"] = embeddings_TH[None]
-        output = base(
-            position_ids=layout.position_ids[..., None, :],
-            use_cache=False,
-            packed_layout=layout,
-            kernel=attention_kernel(self.operations["attention"]),
-            **inputs,
-        )
-        return layout, output.last_hidden_state.squeeze(0)
+        merge_size = 0 if self.tower is None else self.tower.rules.merge_size
+        layout = pack(rows, merge_size, features).to(self.device)
+        shown = None if self.tower is None else features
+        return layout, run_packed(self.model, layout, shown, self.operations["attention"])
+
+
+def run_packed(
+    model: Any, layout: PackedLayout, features: Features | None, attention: str
+) -> torch.Tensor:
+    """Return the last hidden states [T, H] of a pack.
+
+    features: of the images that its rows show, or more; None for a model that reads text only.
+    attention: its implementation.
+    """
+    base, inputs = model.base_model, dict[str, Any]()
+    if features is None:
+        inputs["input_ids"] = layout.token_ids[None]
+    else:
+        embeddings_TH = model.get_input_embeddings()(layout.token_ids)
+        base = base.language_model
+        if features.layers:
+            (at,) = torch.nonzero(layout.features != TEXT, as_tuple=True)
+            first, *deep = (
+                layer.index_select(0, layout.features[at]).to(embeddings_TH.dtype)
+                for layer in features.layers
+            )
+            embeddings_TH = embeddings_TH.index_copy(0, at, first)
+            if deep:
+                inputs["visual_pos_masks"] = (layout.features != TEXT)[None]
+                inputs["deepstack_visual_embeds"] = deep
+        inputs["inputs_embeds"] = embeddings_TH[None]
+    output = base(
+        position_ids=layout.position_ids[..., None, :],
+        use_cache=False,
+        packed_layout=layout,
+        kernel=attention_kernel(attention),
+        **inputs,
+    )
+    hidden_TH: torch.Tensor = output.last_hidden_state.squeeze(0)
+    return hidden_TH
+
+
+def images_of(rows: MicroBatch) -> dict[str, bytes]:
+    """Return the distinct images of the rows by digest."""
+    return {span.digest: row.images[span.digest] for row in rows for span in row.media}
 
 
 def with_named(targets_R: torch.Tensor, named_RK: torch.Tensor | None) -> torch.Tensor:
@@ -432,6 +449,8 @@ def _value_class(config: PretrainedConfig) -> Any:
         def get_output_embeddings(self) -> None:
             return None
 
+    # transformers finds by them how the tensors of a checkpoint are named
+    VisionValueModel.__name__, VisionValueModel.__module__ = base.__name__, base.__module__
     return VisionValueModel
 
 
