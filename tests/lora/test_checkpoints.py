@@ -74,6 +74,7 @@ def test_a_run_goes_on_bit_for_bit(
         pytest.param(FSDP, ("fsdp", 4, {}), id="two ranks, then four"),
         pytest.param(FSDP, REFERENCE, id="fsdp, then reference"),
         pytest.param(FSDP, MEGATRON, id="fsdp, then tensor ranks"),
+        pytest.param(FSDP, ("fsdp", 2, {"tensor": 2}), id="fsdp, then its tensor ranks"),
         pytest.param(MEGATRON, STAGES, id="tensor ranks, then stages"),
         pytest.param(STAGES, REFERENCE, id="stages, then reference"),
     ],

@@ -180,7 +180,13 @@ class TensorRanks:
         return output + linear(low, b.to(low.dtype)) * scale
 
     def _once(self, factor: torch.Tensor) -> torch.Tensor:
-        return factor if self.collectives.rank == 0 else factor.detach()
+        """A factor whose gradient is zero but on the first rank: all run the same backward pass."""
+        if self.collectives.rank == 0:
+            return factor
+        seen = factor.view_as(factor)
+        if seen.requires_grad:
+            seen.register_hook(torch.zeros_like)
+        return seen
 
 
 def unsharded(tensor: Any) -> Any:
