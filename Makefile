@@ -16,6 +16,7 @@ ALGORITHM ?= grpo
 SEED ?= 0
 BACKEND ?= reference
 TP ?= 1
+CP ?= 1
 LORA ?= 0
 RANKS ?= 1
 ENGINE ?= reference
@@ -188,9 +189,9 @@ test-connectors: $(VENV)/.dev build/verifiers/.installed  ## environments of the
 test-pages: site  ## report, trace and the site of docs in a headless browser (Debian's chromium, or CHROMIUM=)
 	$(TEST) tests/pages
 
-demo: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns by GRPO (ALGORITHM= or opd with TEACHER=trainer, DIVERGENCE=forward_kl, SEED=, BACKEND=fsdp or megatron, RANKS=, TP=, ENGINE=sglang, PLACEMENT=colocated, LORA=8)
+demo: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns by GRPO (ALGORITHM= or opd with TEACHER=trainer, DIVERGENCE=forward_kl, SEED=, BACKEND=fsdp or megatron, RANKS=, TP=, CP=, ENGINE=sglang, PLACEMENT=colocated, LORA=8)
 	$(RUN) -m examples.demo --seed $(SEED) --algorithm $(ALGORITHM) --backend $(BACKEND) \
-		--ranks $(RANKS) --tensor $(TP) --engine $(ENGINE) --teacher $(TEACHER) --divergence $(DIVERGENCE) --placement $(PLACEMENT) --lora $(LORA)
+		--ranks $(RANKS) --tensor $(TP) --context $(CP) --engine $(ENGINE) --teacher $(TEACHER) --divergence $(DIVERGENCE) --placement $(PLACEMENT) --lora $(LORA)
 
 demo-vision: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny vision model learns colour and place from pixels (ALGORITHM=ppo, and as demo)
 	$(RUN) -m examples.demo_vision --seed $(SEED) --algorithm $(ALGORITHM) --backend $(BACKEND) \

@@ -165,6 +165,7 @@ def main() -> int:
     parser.add_argument(
         "--tensor", type=int, default=1, help="tensor-parallel ranks of the trainer"
     )
+    parser.add_argument("--context", type=int, default=1, help="ranks that share every row")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of the trainer")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--target", type=float, default=0.9, help="exit 1 below this score")

@@ -32,6 +32,19 @@ class ContextSlice:
     stop: int
 
 
+@dataclass(frozen=True)
+class KeyRange:
+    """A rank's slots start..stop see keys first..last of the whole pack (ends exclusive).
+
+    The mask is causal from the lower right: the last of them sees the last key.
+    """
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class SequenceLayout:
     """Samples of `lengths` tokens over `size` ranks, which all hold `local_length` slots.
@@ -96,6 +109,15 @@ class SequenceLayout:
                 first = start + index * chunk
                 pieces.append(ContextSlice(sample, start, first, first + chunk))
         return [piece for piece in pieces if piece.first < piece.stop]
+
+    def runs(self, rank: int) -> tuple[KeyRange, ...]:
+        """Returns what the slots of `rank` attend to: each piece its sequence up to its own end."""
+        runs: list[KeyRange] = []
+        end = 0
+        for piece in self.pieces(rank):
+            runs.append(KeyRange(end, end + piece.stop - piece.first, piece.start, piece.stop))
+            end = runs[-1].stop
+        return tuple(runs)
 
     @cached_property
     def pack_of_place(self) -> torch.Tensor:

@@ -55,7 +55,8 @@ def train_adapters(run_dir: Path, flags: argparse.Namespace) -> int:
 
 def _base(run_dir: Path, model: Path, flags: argparse.Namespace) -> tuple[UpConfig, RunConfig]:
     """The whole model, by the plainest means, whatever trains its adapters."""
-    plain = {"backend": "reference", "engine": "reference", "ranks": 1, "tensor": 1}
+    plain = {"backend": "reference", "engine": "reference", "ranks": 1}
+    plain |= {"tensor": 1, "context": 1}
     plain |= {"algorithm": "grpo", "max_staleness": 0, "placement": "separate"}
     flags = argparse.Namespace(**{**vars(flags), **plain})
     prompts = run_dir / "prompts.jsonl"

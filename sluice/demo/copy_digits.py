@@ -106,14 +106,16 @@ def services(run_dir: Path, model: Path, flags: argparse.Namespace, weights: str
         "seed": flags.seed,
         "backend": flags.backend,
         "optim": {"learning_rate": 2e-3},
-        "ranks": {"count": flags.ranks * flags.tensor},
+        "ranks": {"count": flags.ranks * flags.tensor * flags.context},
         "max_tokens_per_micro_batch": 8192,
         "weights": weights,
     }
     if flags.backend == "fsdp":
-        trainer["fsdp"] = {"tensor": flags.tensor, "dtype": "float32"}
+        layout = {"tensor": flags.tensor, "context": flags.context}
+        trainer["fsdp"] = {**layout, "dtype": "float32"}
     if flags.backend == "megatron":
-        trainer["megatron"] = {"tensor": flags.tensor, "dtype": "float32"}
+        layout = {"tensor": flags.tensor, "context": flags.context}
+        trainer["megatron"] = {**layout, "dtype": "float32"}
     rollout: dict[str, Any] = {
         "tokenizer": str(model),
         "engine": {"max_running": 512, "max_model_length": 16, "threads": 1},
@@ -198,6 +200,7 @@ def read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tensor", type=int, default=1, help="tensor-parallel ranks of the trainer"
     )
+    parser.add_argument("--context", type=int, default=1, help="ranks that share every row")
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains the model")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of the trainer")
     parser.add_argument(
@@ -218,13 +221,14 @@ def read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--lora: a run of a teacher and students trains whole models")
     if flags.lora < 0:
         parser.error("--lora: a rank is positive; 0 trains the model")
-    for name, least in (("steps", 1), ("max_staleness", 0), ("ranks", 1), ("tensor", 1)):
+    least_of = {"steps": 1, "max_staleness": 0, "ranks": 1, "tensor": 1, "context": 1}
+    for name, least in least_of.items():
         if getattr(flags, name) < least:
             parser.error(f"--{name.replace('_', '-')}: is {least} or more")
     if math.isnan(flags.target):
         parser.error("--target: is a number")
-    if flags.tensor > 1 and flags.backend == "reference":
-        parser.error("--tensor needs --backend fsdp or megatron")
+    if max(flags.tensor, flags.context) > 1 and flags.backend == "reference":
+        parser.error("--tensor and --context need --backend fsdp or megatron")
     if flags.engine == "sglang" and not flags.sglang_python.exists():
         parser.error(f"there is no {flags.sglang_python}; `make sglang-cpu` makes one")
     return flags

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from services.trainer.backend import MicroBatch, Row
+from services.trainer.backends.fsdp import context
 from services.trainer.backends.fsdp.backend import FsdpBackend
 from services.trainer.backends.fsdp.layout import mesh_of
 from services.trainer.backends.fsdp.optimizer import local_part
@@ -244,3 +245,33 @@ def recomputes(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, An
     backend.forward_backward([rows_of(0)], PPO)
     layers = backend._policy.model.config.num_hidden_layers
     return {"runs": counts[0] / layers}
+
+
+def surrogates(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Loss, entropy and norm of one pass under each of some losses, whose rows are on all ranks."""
+    backend, rows, found = open_backend(rank, world, arguments), rows_of(0), {}
+    groups, mesh = sorted({row.group_id for row in rows}), backend.mesh
+    mine = [row for row in rows if groups.index(row.group_id) % mesh.data_size == mesh.data_rank]
+    for name, settings in arguments["losses"].items():
+        sums = backend.forward_backward([mine[:3], mine[3:]], LossSpec(**settings))
+        values = {"loss": sums.loss, **{n: total for n, (total, _) in sums.metrics.items()}}
+        values = {n: loss_of_all(backend, value) for n, value in values.items()}
+        norm = backend.step(normalizer=NORMALIZER, learning_rate=0.0).grad_norm
+        found[name] = {**values, "grad_norm": norm}
+    return found
+
+
+def with_other_keys(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """`parity` where attention has its own keys in place of the others', or keeps its gradients."""
+    kind, proper = arguments["kind"], context.gather_tokens
+
+    def gather(local: torch.Tensor, ranks: Any, *, gradient: Any) -> torch.Tensor:
+        if kind == "own keys":
+            return torch.cat([local] * ranks.size)
+        return proper(local, ranks, gradient="own")
+
+    context.gather_tokens = gather
+    try:
+        return parity(rank, world, {**arguments, "steps": 0})
+    finally:
+        context.gather_tokens = proper

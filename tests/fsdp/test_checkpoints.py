@@ -13,6 +13,7 @@ from tests.fsdp.oracle import read_ranks
 from tests.rank_pool import Pool
 
 fast = pytest.mark.fast
+CONTEXT = {"context": 2}
 
 
 def save(pool: Pool, root: Path, model: Path, world: int, **more: Any) -> Any:
@@ -28,20 +29,21 @@ def resume(pool: Pool, root: Path, model: Path, world: int, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("family", "first"),
+    ("family", "first", "fsdp"),
     [
-        pytest.param("qwen3", 2, marks=fast),
-        pytest.param("llama", 2, id="tied"),
-        pytest.param("qwen3_moe", 2),
-        pytest.param("qwen3", 0, id="before the first step"),
+        pytest.param("qwen3", 2, {}, marks=fast),
+        pytest.param("llama", 2, {}, id="tied"),
+        pytest.param("qwen3_moe", 2, {}),
+        pytest.param("qwen3", 0, {}, id="before the first step"),
+        pytest.param("qwen3_moe", 2, CONTEXT, id="CP2"),
     ],
 )
 def test_on_as_many_ranks_it_is_so_to_the_bit(
-    pool: Pool, expected: ExpectedByModel, tmp_path: Path, family: str, first: int
+    pool: Pool, expected: ExpectedByModel, tmp_path: Path, family: str, first: int, fsdp: Any
 ) -> None:
     model, _ = expected(family)
-    saved = save(pool, tmp_path, model.directory, 2, first=first)
-    resumed = resume(pool, tmp_path, model.directory, 2, first=first)
+    saved = save(pool, tmp_path, model.directory, 2, first=first, fsdp=fsdp)
+    resumed = resume(pool, tmp_path, model.directory, 2, first=first, fsdp=fsdp)
     for before, after in zip(saved, resumed, strict=True):
         assert (after["steps"], after["draw"]) == (before["steps"], before["draw"])
     before, after = (read_ranks(tmp_path / part, "weights") for part in ("saved", "resumed"))
@@ -50,23 +52,32 @@ def test_on_as_many_ranks_it_is_so_to_the_bit(
 
 
 @pytest.mark.parametrize(
-    ("family", "world", "other"),
+    ("family", "world", "other", "before", "after"),
     [
-        pytest.param("qwen3", 2, 1),
-        pytest.param("llama", 1, 2, id="tied-1-2"),
-        pytest.param("qwen3_moe", 2, 4),
-        pytest.param("qwen3", 4, 2),
+        pytest.param("qwen3", 2, 1, {}, {}),
+        pytest.param("llama", 1, 2, {}, {}, id="tied-1-2"),
+        pytest.param("qwen3_moe", 2, 4, {}, {}),
+        pytest.param("qwen3", 4, 2, {}, {}),
+        pytest.param("qwen3", 2, 1, CONTEXT, {}, id="CP2-1"),
+        pytest.param("qwen3_moe", 2, 4, {}, CONTEXT, id="2-CP2xDP2"),
     ],
 )
 def test_on_other_ranks_the_next_steps_are_the_same(
-    pool: Pool, expected: ExpectedByModel, tmp_path: Path, family: str, world: int, other: int
+    pool: Pool,
+    expected: ExpectedByModel,
+    tmp_path: Path,
+    family: str,
+    world: int,
+    other: int,
+    before: Any,
+    after: Any,
 ) -> None:
     model, _ = expected(family)
-    saved = save(pool, tmp_path, model.directory, world)
-    resumed = resume(pool, tmp_path, model.directory, other)
-    for before, after in zip(saved[0]["steps"], resumed[0]["steps"], strict=True):
-        assert after["loss"] == pytest.approx(before["loss"], rel=1e-4, abs=1e-4)
-        assert after["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-4)
+    saved = save(pool, tmp_path, model.directory, world, fsdp=before)
+    resumed = resume(pool, tmp_path, model.directory, other, fsdp=after)
+    for should, found in zip(saved[0]["steps"], resumed[0]["steps"], strict=True):
+        assert found["loss"] == pytest.approx(should["loss"], rel=1e-4, abs=1e-4)
+        assert found["grad_norm"] == pytest.approx(should["grad_norm"], rel=1e-4)
 
 
 @fast

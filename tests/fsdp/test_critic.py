@@ -18,13 +18,19 @@ from tests.fsdp.oracle import read_ranks
 from tests.rank_pool import Pool
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize(
+    ("family", "fsdp"),
+    [
+        pytest.param("qwen3", {}, marks=pytest.mark.fast),
+        pytest.param("llama", {}, marks=pytest.mark.fast),
+        ("qwen3", {"context": 2}),
+    ],
+)
 def test_values_and_steps(
-    pool: Pool, expected: ExpectedByModel, tmp_path: Path, family: str
+    pool: Pool, expected: ExpectedByModel, tmp_path: Path, family: str, fsdp: dict[str, int]
 ) -> None:
     model, _ = expected(family)
-    check_critic(pool, model, tmp_path, 2)
+    check_critic(pool, model, tmp_path, 2, fsdp=fsdp)
 
 
 def check_critic(pool: Pool, model: Model, tmp_path: Path, world: int, **settings: Any) -> None:

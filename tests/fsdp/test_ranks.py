@@ -18,6 +18,7 @@ from tests.rank_pool import Pool
 
 NAMES = f"teacher_top_ids/{NAMED}"
 fast = pytest.mark.fast
+CONTEXT = {"context": 2}
 CASES = [
     pytest.param("qwen3", 1, {}, id="one rank"),
     pytest.param("qwen3", 2, {}, id="two ranks", marks=fast),
@@ -30,15 +31,29 @@ CASES = [
     pytest.param("qwen3_moe", 2, {"reshard_after_forward": False}, id="kept gathered"),
     pytest.param("qwen3", 2, {"activation_checkpointing": True}, id="activations run again"),
     pytest.param("qwen3_moe", 2, {"activation_checkpointing": True}, id="experts run again"),
+    pytest.param("qwen3", 2, CONTEXT, id="CP2", marks=fast),
+    pytest.param("qwen3", 2, {**CONTEXT, "cp_layout": "contiguous"}, id="CP2, contiguous"),
+    pytest.param("qwen3", 4, {"context": 4}, id="CP4"),
+    pytest.param("llama", 4, CONTEXT, id="DP2 x CP2, tied"),
+    pytest.param("qwen3_moe", 4, CONTEXT, id="DP2 x CP2, experts"),
+    pytest.param(
+        "qwen3_moe",
+        4,
+        {**CONTEXT, "activation_checkpointing": True, "reduce": "call"},
+        id="DP2 x CP2, run again, reduced once a call",
+    ),
 ]
 
 
-@fast
-def test_what_a_teacher_names_is_learned_over_two_ranks_as_by_one_process(
-    pool: Pool, expected: ExpectedByModel, tmp_path: Path
+@pytest.mark.parametrize(
+    ("world", "fsdp"), [pytest.param(2, {}, marks=fast), (2, CONTEXT), (4, CONTEXT)]
+)
+def test_what_a_teacher_names_is_learned_over_ranks_as_by_one_process(
+    pool: Pool, expected: ExpectedByModel, tmp_path: Path, world: int, fsdp: Any
 ) -> None:
+    """Every data rank has rows of its own."""
     model, _ = expected("qwen3")
-    answers = pool.run("taught", 2, model=str(model.directory), out=str(tmp_path))
+    answers = pool.run("taught", world, model=str(model.directory), out=str(tmp_path), fsdp=fsdp)
     assert all(answer["rows"] for answer in answers)
     oracle, rows = Oracle(model.load(), OptimConfig(**OPTIM)), rows_of(0)
     loss = divergence_from_teacher(oracle, rows)
@@ -57,14 +72,19 @@ def test_what_a_teacher_names_is_learned_over_two_ranks_as_by_one_process(
 
 
 @pytest.mark.parametrize(
-    ("family", "world"),
-    [pytest.param("qwen3", 2, marks=fast), ("llama", 4), ("qwen3_moe", 2)],
+    ("family", "world", "fsdp"),
+    [
+        pytest.param("qwen3", 2, {}, marks=fast),
+        ("llama", 4, {}),
+        ("qwen3_moe", 2, {}),
+        ("llama", 4, CONTEXT),
+    ],
 )
 def test_likeliest_tokens_are_those_of_one_process(
-    family: str, world: int, pool: Pool, expected: ExpectedByModel, tmp_path: Path
+    family: str, world: int, fsdp: Any, pool: Pool, expected: ExpectedByModel, tmp_path: Path
 ) -> None:
     model, _ = expected(family)
-    answers = pool.run("named", world, model=str(model.directory), out=str(tmp_path))
+    answers = pool.run("named", world, model=str(model.directory), out=str(tmp_path), fsdp=fsdp)
     assert not answers[-1]["rows"], "one rank is to have none"
     named, oracle = read_ranks(tmp_path, "named"), Oracle(model.load().double())
     rows = rows_of(0)

@@ -31,14 +31,21 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.fast), 2])
-async def test_a_rank_killed_in_mid_pass_costs_no_number(tmp_path: Path, tensor: int) -> None:
+@pytest.mark.parametrize(
+    ("data", "tensor", "context"),
+    [pytest.param(2, 1, 1, marks=pytest.mark.fast), (1, 2, 1), (1, 1, 2)],
+)
+async def test_a_rank_killed_in_mid_pass_costs_no_number(
+    tmp_path: Path, data: int, tensor: int, context: int
+) -> None:
     model = build_tiny_qwen3(tmp_path / "model", 0)
-    settings = {**SETTINGS, "fsdp": {"dtype": "float32", "tensor": tensor}}
+    layout = {"tensor": tensor, "context": context}
+    settings = {**SETTINGS, "fsdp": {"dtype": "float32", **layout}}
     with running_trainer(tmp_path / "trainer", model, **settings) as running:
         async with running.client() as client:
             ready = await until(client, lambda now: now.state == ACTIVE)
-            assert (ready.layout.data, ready.layout.tensor) == (2 // tensor, tensor)
+            found = ready.layout.data, ready.layout.tensor, ready.layout.context
+            assert found == (data, tensor, context)
             batch = await upload(client, "kill", make_groups("kill", seed=8))
             await client.compute_logprobs(batch)
             await train_step(client, batch)

@@ -36,6 +36,8 @@ CASES = [
     pytest.param("qwen3", {**EVEN, "intermediate_size": 66}, 4, {}, id="parts of unlike size"),
     pytest.param("qwen3", EVEN, 4, {"reduce": "call"}, id="reduced once a call"),
     pytest.param("qwen3_moe", EVEN, 2, {"reshard_after_forward": False}, id="kept gathered"),
+    pytest.param("qwen3", EVEN, 4, {"context": 2}, id="context 2"),
+    pytest.param("qwen3_moe", {}, 4, {"context": 2}, id="experts, context 2"),
     pytest.param("qwen3", EVEN, 2, {"activation_checkpointing": True}, id="activations run again"),
     pytest.param("qwen3_moe", EVEN, 4, {"activation_checkpointing": True}, id="experts run again"),
 ]

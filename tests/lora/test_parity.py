@@ -35,6 +35,8 @@ CASES = [
     pytest.param("fsdp", "glm4", 2, {}, id="fsdp, glm4"),
     pytest.param("fsdp", "deepseek_v3", 2, {}, id="fsdp, latent attention"),
     pytest.param("fsdp", "qwen3", 2, {"activation_checkpointing": True}, id="fsdp, run again"),
+    pytest.param("fsdp", "qwen3", 2, {"context": 2}, id="fsdp, context 2"),
+    pytest.param("fsdp", "deepseek_v3", 4, {"context": 2}, id="fsdp, context 2, data 2"),
     pytest.param("fsdp", "qwen3", 2, {"reshard_after_forward": False}, id="fsdp, kept gathered"),
     pytest.param("fsdp", "qwen3", 2, {"tensor": 2}, id="fsdp, tensor 2", marks=fast),
     pytest.param("fsdp", "qwen3", 4, {"tensor": 2}, id="fsdp, data 2, tensor 2"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +34,9 @@ from tests.rank_pool import Pool
 
 FAST = ("qwen3_next", "gpt_oss")  # recurrent with experts; windows and sinks with experts
 PROVEN = [case for case in CASES if case.model_type in FAMILIES]
+RECURRENT = [case for case in PROVEN if "linear_attention" in case.settings.get("layer_types", ())]
+CUT = [case for case in PROVEN if case not in RECURRENT]
+FAST_CONTEXT = {"gpt_oss": pytest.mark.fast}  # windows, sinks and experts
 LET_IN = [case for case in CASES if case.model_type in ("bloom", "lfm2", "minimax")]
 ON_FOUR = (
     "llama-tied",
@@ -109,6 +114,36 @@ def test_layers_of_multi_token_prediction_go_through_bit_for_bit(
     (answer,) = pool.run("roll_out", 1, model=str(model.directory), out=str(tmp_path))
     assert answer["versions"] == [1, 2, 3]
     assert answer["mismatch"] <= MAX_MISMATCH
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.name, marks=FAST_CONTEXT.get(c.name, ())) for c in CUT]
+)
+def test_a_family_trains_on_context_ranks(
+    pool: Pool, tmp_path: Path, summary: Summary, case: Case
+) -> None:
+    model = build(case, tmp_path / "model")
+    expected = expect(model, STEPS)
+    for world in (2, 4) if case.name in ON_FOUR else (2,):
+        out = tmp_path / f"{world}"
+        proof = prove(pool, case, model, expected, out, world, fsdp={"context": 2})
+        layout = "CP2" if world == 2 else "DP2xCP2"
+        summary.proofs.append(replace(proof, layout=layout))
+        assert proof.logprob <= MAX_LOGPROB_DIFF
+        assert proof.gradient <= MAX_GRADIENT_DIFF
+        assert proof.norm <= 1e-3
+        assert proof.reloaded <= MAX_LOGPROB_DIFF
+
+
+@pytest.mark.parametrize("case", RECURRENT, ids=lambda case: case.name)
+def test_a_recurrent_family_is_refused_on_context_ranks(
+    pool: Pool, tmp_path: Path, case: Case
+) -> None:
+    model = build(case, tmp_path / "model")
+    reason = f"fsdp.context above 1 for model_type {case.model_type}: the state of its recurrent"
+    settings: dict[str, Any] = {"out": str(tmp_path), "fsdp": {"context": 2}}
+    for answer in pool.run("attempt", 2, model=str(model.directory), **settings):
+        assert reason in answer["error_message"]
 
 
 def test_every_family_has_a_case() -> None:

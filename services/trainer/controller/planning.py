@@ -61,9 +61,10 @@ def packing_of(config: TrainerConfig, context_size: int) -> Packing:
     """Return how the configured backend packs on ranks of this context parallelism."""
     if config.backend == "reference":
         return Packing()
-    if config.backend == "fsdp":
+    if config.backend == "fsdp" and context_size == 1:
         return Packing(shares_prompts=shares_prompts(config.model))
-    chunks = 2 * context_size if context_size > 1 and config.megatron.cp_layout == "zigzag" else 1
+    kind = config.fsdp.cp_layout if config.backend == "fsdp" else config.megatron.cp_layout
+    chunks = 2 * context_size if context_size > 1 and kind == "zigzag" else 1
     return Packing(shares_prompts=False, row_multiple=chunks)
 
 

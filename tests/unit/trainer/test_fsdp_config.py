@@ -9,15 +9,19 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from services.trainer.backend import LayoutError
+from services.trainer.backends.fsdp.config import FsdpConfig
 from services.trainer.backends.fsdp.families import (
     FAMILIES,
     REFUSED,
     TENSOR_REFUSED,
     UnknownFamilyError,
+    check_context,
     check_tensor,
     layout_of,
     shares_prompts,
 )
+from services.trainer.backends.fsdp.layout import mesh_of
 from services.trainer.config import TrainerConfig
 from services.trainer.controller.planning import Packing, packing_of
 
@@ -37,6 +41,8 @@ def model(tmp_path: Path) -> Path:
         ({"backend": "fsdp", "fsdp": {"dtype": "float16"}}, "fsdp.dtype"),
         ({"backend": "fsdp", "fsdp": {"offload": True}}, "fsdp.offload"),
         ({"backend": "fsdp", "fsdp": {"tensor": 0}}, "fsdp.tensor"),
+        ({"backend": "fsdp", "fsdp": {"cp_layout": "contiguous"}}, "cp_layout has no effect"),
+        ({"backend": "fsdp", "fsdp": {"context": 0}}, "fsdp.context"),
         (
             {"backend": "fsdp", "fsdp": {"dtype": "float32"}, "float32_head": False},
             "float32_head has no effect",
@@ -65,6 +71,48 @@ def test_rows_share_prompts_where_attention_knows_no_window(model: Path) -> None
     assert not plan(model_type="qwen2", sliding_window=9, layer_types=["sliding_attention"])
     assert not plan(model_type="qwen3_next")
     assert not plan(model_type="unheard_of")
+
+
+def test_rows_that_are_cut_over_context_ranks_share_no_prompts(model: Path) -> None:
+    def plan(**fsdp: Any) -> Packing:
+        settings = TrainerConfig(model=str(model), store=model, backend="fsdp", fsdp=fsdp)
+        return packing_of(settings, settings.fsdp.context)
+
+    assert plan() == Packing(shares_prompts=True)
+    assert plan(context=2) == Packing(shares_prompts=False, row_multiple=4)
+    assert plan(context=2, cp_layout="contiguous") == Packing(shares_prompts=False)
+
+
+def test_ranks_of_a_context_group_lie_side_by_side() -> None:
+    found = [mesh_of(FsdpConfig(context=2), rank, 6) for rank in range(6)]
+    assert [mesh.data_rank for mesh in found] == [0, 0, 1, 1, 2, 2]
+    assert [mesh.reports for mesh in found] == [True, False] * 3
+    assert {(mesh.data_size, mesh.context_size) for mesh in found} == {(3, 2)}
+    with pytest.raises(LayoutError, match=r"5 ranks do not divide into .* x fsdp.context 2"):
+        mesh_of(FsdpConfig(context=2), 0, 5)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"rope_scaling": {"type": "longrope"}}, "rope_type longrope"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type dynamic"),
+        ({"rope_parameters": {"full": {"rope_type": "longrope"}}}, "rope_type longrope"),
+        ({"vision_config": {}}, "reads images"),
+    ],
+)
+def test_what_goes_by_whole_rows_is_not_cut_over_context_ranks(
+    config: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UnknownFamilyError, match=f"fsdp.context above 1 .*{reason}"):
+        check_context(config)
+
+
+@pytest.mark.parametrize(
+    "rope", [None, {}, {"rope_type": "llama3"}, {"full": {"rope_type": "yarn", "factor": 2.0}}]
+)
+def test_angles_of_a_position_alone_are_cut(rope: Any) -> None:
+    check_context({"rope_parameters": rope})
 
 
 def test_unknown_families_are_let_in_on_purpose_and_refused_ones_never() -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.trainer.backends.fsdp.config import FsdpConfig
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.config import TrainerConfig
 from services.trainer.controller import passes
@@ -188,16 +189,19 @@ def test_siblings_stay_together_where_their_prompt_is_most_of_the_work() -> None
 
 
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 @settings(max_examples=40, deadline=None)
 @given(groups=GROUPS, context=st.sampled_from([1, 2, 4]))
-def test_what_megatron_packs_is_under_the_cap(
-    kind: Any, groups: list[list[int]], context: int
+def test_what_is_cut_over_context_ranks_is_under_the_cap(
+    backend: str, kind: Any, groups: list[list[int]], context: int
 ) -> None:
-    """It repeats the prompt of every row and pads rows to the chunks of zig-zag."""
-    megatron = {"cp_layout": kind} if context > 1 else {}
+    """Every row repeats its prompt and is padded to the chunks of zig-zag."""
+    context += backend == "fsdp" and context == 1  # which packs otherwise without
+    layout = {"cp_layout": kind} if context > 1 else {}
     config = TrainerConfig.model_construct(
-        backend="megatron",
-        megatron=MegatronConfig(context=context, **megatron),
+        backend=backend,
+        megatron=MegatronConfig(context=context, **layout),
+        fsdp=FsdpConfig(context=context, **layout),
         max_tokens_per_micro_batch=14,
         oversize_policy=OversizePolicy.ERROR,
     )
@@ -208,8 +212,8 @@ def test_what_megatron_packs_is_under_the_cap(
     plan = planner.plan(batch, np.arange(batch.row_count))
     for micro_batch in (part for rank in plan.ranks for part in rank):
         lengths = tuple(int(batch.facts.lengths[row]) for row in micro_batch)
-        layout = SequenceLayout(kind=kind if context > 1 else "none", lengths=lengths, size=context)
-        assert layout.local_length <= 14
+        kept = SequenceLayout(kind=kind if context > 1 else "none", lengths=lengths, size=context)
+        assert kept.local_length <= 14
     ran = sorted(row for rank in plan.ranks for part in rank for row in part)
     assert ran == list(range(batch.row_count))
 

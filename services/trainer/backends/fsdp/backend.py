@@ -1,4 +1,4 @@
-"""The fsdp backend: one model cut over all ranks, data-parallel over those of one tensor rank.
+"""The fsdp backend: one model cut over all ranks; those of a tensor or context group share rows.
 
 Every rank runs the same passes: what a micro-batch is, and not what is in it, decides which
 collectives run. A rank without rows runs a dummy.
@@ -28,6 +28,7 @@ from services.trainer.backend import (
 )
 from services.trainer.backends import lora
 from services.trainer.backends.fsdp import checkpoint
+from services.trainer.backends.fsdp.context import create_context, pack_context
 from services.trainer.backends.fsdp.export import Export
 from services.trainer.backends.fsdp.model import NONE_TRAINED, Asked, ShardedModel, load_model
 from services.trainer.backends.fsdp.optimizer import ShardedOptimizer, local_part
@@ -87,6 +88,7 @@ class FsdpBackend(TrainingBackend):
             own = self._cut_over[TENSOR]
             self._tensor = TensorRanks(own, create_collectives(own.get_group(), check))
         timeout = timedelta(seconds=config.ranks.command_timeout)
+        self._context = create_context(mesh, config.ranks.check_timeout, timeout)
         self._writers = dist.new_group(backend="gloo", timeout=timeout)  # of checkpoints
         self._policy = self._load(config.model, head=config.head)
         self._reference: ShardedModel | None = None
@@ -179,6 +181,8 @@ class FsdpBackend(TrainingBackend):
         rate = self._config.optim.learning_rate if learning_rate is None else learning_rate
         if self._tensor is not None:
             self._tensor.collectives.end_step()
+        if self._context is not None:
+            self._context.end_step()
         return self._optimizer.step(normalizer, rate)
 
     @property
@@ -297,8 +301,12 @@ class FsdpBackend(TrainingBackend):
                 patches = Patches.read(images, rules) if images else Patches.blank(rules)
                 merge_size, features = rules.merge_size, Features(starts=patches.starts)
                 patches = patches.to(self._device)
-            shares = sharded.shares_prompts
-            layout = pack(rows or [DUMMY], merge_size, features, shares_prompts=shares)
+            layout: PackedLayout
+            if self._context is not None:
+                layout = pack_context(rows or [DUMMY], self._config.fsdp, self._context)
+            else:
+                shares = sharded.shares_prompts
+                layout = pack(rows or [DUMMY], merge_size, features, shares_prompts=shares)
             yield rows, layout.to(self._device), patches
 
     @torch.no_grad()

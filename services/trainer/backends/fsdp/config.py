@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class FsdpConfig(BaseModel):
@@ -19,6 +19,9 @@ class FsdpConfig(BaseModel):
     reduce: gradients are summed over ranks after every micro-batch, or once a call after the
     last, until when each rank holds those of the whole model.
     unproven: also a family that `families` does not list.
+    context: ranks that share every row; what it leaves over of the world is data parallelism.
+    cp_layout: zigzag gives rank r chunks r and 2*size-1-r of every row, which evens out causal
+    attention; contiguous cuts the whole pack into equal runs.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -30,3 +33,11 @@ class FsdpConfig(BaseModel):
     reshard_after_forward: bool = True
     reduce: Literal["micro_batch", "call"] = "micro_batch"
     unproven: bool = False
+    context: int = Field(1, ge=1)
+    cp_layout: Literal["zigzag", "contiguous"] = "zigzag"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.cp_layout != "zigzag" and self.context == 1:
+            raise ValueError("cp_layout has no effect with context 1; leave it out")
+        return self

@@ -70,6 +70,7 @@ REFUSED: dict[str, str] = {
     "qwen3_5_moe": IMAGES,
     "qwen3_vl_moe": IMAGES,
 }
+MEASURED_ROPE = {"dynamic", "longrope"}
 
 
 NO_PLAN = "transformers ships no plan to cut its layers by"
@@ -110,6 +111,25 @@ def check_tensor(model_type: str) -> None:
         raise UnknownFamilyError(
             f"model_type {model_type} cannot be trained with fsdp.tensor above 1: "
             f"{TENSOR_REFUSED[model_type]}"
+        )
+
+
+def check_context(config: Mapping[str, Any]) -> None:
+    """Raise UnknownFamilyError where a row cannot be cut over ranks, by what config.json holds.
+
+    Layers that are recurrent are found in the model itself.
+    """
+    if "vision_config" in config:
+        raise UnknownFamilyError(
+            "fsdp.context above 1 for a model that reads images: no rank has those of a row whole"
+        )
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    each = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]
+    kinds = {part.get("rope_type", part.get("type")) for part in each}
+    if found := sorted(kinds & MEASURED_ROPE):
+        raise UnknownFamilyError(
+            f"fsdp.context above 1 with rope_type {found[0]}: its angles go by the longest row, of "
+            "which a rank has a part"
         )
 
 

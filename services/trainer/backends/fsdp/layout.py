@@ -1,4 +1,4 @@
-"""Where a rank of the fsdp backend stands: tensor ranks side by side."""
+"""Where a rank of the fsdp backend stands: tensor ranks side by side, then those of context."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from services.trainer.backends.fsdp.config import FsdpConfig
 
 def mesh_of(config: FsdpConfig, rank: int, world_size: int) -> Mesh:
     """Return where `rank` stands. Raises LayoutError when the world does not divide."""
-    if world_size % config.tensor:
-        raise LayoutError(f"{world_size} ranks do not divide into fsdp.tensor {config.tensor}")
+    size = config.tensor * config.context
+    if world_size % size:
+        raise LayoutError(
+            f"{world_size} ranks do not divide into fsdp.tensor {config.tensor} x fsdp.context "
+            f"{config.context}"
+        )
     return Mesh(
         rank=rank,
         world_size=world_size,
-        data_rank=rank // config.tensor,
-        data_size=world_size // config.tensor,
+        data_rank=rank // size,
+        data_size=world_size // size,
         tensor_size=config.tensor,
-        reports=rank % config.tensor == 0,
+        context_size=config.context,
+        reports=rank % size == 0,
     )

@@ -35,7 +35,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from services.trainer.backends.fsdp.config import FsdpConfig
-from services.trainer.backends.fsdp.families import check_tensor, layout_of
+from services.trainer.backends.fsdp.context import CONTEXT_IMPLEMENTATION, ContextLayout
+from services.trainer.backends.fsdp.families import (
+    UnknownFamilyError,
+    check_context,
+    check_tensor,
+    layout_of,
+)
 from services.trainer.backends.fsdp.tensor_parallel import (
     DATA,
     TENSOR,
@@ -105,8 +111,9 @@ class PolicyRoot(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None] | TopLogprobs:
         """Log-probs and entropy, or values and None, of all response tokens, float32[R].
 
-        Where likeliest tokens are asked for, those. patches: for a model that sees; images that no
-        row shows run through all that sees as others do, and have gradients of zero.
+        Where likeliest tokens are asked for, those. All context ranks give the same. patches: for a
+        model that sees; images that no row shows run through all that sees as others do, and have
+        gradients of zero.
         """
         features = None
         if self.tower is not None:
@@ -115,10 +122,20 @@ class PolicyRoot(torch.nn.Module):
         hidden_TH = run_packed(self.model, layout, features, self.operations["attention"])
         picked_RH = hidden_TH.index_select(0, layout.predictors)
         if asked.temperature is None:
-            return self.model.score(picked_RH.float())[:, 0], None
+            return self._share(layout, self.model.score(picked_RH.float()))[:, 0], None
         if asked.top_count:
-            return self._name(picked_RH, layout.targets, asked)
-        return self._score(picked_RH, with_named(layout.targets, asked.named), asked)
+            found = self._name(picked_RH, layout.targets, asked)
+            parts = found.logprobs, found.ids, found.top
+            return TopLogprobs(*(self._share(layout, part) for part in parts))
+        named = asked.named
+        if named is not None and isinstance(layout, ContextLayout):
+            named = named.to(layout.own.device)[layout.own]
+        outputs, entropy_R = self._score(picked_RH, with_named(layout.targets, named), asked)
+        return self._share(layout, outputs), self._share(layout, entropy_R)
+
+    @staticmethod
+    def _share(layout: PackedLayout, local: torch.Tensor) -> torch.Tensor:
+        return layout.share(local) if isinstance(layout, ContextLayout) else local
 
     def _name(self, picked_RH: torch.Tensor, targets_R: torch.Tensor, asked: Asked) -> TopLogprobs:
         weight_VH, bias_V, vocab = self._output_layer()
@@ -251,6 +268,8 @@ def load_model(
     layout = layout_of(config.to_dict(), unproven=settings.unproven)
     if settings.tensor > 1:
         check_tensor(config.model_type)
+    if settings.context > 1:
+        check_context(config.to_dict())
     if settings.activation_checkpointing and (found := _dropout(config)):
         raise ValueError(f"fsdp.activation_checkpointing with {found} above 0 in config.json")
     cut = _Cut(
@@ -259,13 +278,14 @@ def load_model(
     sees = config.model_type in vision.FAMILIES
     with_shards()
     kind = _distributed_class(config, head, cut, device)
+    attention = CONTEXT_IMPLEMENTATION if settings.context > 1 else IMPLEMENTATION
     disable_progress_bar()
     with errors_only():  # a new head and an unused one are what is asked for
         model, loading = kind.from_pretrained(
             path,
             config=config,
             dtype=torch.float32,
-            attn_implementation={"text_config": IMPLEMENTATION} if sees else IMPLEMENTATION,
+            attn_implementation={"text_config": attention} if sees else attention,
             local_files_only=True,
             distributed_config=DistributedConfig(),
             output_loading_info=True,
@@ -326,6 +346,11 @@ class _Cut:
             check_rows(model, self.mesh[DATA].size())
         model.tie_weights()  # now, so that a tied tensor is cut once
         self.root = root = PolicyRoot(model, self.tensor, float32_head=self.float32_head)
+        if self.settings.context > 1 and any(_recurrent(model)):
+            raise UnknownFamilyError(
+                f"fsdp.context above 1 for model_type {model.config.model_type}: the state of its "
+                "recurrent layers goes from token to token of a row, of which a rank has a part"
+            )
         layers = list(_layers(model))
         if not layers:
             raise ValueError(f"model_type {model.config.model_type} has no layers to cut it by")
@@ -449,11 +474,16 @@ def _checkpoint_layers(model: Any) -> None:
         layer.training = True
 
 
-def _keep_rows_apart(model: torch.nn.Module) -> None:
-    """Recurrent layers carry a state over the pack: they are given rows side by side instead."""
+def _recurrent(model: torch.nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if hasattr(module, "conv1d") and hasattr(module, "A_log"):
-            module.forward = MethodType(_forward_rows, _Recurrent(module.forward))  # type: ignore[method-assign]
+            yield module
+
+
+def _keep_rows_apart(model: torch.nn.Module) -> None:
+    """Recurrent layers carry a state over the pack: they are given rows side by side instead."""
+    for module in _recurrent(model):
+        module.forward = MethodType(_forward_rows, _Recurrent(module.forward))
 
 
 @dataclass(frozen=True)

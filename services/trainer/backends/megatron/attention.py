@@ -20,17 +20,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from sluice.algo.collectives import Collectives, gather_tokens
 from sluice.algo.delta_rule import PackChunks
+from sluice.algo.layout import KeyRange
 from sluice.fused_operations import Attention, PackRows, attention_kernel
-
-
-@dataclass(frozen=True)
-class KeyRange:
-    """Local tokens start..stop see keys first..last of the whole pack (ends exclusive)."""
-
-    start: int
-    stop: int
-    first: int
-    last: int
 
 
 @dataclass

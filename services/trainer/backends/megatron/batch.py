@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from services.trainer.backend import MicroBatch, Row
-from services.trainer.backends.megatron.attention import KeyRange, PackRuns
+from services.trainer.backends.megatron.attention import PackRuns
 from services.trainer.backends.megatron.config import MegatronConfig
 from sluice.algo.collectives import Collectives
-from sluice.algo.layout import ContextSlice, SequenceLayout
+from sluice.algo.layout import SequenceLayout
 from sluice.vision import TEXT, Features, rotary_positions
 
 
@@ -87,7 +87,6 @@ def pack_batch(
     responses = layout.responses([row.prompt_length for row in rows])
     rank = context.rank
     own = responses.share(rank)
-    pieces = layout.pieces(rank)
     parts = [torch.zeros(0, dtype=torch.int64)]
     parts += [row.token_ids[row.prompt_length :].long() for row in rows]
     position_ids = _positions(rows, layout, rank, merge_size).to(device)
@@ -102,7 +101,7 @@ def pack_batch(
         places=responses.places.to(device),
         runs=PackRuns(
             qkv_format="sbhd",
-            runs=_runs(pieces),
+            runs=layout.runs(rank),
             starts=layout.all_starts,
             order=layout.place_of_pack.to(device) if config.context > 1 else None,
             context=context,
@@ -162,12 +161,3 @@ def _positions(
         return plain.expand(3, 1, -1)
     shown = [rotary_positions(len(row.token_ids), row.media, merge_size) for row in rows]
     return layout.split([torch.from_numpy(each).T for each in shown], rank).T[:, None]
-
-
-def _runs(pieces: list[ContextSlice]) -> tuple[KeyRange, ...]:
-    runs: list[KeyRange] = []
-    end = 0
-    for piece in pieces:
-        runs.append(KeyRange(end, end + piece.stop - piece.first, piece.start, piece.stop))
-        end = runs[-1].stop
-    return tuple(runs)

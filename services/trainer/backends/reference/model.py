@@ -122,8 +122,7 @@ def _attend_bucket(
     kernel: Attention | None,
 ) -> torch.Tensor:
     """The bucket's share of the pack, [tokens, heads, D]."""
-    takes = bucket.whole_rows if scores.window else bucket.mask is None
-    if kernel is not None and takes and scores.sinks is None:
+    if kernel is not None and bucket.mask is None and scores.sinks is None:
         return _attend_kernel(query, key, value, bucket, scores, kernel)
 
     def gather(heads: torch.Tensor, index: torch.Tensor, length: int) -> torch.Tensor:
@@ -135,7 +134,7 @@ def _attend_bucket(
     values = gather(value, bucket.keys, bucket.key_length)
     options: Any = {"scale": scores.scaling, "enable_gqa": len(query) != len(key)}
     if not scores.plain:
-        if not bucket.whole_rows:
+        if bucket.mask is not None:
             raise NotImplementedError("windows and sinks over rows that share their prompt")
         out = _attend_banded(queries, keys, values, scores)
     elif bucket.mask is not None:
@@ -199,20 +198,25 @@ def _attend_tail(
 def _attend_banded(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
-    """Causal attention of [N, heads, L, D] within the window, in blocks of queries."""
-    length, groups = query.shape[2], query.shape[1] // key.shape[1]
-    places = torch.arange(length, device=query.device)
+    """Causal attention of [N, heads, R, D] within the window, in blocks of queries.
+
+    They stand at the end of K >= R keys and values.
+    """
+    total, groups = key.shape[2], query.shape[1] // key.shape[1]
+    before = total - query.shape[2]
+    places = torch.arange(total, device=query.device)
     if scores.sinks is not None and groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     outputs = []
-    for start in range(0, length, LONG_TOKENS):
-        stop = min(start + LONG_TOKENS, length)
+    for start in range(before, total, LONG_TOKENS):
+        stop = min(start + LONG_TOKENS, total)
         first = 0 if scores.window is None else max(0, start - scores.window + 1)
         distance = places[start:stop, None] - places[None, first:stop]
         visible = distance >= 0
         if scores.window is not None:
             visible &= distance < scores.window
-        block = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
+        queries = query[:, :, start - before : stop - before]
+        block = queries, key[:, :, first:stop], value[:, :, first:stop]
         if scores.sinks is not None:
             outputs.append(_attend_with_sinks(*block, visible, scores.scaling, scores.sinks))
             continue
