@@ -20,7 +20,9 @@ from pydantic_settings.main import SettingsConfigDict
 
 ENV_PREFIX = "SLUICE_"
 # not settings of one process
-RESERVED_ENV = frozenset({"SLUICE_DEVICE", "SLUICE_FAULT", "SLUICE_FUSED_OPS"})
+RESERVED_ENV = frozenset(
+    {"SLUICE_DEVICE", "SLUICE_FAULT", "SLUICE_FUSED_OPS", "SLUICE_SIDE_STREAMS"}
+)
 
 
 class ConfigError(ValueError):

@@ -1,7 +1,8 @@
 """The only module that knows which accelerator this process runs on.
 
-`SLUICE_DEVICE` chooses (auto, cpu, cuda, npu). torch is imported when a device is first asked
-for, so that processes without torch may read names: `declared().visible_devices(...)`.
+`SLUICE_DEVICE` chooses (auto, cpu, cuda, npu), and `SLUICE_SIDE_STREAMS=off` has copies wait for
+one another and for what computes. torch is imported when a device is first asked for, so that
+processes without torch may read names: `declared().visible_devices(...)`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import importlib.util
 import os
 import resource
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 DEVICE_VARIABLE = "SLUICE_DEVICE"
+STREAMS_VARIABLE = "SLUICE_SIDE_STREAMS"
 AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
@@ -56,6 +58,7 @@ class Platform:
     visible_env: str  # variable that masks devices; empty on cpu
     # its matrix products of bfloat16 can be answered in float32, as they were summed
     has_wide_products: bool = False
+    can_capture: bool = False  # launches, to be replayed as one
 
     @property
     def module(self) -> ModuleType:
@@ -157,15 +160,56 @@ class Platform:
         return str(getattr(properties, "uuid", properties.name))
 
     def side_stream(self) -> Any:
-        """Returns a stream for copies, which begins when all that is queued now is done."""
+        """Returns a stream for copies, which begins when all that is queued now is done.
+
+        None where copies are to be plain ones: on a cpu, and where side streams are off.
+        """
+        if not has_side_streams():
+            return None
         stream = self.module.Stream()
         stream.wait_stream(self.module.current_stream())
         return stream
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Has the block, on whatever thread, use a stream of `side_stream`."""
+        if stream is None:
+            return nullcontext()
         context: AbstractContextManager[object] = self.module.stream(stream)
         return context
+
+    def begin_copy(self, into: torch.Tensor, source: torch.Tensor, stream: Any) -> Any:
+        """Begins to copy on a stream of `side_stream`; returns the event of its end.
+
+        One side is the device's, the other `host_memory`. Before anything reads `into`, or writes
+        to either side, the host calls the event's `synchronize`, or the device `await_event`.
+        """
+        with self.on(stream):
+            into.copy_(source, non_blocking=True)
+            for tensor in (into, source):
+                if tensor.device.type == self.device_type:  # given up, it is not used again before
+                    tensor.record_stream(stream)
+            event = self.module.Event()
+            event.record(stream)
+        return event
+
+    def await_event(self, event: Any) -> None:
+        """Has what is queued from here on begin behind an event; the host does not wait."""
+        self.module.current_stream().wait_event(event)
+
+    def capture_pool(self) -> Any:
+        """Returns where what `capture` computes lies, for several of them that run in turns."""
+        return None
+
+    def capture(
+        self, run: Callable[[], torch.Tensor], pool: Any
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Records what `run` launches; returns its answer's memory, and what launches it again.
+
+        A replay reads what `run` read where that lay, and fills the answer; before the first one
+        it has no content. `run` may run several times, and must not wait for the device. Only
+        where `can_capture`.
+        """
+        raise PlatformError(f"nothing is captured on {self.device_type}")
 
     def seed_all(self, seed: int) -> None:
         """Seed torch on the host and on every device."""
@@ -237,10 +281,6 @@ class _Cpu(Platform):
     def side_stream(self) -> Any:
         return None
 
-    def on(self, stream: Any) -> AbstractContextManager[object]:
-        del stream
-        return nullcontext()
-
     def memory(self) -> MemoryStatistics:
         used, host = psutil.Process().memory_info().rss, psutil.virtual_memory()
         unit = 1 if sys.platform == "darwin" else 1024
@@ -256,6 +296,23 @@ class _Cpu(Platform):
 
 
 class _Cuda(Platform):
+    def capture_pool(self) -> Any:
+        return self.module.graph_pool_handle()
+
+    def capture(
+        self, run: Callable[[], torch.Tensor], pool: Any
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        here, side = self.module.current_stream(), self.module.Stream()
+        side.wait_stream(here)
+        with self.module.stream(side):
+            run()  # libraries settle what they do once
+        here.wait_stream(side)
+        graph = self.module.CUDAGraph()
+        # other threads load weights meanwhile
+        with self.module.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            answer = run()
+        return answer, graph.replay
+
     def describe(self) -> dict[str, str]:
         found = super().describe()
         found["capability"] = ".".join(str(part) for part in self.module.get_device_capability())
@@ -288,7 +345,7 @@ class _Npu(Platform):
 
 
 CPU = _Cpu("cpu", "gloo", "")
-CUDA = _Cuda("cuda", "nccl", "CUDA_VISIBLE_DEVICES", has_wide_products=True)
+CUDA = _Cuda("cuda", "nccl", "CUDA_VISIBLE_DEVICES", has_wide_products=True, can_capture=True)
 NPU = _Npu("npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES")
 _PLATFORMS = {platform.device_type: platform for platform in (CPU, CUDA, NPU)}
 
@@ -300,6 +357,7 @@ def current() -> Platform:
     Raises PlatformError when the device asked for, or one that is installed, does not work.
     """
     wanted = _wanted()
+    has_side_streams()
     if wanted in (NPU.device_type, "auto") and _npu_count(required=wanted != "auto"):
         return NPU
     if wanted in (CUDA.device_type, "auto") and _cuda_count(required=wanted != "auto"):
@@ -315,6 +373,14 @@ def declared() -> Platform:
     if any(Path("/dev").glob("davinci[0-9]*")):
         return NPU
     return CUDA if any(Path("/dev").glob("nvidia[0-9]*")) else CPU
+
+
+def has_side_streams() -> bool:
+    """Whether copies may run beside what computes. Raises PlatformError for another word."""
+    wanted = os.environ.get(STREAMS_VARIABLE) or "on"
+    if wanted not in ("on", "off"):
+        raise PlatformError(f"{STREAMS_VARIABLE} must be on or off; it is {wanted!r}")
+    return wanted == "on"
 
 
 def _wanted() -> str:

@@ -85,6 +85,15 @@ OPERATIONS = Gauge(
     ["operation", "implementation"],
 )
 
+DECODE_PASSES = with_values(
+    Counter(
+        "sluice_rollout_decode_passes_total",
+        "With decode_graphs, passes that only decoded; captured: graphs that were made for them.",
+        ["kind"],
+    ),
+    ("plain", "captured", "replayed"),
+)
+
 WEIGHT_VERSION = Reading("sluice_rollout_weight_version", "Version that serves; -1 none.")
 ADAPTERS = Reading("sluice_rollout_adapters", "Adapters that are held beside the base.")
 RUNNING = Reading("sluice_rollout_running_samples", "Samples that decode.")

@@ -18,6 +18,7 @@ from sluice.algo.kl import bounded_exp, exp_remainder
 from sluice.algo.spec import LossSpec, required_columns
 from sluice.algo.surrogate import Tokens
 from sluice.samples.sample import find_column, top_columns
+from sluice.side_copies import to_device
 
 # Read for metrics where a row has them; rows without them are NaN and left out of the mean.
 METRIC_COLUMNS = ("rollout_logprobs", "old_logprobs")
@@ -90,6 +91,65 @@ class PackableRow(Protocol):
     def loss_weight(self) -> float: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class LossColumns:
+    """What `LossInputs` have beside the outputs of a model, over the same tokens and samples."""
+
+    mask: torch.Tensor
+    sample_index: torch.Tensor
+    sample_weights: torch.Tensor
+    columns: Mapping[str, torch.Tensor]
+    sample_keys: torch.Tensor
+
+    def inputs(
+        self, spec: LossSpec, outputs_T: torch.Tensor, entropy_T: torch.Tensor | None = None
+    ) -> LossInputs:
+        """Returns the inputs of `compute_loss`, on the device that these columns are on.
+
+        outputs_T: as in `pack_rows`. Raises ValueError where they differ in length.
+        """
+        top_TK: torch.Tensor | None = None
+        if spec.loss.top_count:
+            outputs_T, top_TK = outputs_T[:, 0], outputs_T[:, 1:]
+        if len(self.mask) != len(outputs_T):
+            raise ValueError(f"{len(outputs_T)} outputs for {len(self.mask)} response tokens")
+        return LossInputs(
+            outputs=outputs_T,
+            mask=self.mask,
+            sample_index=self.sample_index,
+            sample_weights=self.sample_weights,
+            columns=self.columns,
+            entropy=entropy_T,
+            top=top_TK,
+            sample_keys=self.sample_keys,
+        )
+
+
+def pack_columns(
+    rows: Sequence[PackableRow], spec: LossSpec, dtype: torch.dtype = torch.float32
+) -> LossColumns:
+    """Returns what a loss reads of rows, in order; dtype: of the weights of samples.
+
+    Raises MissingColumnError naming the first row without a column that `spec` needs, and
+    ValueError when a column differs in length from the responses.
+    """
+    needed = required_columns(spec)
+    for row in rows:
+        check_columns(needed, row.columns, f"sample {row.sample_id}")
+    lengths = [row.loss_mask.shape[0] for row in rows]
+    present = {name for row in rows for name in row.columns}
+    names = needed | (present & set(METRIC_COLUMNS))
+    counts_N = torch.tensor(lengths, dtype=torch.int64)
+    masks = [torch.empty(0, dtype=torch.bool), *(row.loss_mask for row in rows)]
+    return LossColumns(
+        mask=torch.cat(masks).bool(),
+        sample_index=torch.repeat_interleave(torch.arange(len(rows)), counts_N),
+        sample_weights=torch.tensor([row.loss_weight for row in rows], dtype=dtype),
+        columns={name: _pack_column(rows, lengths, name) for name in sorted(names)},
+        sample_keys=torch.tensor([_key(row.sample_id) for row in rows], dtype=torch.int64),
+    )
+
+
 def pack_rows(
     rows: Sequence[PackableRow],
     spec: LossSpec,
@@ -99,40 +159,11 @@ def pack_rows(
     """Returns the inputs of `compute_loss`; `outputs_T` is the responses of `rows` in order.
 
     For a loss that reads the tokens a teacher named they are float[T, 1 + K], the sampled token's
-    first, as `pack_named` has the others.
-    Raises MissingColumnError naming the first row without a column that `spec` needs, and
-    ValueError when a column or the outputs differ in length from the responses.
+    first, as `pack_named` has the others. Raises what `pack_columns` and `inputs` do.
     """
-    needed = required_columns(spec)
-    for row in rows:
-        check_columns(needed, row.columns, f"sample {row.sample_id}")
-    top_TK: torch.Tensor | None = None
-    if spec.loss.top_count:
-        outputs_T, top_TK = outputs_T[:, 0], outputs_T[:, 1:]
-    lengths = [row.loss_mask.shape[0] for row in rows]
-    if sum(lengths) != len(outputs_T):
-        raise ValueError(f"{len(outputs_T)} outputs for {sum(lengths)} response tokens")
-    present = {name for row in rows for name in row.columns}
-    names = needed | (present & set(METRIC_COLUMNS))
-    device = outputs_T.device
-    counts_N = torch.tensor(lengths, dtype=torch.int64)
-    index_T = torch.repeat_interleave(torch.arange(len(rows)), counts_N)
-    masks = [torch.empty(0, dtype=torch.bool), *(row.loss_mask for row in rows)]
-    return LossInputs(
-        outputs=outputs_T,
-        mask=torch.cat(masks).bool().to(device),
-        sample_index=index_T.to(device),
-        sample_weights=torch.tensor(
-            [row.loss_weight for row in rows],
-            dtype=torch.promote_types(outputs_T.dtype, torch.float32),
-        ).to(device),
-        columns={name: _pack_column(rows, lengths, name).to(device) for name in sorted(names)},
-        entropy=entropy_T,
-        top=top_TK,
-        sample_keys=torch.tensor([_key(row.sample_id) for row in rows], dtype=torch.int64).to(
-            device
-        ),
-    )
+    dtype = torch.promote_types(outputs_T.dtype, torch.float32)
+    columns = to_device(pack_columns(rows, spec, dtype), outputs_T.device)
+    return columns.inputs(spec, outputs_T, entropy_T)
 
 
 def pack_named(rows: Sequence[PackableRow], spec: LossSpec) -> torch.Tensor | None:

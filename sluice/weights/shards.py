@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ import xxhash
 
 from sluice import platform
 from sluice.durable import sync_path, write_pieces
+from sluice.side_copies import Downloads
 from sluice.weights import delta as delta_module
 from sluice.weights.checkpoint import BITS, Extent, byte_order, checked_tensors, encode_header
 from sluice.weights.delta import element_width, encode_file
@@ -154,32 +156,19 @@ ShardWrite = Callable[[Path, str, Mapping[str, torch.Tensor], Casts], PendingSha
 Written = Callable[[ShardFile], None]
 
 
-class _Buffer:
-    """Memory of this host that is used again and again: fresh pages cost more than their copies."""
-
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-
-    def hold(self, tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
-        """Copy a tensor, contiguous and as `dtype`; its bytes, until the next call."""
-        size = tensor.numel() * dtype.itemsize
-        if len(self._bytes) < size:
-            self._bytes = platform.current().host_memory(max(size, CHUNK_BYTES))
-        flat = self._bytes[:size]
-        flat.view(dtype).copy_(tensor.reshape(-1))
-        return flat.numpy()
-
-
-def _chunks(tensor: torch.Tensor, dtype: torch.dtype, buffer: _Buffer) -> Iterator[memoryview]:
+def _chunks(
+    tensor: torch.Tensor, dtype: torch.dtype, downloads: Downloads, stream: Any
+) -> Iterator[memoryview]:
     """Yield the bytes of a tensor as `dtype`, each chunk to be used before the next is taken."""
     flat = tensor.detach().reshape(-1)
     step = CHUNK_BYTES // dtype.itemsize
-    for begin in range(0, len(flat), step):
-        part = flat[begin : begin + step]
-        if part.device.type == "cpu" and part.dtype == dtype:
+    parts = (flat[begin : begin + step] for begin in range(0, len(flat), step))
+    if flat.device.type == "cpu" and flat.dtype == dtype:
+        for part in parts:
             yield part.view(torch.uint8).numpy().data
-        else:
-            yield buffer.hold(part, dtype).data
+    else:
+        for data in downloads.read(((part, dtype) for part in parts), stream):
+            yield data.data
 
 
 class _PublishedShard:
@@ -202,18 +191,24 @@ class _PublishedShard:
         begin, end = self._bounds[name]
         return self.data[begin:end]
 
-    def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Take the bytes of a tensor, cast to the type of the layout."""
-        begin, end = self._bounds[name]
-        into = self._memory[begin:end].view(TORCH_DTYPES[self.layout[name][0]])
-        into.copy_(tensor.detach().reshape(-1))
+    def fill(self, tensors: Mapping[str, torch.Tensor], stream: Any) -> None:
+        """Take the bytes of all tensors, cast to the types of the layout; those are reported.
 
-    def describe(self) -> None:
-        """Bring the report up to the bytes."""
-        entries = {
-            name: TensorEntry(*self.layout[name], digest_bytes(self.part(name).data))
-            for name in self._bounds
-        }
+        stream: the one that is used here, of `side_stream`: what is there is digested meanwhile.
+        """
+        ends: dict[str, Any] = {}
+        for name, (begin, end) in self._bounds.items():
+            into = self._memory[begin:end].view(TORCH_DTYPES[self.layout[name][0]])
+            source = tensors[name].detach().reshape(-1)
+            if stream is None:
+                into.copy_(source)
+            else:
+                ends[name] = platform.current().begin_copy(into, source, stream)
+        entries: dict[str, TensorEntry] = {}
+        for name in self._bounds:
+            if name in ends:
+                ends[name].synchronize()
+            entries[name] = TensorEntry(*self.layout[name], digest_bytes(self.part(name).data))
         self.report = _report(self.report.file_name, self.header, entries)
 
 
@@ -248,7 +243,7 @@ class PublishedShards:
         self._pool = ThreadPoolExecutor(WRITERS, "weight-shards")
         self._room = threading.Semaphore(WRITERS + 1)  # for tensors that wait to be written
         self._running: list[Future[ShardFile]] = []
-        self._own = threading.local()  # of each writer: its buffer
+        self._own = threading.local()  # of each writer: its buffers
         self._counting = threading.Lock()
         self.encode_seconds = 0.0  # of the last version, over all writers
 
@@ -288,7 +283,7 @@ class PublishedShards:
         def run() -> ShardFile:
             try:
                 with platform.current().on(stream):
-                    return self._write(directory, file_name, dict(tensors), layout, written)
+                    return self._write(directory, file_name, dict(tensors), layout, written, stream)
             finally:
                 self._room.release()
 
@@ -347,11 +342,11 @@ class PublishedShards:
         data = self._published[bucket.file_name].data
         return torch.from_numpy(data[bucket.offset : bucket.offset + bucket.size])
 
-    def _buffer(self) -> _Buffer:
-        if not hasattr(self._own, "buffer"):
-            self._own.buffer = _Buffer()
-        buffer: _Buffer = self._own.buffer
-        return buffer
+    def _downloads(self) -> Downloads:
+        if not hasattr(self._own, "downloads"):
+            self._own.downloads = Downloads()
+        downloads: Downloads = self._own.downloads
+        return downloads
 
     def _write(
         self,
@@ -360,20 +355,21 @@ class PublishedShards:
         tensors: Mapping[str, torch.Tensor],
         layout: Layout,
         written: Written,
+        stream: Any,
     ) -> ShardFile:
         header, _ = encode_header(layout)
         if not self._keep:
-            return self._write_through(directory, file_name, tensors, layout, header, written)
+            return self._write_through(
+                directory, file_name, tensors, layout, header, written, stream
+            )
         last = self._published.get(file_name)
         if last is not None and last.header == header:
-            report = self._write_delta(directory, last, tensors, written)
+            report = self._write_delta(directory, last, tensors, written, stream)
         else:
             last, report = self._spare.pop(file_name, None), None
             if last is None or last.header != header:
                 last = _PublishedShard(file_name, layout, header)
-            for name in layout:
-                last.fill(name, tensors[name])
-            last.describe()
+            last.fill(tensors, stream)
         if report is None and self._behind:
             report = last.report
         elif report is None:
@@ -391,6 +387,7 @@ class PublishedShards:
         layout: Layout,
         header: bytes,
         written: Written,
+        stream: Any,
     ) -> ShardFile:
         """Cast, digest and write chunk by chunk; nothing of it is kept."""
         entries: dict[str, TensorEntry] = {}
@@ -399,7 +396,8 @@ class PublishedShards:
             yield header
             for name in byte_order(layout):
                 hasher = xxhash.xxh3_128()
-                for chunk in _chunks(tensors[name], TORCH_DTYPES[layout[name][0]], self._buffer()):
+                dtype = TORCH_DTYPES[layout[name][0]]
+                for chunk in _chunks(tensors[name], dtype, self._downloads(), stream):
                     hasher.update(chunk)
                     yield chunk
                 entries[name] = TensorEntry(*layout[name], hasher.hexdigest())
@@ -419,14 +417,19 @@ class PublishedShards:
         last: _PublishedShard,
         tensors: Mapping[str, torch.Tensor],
         written: Written,
+        stream: Any,
     ) -> ShardFile | None:
         """Bring `last` up to date and write the difference; None where it is not worth it."""
         began = time.monotonic()
         payloads: dict[str, bytes] = {}
         entries: dict[str, TensorEntry] = {}
         changed = elements = 0
-        for name, (dtype, shape) in last.layout.items():
-            new = self._buffer().hold(tensors[name].detach(), TORCH_DTYPES[dtype])
+        wanted = (
+            (tensors[name].detach(), TORCH_DTYPES[dtype])
+            for name, (dtype, _) in last.layout.items()
+        )
+        read = self._downloads().read(wanted, stream)
+        for (name, (dtype, shape)), new in zip(last.layout.items(), read, strict=True):
             old, width = last.part(name), element_width(dtype)
             encoded = delta_module.encode(old, new, width)
             payloads[name] = encoded.payload

@@ -83,10 +83,18 @@ async def test_a_directory_with_services_on_ray_is_not_started_again(tmp_path: P
 
 
 def test_only_what_services_need_travels_to_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SLUICE_DEVICE", "HF_HOME", "NCCL_DEBUG", "SECRET", "SLUICE_STEPS", "PATH"):
+    for name in (
+        "SLUICE_DEVICE",
+        "SLUICE_SIDE_STREAMS",
+        "HF_HOME",
+        "NCCL_DEBUG",
+        "SECRET",
+        "SLUICE_STEPS",
+        "PATH",
+    ):
         monkeypatch.setenv(name, "x")
     carried = carried_environment()
-    assert {"SLUICE_DEVICE", "HF_HOME", "NCCL_DEBUG"} <= carried.keys()
+    assert {"SLUICE_DEVICE", "SLUICE_SIDE_STREAMS", "HF_HOME", "NCCL_DEBUG"} <= carried.keys()
     assert not {"SECRET", "SLUICE_STEPS", "PATH", "RAY_AUTH_TOKEN"} & carried.keys()
 
 

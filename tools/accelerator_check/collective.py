@@ -41,20 +41,21 @@ def broadcast(work: StepWork, version: Path) -> None:
         for old in folder.iterdir():
             old.unlink()
         try:
-            seconds = _pair(work, backend, version, folder)
+            seconds = pair(work, backend, version, folder)
         except (subprocess.SubprocessError, OSError, ValueError) as error:
             said = sorted({file.read_text() for file in folder.glob("*.reason")})
             reason = "; ".join(said) or f"{type(error).__name__}"
             work.note(f"no collective over {backend} between two processes here: {reason}")
             continue
-        size = sum(bucket.size for bucket in _buckets(version))
+        size = sum(bucket.size for bucket in buckets_of(version))
         work.record(collective_backend=backend, collective_gbs=size / seconds / 1e9)
         return
     work.fail("two processes did not meet in any collective")
 
 
-def _pair(work: StepWork, backend: str, version: Path, folder: Path) -> float:
-    """Seconds of the slower side. Raises SubprocessError if either fails."""
+def pair(work: StepWork, backend: str, version: Path, folder: Path) -> float:
+    """Seconds in which a version went over, of the slower side; what failed raises OSError,
+    ValueError or SubprocessError."""
     limit = SMALL_SECONDS if work.small else PROCESS_SECONDS
     with ThreadPoolExecutor(2) as pool:
         sides = [
@@ -70,7 +71,7 @@ def _pair(work: StepWork, backend: str, version: Path, folder: Path) -> float:
     return max(json.loads((folder / side).read_text()) for side in ("send", "receive"))
 
 
-def _buckets(version: Path) -> list[Bucket]:
+def buckets_of(version: Path) -> list[Bucket]:
     manifest = read_manifest(version)
     files = sorted({tensor.file for tensor in manifest.tensors.values()})
     return plan_buckets(manifest, files)
@@ -83,7 +84,7 @@ def _send(backend: str, version: Path, folder: Path) -> float:
     partial.write_text(meeting.address)
     partial.rename(folder / "address")
     group = meeting.join(GROUP, backend, deadline)
-    buckets = _buckets(version)
+    buckets = buckets_of(version)
     maps = {name: _data_of(version / name) for name in {bucket.file_name for bucket in buckets}}
 
     def read(bucket: Bucket) -> torch.Tensor:
@@ -94,27 +95,33 @@ def _send(backend: str, version: Path, folder: Path) -> float:
         send(group, buckets, read, Deadline(SECONDS))
         platform.current().synchronize()
         seconds = time.perf_counter() - began
+    _await(folder / "received", deadline)  # what is taken by handles lies here
     group.close()
     meeting.close()
     return seconds
 
 
+def _await(path: Path, deadline: Deadline) -> None:
+    while not path.exists():
+        if deadline.passed:
+            raise TimeoutError(f"there never was a {path.name}")
+        time.sleep(0.02)
+
+
 def _receive(backend: str, version: Path, folder: Path) -> float:
     deadline = Deadline(SECONDS)
-    while not (folder / "address").exists():
-        if deadline.passed:
-            raise TimeoutError("the sender never listened")
-        time.sleep(0.02)
+    _await(folder / "address", deadline)
     address = (folder / "address").read_text()
     member = Membership(address=address, group=GROUP, rank=1, world_size=2, backend=backend)
     group = join_group(member, deadline)
-    buckets = _buckets(version)
+    buckets = buckets_of(version)
     for _ in range(ROUNDS):
         began = time.perf_counter()
         for _name, _tensor in receive([(group, buckets)], Deadline(SECONDS)):
             pass
         platform.current().synchronize()
         seconds = time.perf_counter() - began
+    (folder / "received").touch()
     group.close()
     return seconds
 

@@ -61,5 +61,9 @@ STEPS = (  # the most telling first
     CheckStep("parity-fsdp", "parity", 60, ("fsdp",), FSDP),
     CheckStep("parity-lora", "parity", 60, ("reference", "lora"), REFERENCE),
     CheckStep("fp8", "fp8", 60, (), MEGATRON),
+    CheckStep("streams", "streams", 90, (), REFERENCE, small_seconds=500.0),
+    CheckStep("graphs", "graphs", 90, (), ENGINE),
+    CheckStep("sleep", "sleep", 75, (), (*REFERENCE, *ENGINE)),
+    CheckStep("handover", "handover", 75, (), ENGINE),
     CheckStep("vision", "vision", 120, (), (*VISION, *SERVICES, *ENGINE)),
 )

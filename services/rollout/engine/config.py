@@ -261,12 +261,25 @@ class EngineConfig(Config):
     operations: OperationsConfig = Field(
         OperationsConfig(), description="Of the reference engine; attention is that of prompts."
     )
+    decode_graphs: Literal["off", "auto", "on"] = Field(
+        "off",
+        description="Of the reference engine: passes that only decode are captured and replayed,"
+        " on CUDA, by models without experts, adapters or images; auto leaves the others as they"
+        " are, on refuses them.",
+    )
     sglang: SglangConfig = SglangConfig()
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> EngineConfig:
         if self.backend != "reference" and self.operations != OperationsConfig():
             raise ValueError(f"operations: has no effect with backend {self.backend}; leave it out")
+        if self.decode_graphs != "off" and self.backend != "reference":
+            raise ValueError(
+                f"decode_graphs: has no effect with backend {self.backend}; set its own in"
+                " sglang.server_args"
+            )
+        if self.decode_graphs != "off" and self.deterministic:
+            raise ValueError("decode_graphs: deterministic runs one shape, and captures none")
         # How work is cut over threads depends on how much there is.
         if self.deterministic and self.threads > 1:
             raise ValueError("threads: deterministic needs 1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,7 @@ def register(module: ModuleType) -> None:
     _library.impl("triu_indices", _on_host(torch.triu_indices), "PrivateUse1")
     torch.Generator = _Generator
     torch.Tensor.pin_memory = _pinned
+    torch.empty = _empty_pinned(torch.empty)
     if dist.is_available():
         dist.Backend.register_backend("hccl", _create_hccl, devices=["npu", "cpu"])
 
@@ -90,6 +92,18 @@ class _Generator(torch._C.Generator):
 def _pinned(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
     count("pin_memory")
     return tensor
+
+
+def _empty_pinned(empty: Any) -> Any:
+    """A device of Python has no allocator of pinned memory."""
+
+    @functools.wraps(empty)
+    def make(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            count("pin_memory")
+        return empty(*size, **options)
+
+    return make
 
 
 def _create_hccl(store: Any, rank: int, size: int, timeout: Any) -> Any:

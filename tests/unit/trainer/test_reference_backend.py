@@ -13,6 +13,7 @@ from services.trainer.backend import Mesh
 from services.trainer.backends.reference import model as model_module
 from services.trainer.backends.reference.backend import ReferenceBackend
 from services.trainer.config import TrainerConfig
+from sluice import platform
 from sluice.algo.spec import LossSpec
 from sluice.config import parse_config
 from tests.contract.training_backend.cases import (
@@ -25,6 +26,7 @@ from tests.contract.training_backend.cases import (
     ragged_rows,
     relative_distance,
 )
+from tests.lazy_device import lazy_device
 
 BONUS = LossSpec(name="ppo_clip", clip_low=0.2, entropy_coefficient=0.05)
 
@@ -127,7 +129,8 @@ def test_the_head_is_float32_under_autocast_unless_told_not_to(
     weight_VH = policy.get_output_embeddings().weight
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         weight_VH.mul_(2)
-        layout, hidden_TH = backend._policy._run(rows, model_module.NOTHING)
+        layout = backend._policy.pack(rows, model_module.NOTHING)
+        hidden_TH = backend._policy._run(layout, model_module.NOTHING)
     hidden_RH = hidden_TH.index_select(0, layout.predictors).double()
     table_RV = (hidden_RH @ weight_VH.detach().double().T / 0.8).log_softmax(-1)
     exact = table_RV.gather(1, layout.targets[:, None])[:, 0]
@@ -160,3 +163,24 @@ def test_equal_seeds_give_equal_bits(model: Model, tmp_path: Path) -> None:
         backend.forward_backward([ragged_rows()], PPO)
         found.append(gradients(backend))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_passes_that_copy_beside_the_one_before_give_the_same(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that makes its copies only when it is waited for."""
+    rows = ragged_rows()
+    parts = [rows[:2], rows[2:3], [], rows[3:]]
+    plain, device = start(model, tmp_path), lazy_device()
+    sums = plain.forward_backward(parts, BONUS)
+    wanted = plain.compute_logprobs(parts, model="policy", temperature=0.7)
+    monkeypatch.setattr(platform, "current", lambda: device)
+    beside = start(model, tmp_path)
+    assert beside.forward_backward(parts, BONUS) == sums
+    found = beside.compute_logprobs(parts, model="policy", temperature=0.7)
+    for name, gradient in gradients(plain).items():
+        assert torch.equal(gradients(beside)[name], gradient), name
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert len(device.copies) == 6  # one a pass
+    assert device.journal.index("begin 1") < device.journal.index("await 0")

@@ -8,7 +8,7 @@ gather and pays for at most twice the sample's own length, whatever its neighbou
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -65,14 +65,14 @@ class RowStore:
     def extend(self, prompt: torch.Tensor, copies: int) -> None:
         """Appends `copies` rows that begin as `prompt`, [layers, 2, kv_heads, length, head_dim]."""
         first, last = self.count, self.count + copies
-        self._reserve(last)
+        self.reserve(last)
         self.kv[:, :, first:last, :, : prompt.shape[3]] = prompt.unsqueeze(2)
         self.count = last
 
     def adopt(self, source: RowStore, rows: Sequence[int]) -> None:
         """Appends copies of `rows` of a smaller store."""
         first, last = self.count, self.count + len(rows)
-        self._reserve(last)
+        self.reserve(last)
         index = torch.tensor(rows, device=self.kv.device)
         self.kv[:, :, first:last, :, : source.capacity] = source.kv.index_select(2, index)
         self.count = last
@@ -98,7 +98,8 @@ class RowStore:
         self.count = count
         return order
 
-    def _reserve(self, rows: int) -> None:
+    def reserve(self, rows: int) -> None:
+        """Has memory for at least so many rows."""
         if rows <= self.kv.shape[2]:
             return
         grown = self._shape.allocate(max(rows, 2 * self.kv.shape[2]), self.capacity)
@@ -481,8 +482,11 @@ class CacheRows:
     `place`, `free` and `promote` break that order; `order` says how to restore it.
     """
 
-    def __init__(self, shape: CacheShape, max_length: int) -> None:
-        self._shape, self._max_length = shape, max_length
+    def __init__(
+        self, shape: CacheShape, max_length: int, pad: Callable[[int], int] | None = None
+    ) -> None:
+        """`pad`: blocks have memory for so many rows as it makes of theirs."""
+        self._shape, self._max_length, self._pad = shape, max_length, pad
         self._stores: dict[int, RowStore] = {}
         self._members: dict[int, list[int]] = {}  # capacity -> packed index of each row
 
@@ -529,6 +533,8 @@ class CacheRows:
         for capacity in sorted(self._members):
             if not (members := self._members[capacity]):
                 continue
+            if self._pad is not None:
+                self._stores[capacity].reserve(self._pad(len(members)))
             mine = places[members[0] : members[-1] + 1]
             positions = torch.tensor(mine, device=device)
             heads = torch.arange(len(mine) * self._shape.kv_heads, device=device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -261,11 +261,18 @@ class DecodeBatch:
     so that shapes, and with them rounding, do not depend on who else runs.
     """
 
-    def __init__(self, shape: CacheShape, max_length: int, fixed_rows: int = 0) -> None:
+    def __init__(
+        self,
+        shape: CacheShape,
+        max_length: int,
+        fixed_rows: int = 0,
+        pad_rows: Callable[[int], int] | None = None,
+    ) -> None:
+        """`pad_rows`: the cache has memory for so many rows of a size as it makes of theirs."""
         self.lanes: list[Lane] = []
         self.streaming = False  # some lane wants its tokens as they come
         self._device, self._fixed_rows = shape.device, fixed_rows
-        self._rows = CacheRows(shape, max_length)
+        self._rows = CacheRows(shape, max_length, pad_rows)
         self._outputs = Outputs(shape.device)
         self._columns: Columns | None = None
         self._blocks: list[DecodeBlock] = []

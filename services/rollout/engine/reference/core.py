@@ -25,6 +25,7 @@ from services.rollout.engine.interface import (
 from services.rollout.engine.reference.adapters import Rows, ServingAdapter
 from services.rollout.engine.reference.attention import (
     Block,
+    DecodeBlock,
     ForwardPlan,
     PrefillPrompt,
     PrefixCache,
@@ -40,6 +41,7 @@ from services.rollout.engine.reference.batch import (
     TopTokens,
 )
 from services.rollout.engine.reference.drawing import Written
+from services.rollout.engine.reference.graphs import DecodeGraphs, bucket, obstacle
 from services.rollout.engine.reference.loading import PreparedWeights
 from services.rollout.engine.reference.model import ServingModel, Shown
 from services.rollout.errors import NotQuietError, NoWeightsError, VersionUnavailableError
@@ -77,11 +79,17 @@ class PromptWork:
 
 
 def run_pass(
-    model: ServingModel, batch: DecodeBatch, works: Sequence[PromptWork], *, apart: bool
+    model: ServingModel,
+    batch: DecodeBatch,
+    works: Sequence[PromptWork],
+    *,
+    apart: bool,
+    graphs: DecodeGraphs | None = None,
 ) -> torch.Tensor | None:
     """Runs one forward pass; logits float32[batch width, V] of decoding samples, None without any.
 
     Decoding and prompts share one pass; with `apart` each prompt chunk has one of its own.
+    With `graphs` a pass without prompts, by the model alone, may be replayed.
     Prompts end up with their cache filled and, when complete, their last logits; scored ones
     with log-probabilities in their work.
     """
@@ -91,6 +99,12 @@ def run_pass(
         return _run(model, batch, [], apart=True) if len(batch) else None
     if not works and not len(batch):
         return None
+    if not works and graphs is not None and not model.adapters.held:
+        tokens, _, blocks = batch.inputs()
+        decoding = [block for block in blocks if isinstance(block, DecodeBlock)]
+        model.adapters.share((), whole=False)
+        if (logits := graphs.run(tokens, decoding)) is not None:
+            return logits
     return _run(model, batch, works, apart=False)
 
 
@@ -367,6 +381,7 @@ class EngineCore:
         self._live: dict[int, Item] = {}  # by key
         self._intake = Intake(config)
         self._batch: DecodeBatch | None = None
+        self._graphs: DecodeGraphs | None = None
 
     @property
     def max_length(self) -> int:
@@ -428,7 +443,12 @@ class EngineCore:
             slots = self.config.max_running
             fixed = slots + -slots % ROW_MULTIPLE if self.config.deterministic else 0
             self.model = model
-            self._batch = DecodeBatch(model.cache_shape, self.max_length, fixed)
+            captures = self.config.decode_graphs != "off" and not obstacle(model)
+            self._graphs = DecodeGraphs(model) if captures else None
+            pad_rows = bucket if captures else None
+            self._batch = DecodeBatch(model.cache_shape, self.max_length, fixed, pad_rows)
+        if self._graphs is not None:
+            self._graphs.clear()
         retired = model.swap(weights.parameters)
         self._intake.prefixes.clear()
         self.base = ServedWeights(weights.version, weights.digest)
@@ -451,7 +471,7 @@ class EngineCore:
         self.asleep, self.base, self.version = True, None, None
         self._intake.prefixes.clear()
         freed: list[object] = [self._batch]
-        self._batch = None
+        self._batch = self._graphs = None
         if self.model is not None:
             freed += [*self.model.adapters.release(0, ()), *self.model.drop()]
         return freed
@@ -578,7 +598,8 @@ class EngineCore:
         if self._admitting:
             self._intake.admit(*self._room())
         works = self._intake.next_chunks()
-        logits = run_pass(self.model, self._batch, works, apart=self.config.deterministic)
+        apart = self.config.deterministic
+        logits = run_pass(self.model, self._batch, works, apart=apart, graphs=self._graphs)
         self.prefill_tokens += sum(work.chunk for work in works)
         self.drawn_tokens += len(self._batch)
         unsettled = logits is not None and self._batch.advance(logits)

@@ -32,6 +32,7 @@ from services.rollout.engine.interface import (
 )
 from services.rollout.engine.reference.adapters import ServingAdapter
 from services.rollout.engine.reference.core import EngineCore, Outcome
+from services.rollout.engine.reference.graphs import obstacle
 from services.rollout.engine.reference.loading import (
     READERS,
     PreparedWeights,
@@ -49,6 +50,7 @@ from services.rollout.errors import (
     MixedWeightsError,
     NotQuietError,
     UnfitWeightsError,
+    UnsupportedModelError,
 )
 from sluice import platform
 from sluice.runtime.errors import ServiceError
@@ -272,6 +274,7 @@ class ReferenceEngine(Engine):
         self._pause_seconds = self._prepare_seconds = 0.0
 
     async def start(self) -> None:
+        self._check_graphs(None)
         threads = self._config.threads or torch.get_num_threads()
         if self._config.deterministic:
             threads = 1
@@ -348,7 +351,15 @@ class ReferenceEngine(Engine):
         """What reads a model directory."""
         return partial(open_model, path, self._dtype, self._device, self._config.operations)
 
+    def _check_graphs(self, model: ServingModel | None) -> None:
+        """Raises UnsupportedModelError where graphs are asked for and there can be none."""
+        if self._config.decode_graphs == "on" and (reason := obstacle(model)):
+            raise UnsupportedModelError(
+                f"decode_graphs: on cannot be: {reason}", key="decode_graphs"
+            )
+
     def _watched(self, model: ServingModel) -> ServingModel:
+        self._check_graphs(model)
         if self._config.routed_experts:
             model.watch_routers()
         return model

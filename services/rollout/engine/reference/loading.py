@@ -25,9 +25,10 @@ from services.rollout.engine.versions import (
     reading,
 )
 from services.rollout.errors import UnfitWeightsError
-from sluice import faults, platform
+from sluice import faults
 from sluice.durable import is_memory
 from sluice.operations import UNASKED, OperationsConfig
+from sluice.side_copies import Fills
 from sluice.weights.checkpoint import (
     check_companions,
     checked_shard,
@@ -124,14 +125,12 @@ class SpareMemory:
         with self._lock:
             self._spare.setdefault((value.shape, value.dtype), []).append(value)
 
-    def copy(self, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns a copy of `tensor`, in spare memory where there is some."""
+    def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns memory of whatever content, spare where there is some."""
         with self._lock:
-            fitting = self._spare.get((tensor.shape, dtype))
+            fitting = self._spare.get((shape, dtype))
             spare = fitting.pop() if fitting else None
-        if spare is None:
-            return tensor.to(device, dtype, copy=True)
-        return spare.copy_(tensor)
+        return torch.empty(shape, dtype=dtype, device=device) if spare is None else spare
 
     def clear(self) -> None:
         with self._lock:
@@ -301,14 +300,18 @@ class VersionLoader:
         """
         values: dict[str, torch.Tensor] = {}
         shared = self._is_shared(path.parent)  # the file may be gone, which is told below
-        with platform.current().on(platform.current().side_stream()):
+        fills = Fills()
+        try:
             for name, mapped, extent in checked_shard(path, shard, mmap.ACCESS_COPY):
                 if name in names:
                     tensor = mapped_tensor(mapped, extent)
                     if shared and tensor.dtype == self._dtype:
                         values[name] = tensor
                     else:
-                        values[name] = self._spare.copy(tensor, self._dtype, self._device)
+                        values[name] = self._spare.take(tensor.shape, self._dtype, self._device)
+                        fills.begin(values[name], tensor)
+        finally:
+            fills.settle()  # then whoever has them may read them, on whatever stream
         return values
 
     def _is_shared(self, path: Path) -> bool:

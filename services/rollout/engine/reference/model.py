@@ -195,6 +195,17 @@ class ServingModel:
         except OperationError as error:
             raise UnsupportedModelError(str(error), key="operations") from error
 
+    @property
+    def capture_obstacle(self) -> str:
+        """Why passes of this model cannot be captured; empty where they can."""
+        if self._foreign:
+            return f"a model with {self._foreign} runs whole rows"
+        if self.tower is not None:
+            return "a model that sees runs its tower between passes"
+        if "experts" in self.operations:
+            return "experts may ask the host how many tokens each has"
+        return ""
+
     def watch_routers(self) -> None:
         """Records experts for `take_experts`. Raises UnsupportedModelError without any."""
         if self._foreign:

@@ -38,16 +38,18 @@ from services.trainer.backends.fsdp.tensor_parallel import (
     TensorRanks,
     check_targets,
 )
-from services.trainer.backends.reference.model import PackedLayout, images_of, pack
+from services.trainer.backends.reference.model import PackedLayout, PassInputs, images_of, pack
+from services.trainer.backends.sums import SumsOnDevice, by_sample, pass_sums
 from services.trainer.config import Head, LoraConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
 from sluice import platform
 from sluice.algo.collectives import create_collectives
 from sluice.algo.logprobs import EntropyMode, TopLogprobs
-from sluice.algo.losses import check_columns, compute_loss, pack_named, pack_rows
+from sluice.algo.losses import check_columns, compute_loss, pack_columns, pack_named
 from sluice.algo.spec import LossSpec, required_columns
 from sluice.samples.sample import top_columns
+from sluice.side_copies import Uploads
 from sluice.vision import Features, Patches
 from sluice.weights.manifest import ShardFile
 from sluice.weights.shards import PublishedShards, ShardWrite
@@ -77,6 +79,7 @@ class FsdpBackend(TrainingBackend):
         if config.fsdp.cpu_offload and self._device.type == "cpu":
             raise ValueError("fsdp.cpu_offload needs an accelerator: there is none to offload from")
         current.seed_all(config.seed)
+        self._uploads = Uploads(self._device)
         shape = (mesh.world_size // mesh.tensor_size, mesh.tensor_size)
         self._cut_over = init_device_mesh(self._device.type, shape, mesh_dim_names=(DATA, TENSOR))
         check = config.ranks.check_timeout
@@ -141,8 +144,8 @@ class FsdpBackend(TrainingBackend):
         asked = Asked(temperature=temperature, top_count=count)
         found: dict[str, TopLogprobs] = {}
         with self._scorer(model) as scorer:
-            for rows, layout, patches in self._layouts(scorer, micro_batches):
-                named = scorer.root(layout, asked, patches)
+            for rows, inputs in self._passes(scorer, micro_batches):
+                named = scorer.root(inputs.layout, asked, inputs.patches)
                 if rows:
                     parts = named.split([row.response_length for row in rows])
                     found.update((r.sample_id, part) for r, part in zip(rows, parts, strict=True))
@@ -154,28 +157,24 @@ class FsdpBackend(TrainingBackend):
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: LossSpec) -> PassSums:
         self._check_columns(micro_batches, loss)
-        total, tokens = 0.0, 0
-        sums: dict[str, tuple[float, float]] = {}
+        sums = SumsOnDevice()
         asked = _asked_of(loss)
-        for index, (rows, *packed) in enumerate(self._layouts(self._policy, micro_batches)):
+        passes = self._passes(self._policy, micro_batches, loss)
+        for index, (rows, inputs) in enumerate(passes):
             is_last = index == len(micro_batches) - 1
             self._policy.root.set_requires_gradient_sync(
                 is_last or self._config.fsdp.reduce == "micro_batch"
             )
-            named = pack_named(rows or [_dummy_of(loss)], loss)
-            layout, patches = packed
-            outputs_T, entropy_T = self._policy.root(layout, replace(asked, named=named), patches)
+            asked_here = replace(asked, named=inputs.named)
+            outputs_T, entropy_T = self._policy.root(inputs.layout, asked_here, inputs.patches)
             if not rows:
                 (outputs_T.sum() * 0.0).backward()
                 continue
-            terms = compute_loss(pack_rows(rows, loss, outputs_T, entropy_T), loss)
+            assert inputs.columns is not None
+            terms = compute_loss(inputs.columns.inputs(loss, outputs_T, entropy_T), loss)
             terms.loss.backward()
-            total += terms.loss.item()
-            tokens += int(terms.token_count.item())
-            for name, (value, weight) in terms.metrics.items():
-                had = sums.get(name, (0.0, 0.0))
-                sums[name] = (had[0] + value.item(), had[1] + weight.item())
-        return PassSums(loss=total, token_count=tokens, metrics=sums)
+            sums.add_terms(terms)
+        return pass_sums(sums.read())
 
     def step(self, *, normalizer: float, learning_rate: float | None) -> StepOutcome:
         rate = self._config.optim.learning_rate if learning_rate is None else learning_rate
@@ -290,37 +289,49 @@ class FsdpBackend(TrainingBackend):
         temperature = 1.0 if self._config.head == "policy" else None
         self._score(sharded, [[]], Asked(temperature=temperature))
 
-    def _layouts(
-        self, sharded: ShardedModel, micro_batches: Sequence[MicroBatch]
-    ) -> Iterator[tuple[MicroBatch, PackedLayout, Patches | None]]:
-        """Each with the images that are to be seen; one that no row shows where there are none."""
-        rules, patches, merge_size, features = sharded.rules, None, 0, Features()
-        for rows in micro_batches:
+    def _passes(
+        self,
+        sharded: ShardedModel,
+        micro_batches: Sequence[MicroBatch],
+        loss: LossSpec | None = None,
+    ) -> Iterator[tuple[MicroBatch, PassInputs]]:
+        """Each with the images that are to be seen; one that no row shows where there are none.
+
+        What the next pass computes with is on its way beside the one that runs.
+        """
+        rules = sharded.rules
+
+        def make(rows: MicroBatch) -> PassInputs:
+            patches, merge_size, features = None, 0, Features()
             if rules is not None:
                 images = images_of(rows)
                 patches = Patches.read(images, rules) if images else Patches.blank(rules)
                 merge_size, features = rules.merge_size, Features(starts=patches.starts)
-                patches = patches.to(self._device)
             layout: PackedLayout
             if self._context is not None:
                 layout = pack_context(rows or [DUMMY], self._config.fsdp, self._context)
             else:
                 shares = sharded.shares_prompts
                 layout = pack(rows or [DUMMY], merge_size, features, shares_prompts=shares)
-            yield rows, layout.to(self._device), patches
+            if loss is None:
+                return PassInputs(layout, patches=patches)
+            columns = pack_columns(rows, loss) if rows else None
+            named = pack_named(rows or [_dummy_of(loss)], loss)
+            return PassInputs(layout, columns, named, patches)
+
+        yield from self._uploads.ahead(micro_batches, make)
 
     @torch.no_grad()
     def _score(
         self, sharded: ShardedModel, micro_batches: Sequence[MicroBatch], asked: Asked
     ) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        for rows, layout, patches in self._layouts(sharded, micro_batches):
-            outputs_T, _ = sharded.root(layout, asked, patches)
+        found: list[tuple[MicroBatch, torch.Tensor]] = []
+        for rows, inputs in self._passes(sharded, micro_batches):
+            outputs_T, _ = sharded.root(inputs.layout, asked, inputs.patches)
             if rows:
-                parts = outputs_T.float().cpu().split([row.response_length for row in rows])
-                found.update((row.sample_id, part) for row, part in zip(rows, parts, strict=True))
+                found.append((rows, outputs_T.float()))
         sharded.release()
-        return found
+        return by_sample(found)
 
     def _check_columns(self, micro_batches: Sequence[MicroBatch], loss: LossSpec) -> None:
         """Ahead of the passes, inside which other ranks would wait for this one."""

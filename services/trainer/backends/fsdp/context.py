@@ -49,18 +49,6 @@ class ContextLayout(PackedLayout):
     order: torch.Tensor
     joined: JoinedRuns
 
-    def to(self, device: torch.device) -> ContextLayout:
-        if device.type == "cpu":
-            return self
-        return ContextLayout(
-            **vars(super().to(device)),
-            context=self.context,
-            own=self.own.to(device),
-            places=self.places.to(device),
-            order=self.order.to(device),
-            joined=self.joined.to(device),
-        )
-
     def gather(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return those of all ranks, [1, kv_heads, all tokens, D], in one exchange."""
         both = torch.cat((key, value), dim=-1)[0].transpose(0, 1)
@@ -96,9 +84,6 @@ class JoinedRuns(PromptBucket):
     def rows(self) -> PackRows:
         queries = [run.stop - run.start for run in self.runs]
         return PackRows(queries, [run.last - run.first for run in self.runs], self.queries.device)
-
-    def to(self, device: torch.device) -> JoinedRuns:
-        return JoinedRuns(**vars(super().to(device)), runs=self.runs)
 
 
 def pack_context(rows: Sequence[Row], settings: FsdpConfig, context: Collectives) -> ContextLayout:

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
 from itertools import chain
@@ -45,6 +45,7 @@ from services.trainer.backends.megatron.replay import Purpose, RoutingReplay
 from services.trainer.backends.megatron.stepping import Stepper
 from services.trainer.backends.megatron.upstream import current_device
 from services.trainer.backends.megatron.weights import export_tensors, repeat, write_shards
+from services.trainer.backends.sums import SumsOnDevice, pass_sums
 from services.trainer.backends.untrained import untrained_tensors
 from services.trainer.config import LoraConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
@@ -120,13 +121,7 @@ class MegatronBackend(TrainingBackend):
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: LossSpec) -> PassSums:
         batches = self._pack(micro_batches, predicts=self._policy.source.predicts)
         sums = self._passes.train(batches, loss).read()
-        sums = share_sums(sums, self._device)
-        names = [name.removesuffix("/sum") for name in sums if name.endswith("/sum")]
-        return PassSums(
-            loss=sums.get("loss", 0.0),
-            token_count=round(sums.get("tokens", 0.0)),
-            metrics={name: (sums[f"{name}/sum"], sums[f"{name}/weight"]) for name in names},
-        )
+        return pass_sums(share_sums(sums, self._device))
 
     def step(self, *, normalizer: float, learning_rate: float | None) -> StepOutcome:
         if self._passes.replay is not None:
@@ -290,24 +285,6 @@ class MegatronBackend(TrainingBackend):
         ]
 
 
-@dataclass
-class SumsOnDevice:
-    """Sums of a pass; they leave the device once, at its end."""
-
-    values: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def add(self, name: str, value: torch.Tensor) -> None:
-        value = value.detach().double()  # token counts stay exact
-        self.values[name] = self.values[name] + value if name in self.values else value
-
-    def read(self) -> dict[str, float]:
-        names = list(self.values)
-        if not names:
-            return {}
-        stacked = torch.stack([self.values[name] for name in names]).tolist()
-        return dict(zip(names, stacked, strict=True))
-
-
 @dataclass(frozen=True, kw_only=True)
 class ChunkPasses:
     """Runs micro-batches through the chunks of one model. `head` is None but on the last stage."""
@@ -391,17 +368,12 @@ class ChunkPasses:
         terms = compute_loss(
             pack_rows(batch.rows, spec, responses.outputs, responses.entropy), spec
         )
-        sums.add("loss", terms.loss)
-        sums.add("tokens", terms.token_count)
-        for name, (total, weight) in terms.metrics.items():
-            sums.add(f"{name}/sum", total)
-            sums.add(f"{name}/weight", weight)
+        sums.add_terms(terms)
         loss = terms.loss
         if self.prediction is not None:
             more, (total, weight) = self.prediction.loss(output, batch, self.head)
             loss = loss + more
-            sums.add(f"{METRIC}/sum", total)
-            sums.add(f"{METRIC}/weight", weight)
+            sums.add_metric(METRIC, total, weight)
         count = torch.zeros((), dtype=torch.int, device=loss.device)
         return loss, count, {}
 

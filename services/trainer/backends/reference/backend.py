@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from services.trainer.backend import (
     TrainingBackend,
 )
 from services.trainer.backends import lora, replica
-from services.trainer.backends.reference.model import ScoredModel, split_rows
+from services.trainer.backends.reference.model import PassInputs, ScoredModel, split_rows
 from services.trainer.backends.replica import FlatOptimizer
+from services.trainer.backends.sums import SumsOnDevice, by_sample, pass_sums
 from services.trainer.backends.untrained import untrained_names, untrained_tensors
 from services.trainer.config import Head, LoraConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
@@ -32,9 +33,10 @@ from services.trainer.staging import StagedCheckpoint
 from sluice import platform
 from sluice.algo.collectives import create_collectives
 from sluice.algo.logprobs import EntropyMode, TopLogprobs
-from sluice.algo.losses import compute_loss, pack_named, pack_rows
+from sluice.algo.losses import compute_loss, pack_columns, pack_named
 from sluice.algo.spec import LossSpec
 from sluice.imports import uncompiled
+from sluice.side_copies import Uploads
 from sluice.vision import Features
 from sluice.weights.manifest import ShardFile
 from sluice.weights.shards import PublishedShards, ShardWrite
@@ -60,6 +62,7 @@ class ReferenceBackend(TrainingBackend):
         self._platform.set_device(local_rank)
         self._device = self._platform.device(local_rank)
         self._platform.seed_all(config.seed)
+        self._uploads = Uploads(self._device)
         self._policy = self._load(config.model, config.head)
         self.operations = self._policy.operations
         self._reference: ScoredModel | None = None
@@ -78,16 +81,15 @@ class ReferenceBackend(TrainingBackend):
     def compute_logprobs(
         self, micro_batches: Sequence[MicroBatch], *, model: ModelName, temperature: float
     ) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        found: list[tuple[MicroBatch, torch.Tensor]] = []
         with self._scorer(model) as scored:
-            for rows, features in self._passes(micro_batches, scored):
+            for rows, features, inputs in self._passes(micro_batches, scored):
                 with self._precision():
                     logprobs_T, _ = scored.score(
-                        rows, features, temperature=temperature, entropy="off"
+                        inputs.layout, features, temperature=temperature, entropy="off"
                     )
-                parts = logprobs_T.float().cpu().split([row.response_length for row in rows])
-                found.update((row.sample_id, part) for row, part in zip(rows, parts, strict=True))
-        return found
+                found.append((rows, logprobs_T.float()))
+        return by_sample(found)
 
     @torch.no_grad()
     def compute_top_logprobs(
@@ -100,36 +102,32 @@ class ReferenceBackend(TrainingBackend):
     ) -> dict[str, TopLogprobs]:
         found: dict[str, TopLogprobs] = {}
         with self._scorer(model) as scored:
-            for rows, features in self._passes(micro_batches, scored):
+            for rows, features, inputs in self._passes(micro_batches, scored):
                 with self._precision():
-                    named = scored.name(rows, features, temperature=temperature, count=count)
+                    named = scored.name(
+                        inputs.layout, features, temperature=temperature, count=count
+                    )
                 parts = named.split([row.response_length for row in rows])
                 found.update((row.sample_id, part) for row, part in zip(rows, parts, strict=True))
         return found
 
     @torch.no_grad()
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
-        values: dict[str, torch.Tensor] = {}
-        for rows, features in self._passes(micro_batches, self._policy):
+        found: list[tuple[MicroBatch, torch.Tensor]] = []
+        for rows, features, inputs in self._passes(micro_batches, self._policy):
             with self._precision():
-                values_T = self._policy.value(rows, features).cpu()
-            parts = values_T.split([row.response_length for row in rows])
-            values.update((row.sample_id, part) for row, part in zip(rows, parts, strict=True))
-        return values
+                found.append((rows, self._policy.value(inputs.layout, features)))
+        return by_sample(found)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: LossSpec) -> PassSums:
-        total, tokens = 0.0, 0
-        sums: dict[str, tuple[float, float]] = {}
-        for rows, features in self._passes(micro_batches, self._policy):
-            outputs_T, entropy_T = self._run(rows, features, loss)
-            terms = compute_loss(pack_rows(rows, loss, outputs_T, entropy_T), loss)
+        sums = SumsOnDevice()
+        for _, features, inputs in self._passes(micro_batches, self._policy, loss):
+            assert inputs.columns is not None
+            outputs_T, entropy_T = self._run(inputs, features, loss)
+            terms = compute_loss(inputs.columns.inputs(loss, outputs_T, entropy_T), loss)
             terms.loss.backward()
-            total += terms.loss.item()
-            tokens += int(terms.token_count.item())
-            for name, (value, weight) in terms.metrics.items():
-                had = sums.get(name, (0.0, 0.0))
-                sums[name] = (had[0] + value.item(), had[1] + weight.item())
-        return PassSums(loss=total, token_count=tokens, metrics=sums)
+            sums.add_terms(terms)
+        return pass_sums(sums.read())
 
     def step(self, *, normalizer: float, learning_rate: float | None) -> StepOutcome:
         rate = self._config.optim.learning_rate if learning_rate is None else learning_rate
@@ -213,33 +211,48 @@ class ReferenceBackend(TrainingBackend):
                 yield self._policy
 
     def _passes(
-        self, micro_batches: Sequence[MicroBatch], scored: ScoredModel
-    ) -> Iterator[tuple[MicroBatch, Features]]:
+        self,
+        micro_batches: Sequence[MicroBatch],
+        scored: ScoredModel,
+        loss: LossSpec | None = None,
+    ) -> Iterator[tuple[MicroBatch, Features, PassInputs]]:
         """Micro-batches fill an accelerator; a processor is filled by less, within less memory.
 
-        The tower runs once over the images of a micro-batch, and backward behind its last pass.
+        What the next pass computes with is on its way beside the one that runs. The tower runs
+        once over the images of a micro-batch, and backward behind its last pass.
         """
-        for rows in micro_batches:
+        sees = scored.tower is not None
+        for run in [[rows] for rows in micro_batches] if sees else [micro_batches]:
+            rows = [row for each in run for row in each]
             if not rows:
                 continue
             with self._precision():
                 features = scored.see(rows)
             leaves = features.cut()
-            for part in split_rows(rows) if self._device.type == "cpu" else [rows]:
-                yield part, leaves
+
+            def make(part: MicroBatch, seen: Features = leaves) -> PassInputs:
+                columns = None if loss is None else pack_columns(part, loss)
+                named = None if loss is None else pack_named(part, loss)
+                return PassInputs(scored.pack(part, seen), columns, named)
+
+            parts = (part for each in run if each for part in self._cut(each))
+            for part, inputs in self._uploads.ahead(parts, make):
+                yield part, leaves, inputs
             features.backward(leaves)
 
+    def _cut(self, rows: MicroBatch) -> Iterable[MicroBatch]:
+        return split_rows(rows) if self._device.type == "cpu" else [rows]
+
     def _run(
-        self, rows: MicroBatch, features: Features, loss: LossSpec
+        self, inputs: PassInputs, features: Features, loss: LossSpec
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs and entropy, or values and none, float32[R]; see `ScoredModel.score`."""
         entropy: EntropyMode = "gradient" if loss.has_entropy_gradient else "metric"
         options: Any = {"temperature": loss.temperature or 1.0, "entropy": entropy}
         with self._precision():
             if loss.loss.head == "value":
-                return self._policy.value(rows, features), None
-            named_RK = pack_named(rows, loss)
-            return self._policy.score(rows, features, named_RK=named_RK, **options)
+                return self._policy.value(inputs.layout, features), None
+            return self._policy.score(inputs.layout, features, named_RK=inputs.named, **options)
 
     def _reduce(self, gradients: torch.Tensor) -> None:
         if self._ranks is not None:

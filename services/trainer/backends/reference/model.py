@@ -30,12 +30,14 @@ from sluice.algo.logprobs import (
     token_logprobs,
     top_logprobs,
 )
+from sluice.algo.losses import LossColumns
 from sluice.fused_layers import adapt, choose_for, heads_of
 from sluice.fused_operations import Attention, PackRows, attention_kernel
 from sluice.imports import uncompiled
 from sluice.operations import UNASKED, OperationsConfig, Usage
 from sluice.samples.images import ImageRules
-from sluice.vision import TEXT, Features, VisionTower, rotary_positions
+from sluice.side_copies import to_device
+from sluice.vision import TEXT, Features, Patches, VisionTower, rotary_positions
 
 with uncompiled():
     from transformers import (
@@ -304,9 +306,15 @@ class ScoredModel:
         """Runs the tower once over the distinct images of the rows. Raises InvalidImageError."""
         return Features() if self.tower is None else self.tower.encode(images_of(rows))
 
-    def value(self, rows: MicroBatch, features: Features) -> torch.Tensor:
+    def pack(self, rows: MicroBatch, features: Features) -> PackedLayout:
+        """Returns the pack of rows, on the host; `features` are what `see` made of them."""
+        if self.tower is None:
+            return pack(rows)
+        return pack(rows, self.tower.rules.merge_size, features)
+
+    def value(self, layout: PackedLayout, features: Features) -> torch.Tensor:
         """Returns the values in front of all response tokens, float32[R], rows in order."""
-        layout, hidden_TH = self._run(rows, features)
+        hidden_TH = self._run(layout, features)
         picked_RH = hidden_TH.index_select(0, layout.predictors).float()
         with torch.autocast(self.device.type, enabled=False):
             values_R1: torch.Tensor = self.model.score(picked_RH)
@@ -314,7 +322,7 @@ class ScoredModel:
 
     def score(
         self,
-        rows: MicroBatch,
+        layout: PackedLayout,
         features: Features,
         *,
         temperature: float,
@@ -323,10 +331,11 @@ class ScoredModel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (log-probs, entropy) of all response tokens, float32[R], rows in order.
 
-        features: what `see` made of the rows, or of more. named_RK: further tokens at each place,
-        int64[R, K], whose log-probs are to follow the response token's: float32[R, 1 + K].
+        layout: of `pack`, on the device. features: what it was packed with. named_RK: further
+        tokens at each place, int64[R, K], whose log-probs are to follow the response token's:
+        float32[R, 1 + K].
         """
-        layout, picked_RH, weight_VH = self._factors(rows, features)
+        picked_RH, weight_VH = self._factors(layout, features)
         options: Any = {"temperature": temperature, "entropy": entropy}
         targets = with_named(layout.targets, named_RK)
         with torch.autocast(self.device.type, enabled=False):
@@ -337,33 +346,31 @@ class ScoredModel:
             return token_logprobs(logits_RV, targets, reuse_logits=True, **options)
 
     def name(
-        self, rows: MicroBatch, features: Features, *, temperature: float, count: int
+        self, layout: PackedLayout, features: Features, *, temperature: float, count: int
     ) -> TopLogprobs:
         """Returns log-probs of all response tokens, and the likeliest at their places."""
-        layout, picked_RH, weight_VH = self._factors(rows, features)
+        picked_RH, weight_VH = self._factors(layout, features)
         with torch.autocast(self.device.type, enabled=False):
             return top_logprobs(
                 picked_RH, weight_VH, layout.targets, count, temperature=temperature
             )
 
     def _factors(
-        self, rows: MicroBatch, features: Features
-    ) -> tuple[PackedLayout, torch.Tensor, torch.Tensor]:
-        """The pack, and what logits are products of: hidden states and the output weight."""
-        layout, hidden_TH = self._run(rows, features)
+        self, layout: PackedLayout, features: Features
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What logits are products of: hidden states and the output weight."""
+        hidden_TH = self._run(layout, features)
         weight_VH = self.model.get_output_embeddings().weight
         picked_RH = hidden_TH.index_select(0, layout.predictors)
         kind = self.device.type
         narrow = torch.is_autocast_enabled(kind) and not self.float32_head
         dtype = torch.get_autocast_dtype(kind) if narrow else torch.float32
-        return layout, picked_RH.to(dtype), weight_VH.to(dtype)
+        return picked_RH.to(dtype), weight_VH.to(dtype)
 
-    def _run(self, rows: MicroBatch, features: Features) -> tuple[PackedLayout, torch.Tensor]:
-        """The pack, and the last hidden states of its tokens."""
-        merge_size = 0 if self.tower is None else self.tower.rules.merge_size
-        layout = pack(rows, merge_size, features).to(self.device)
+    def _run(self, layout: PackedLayout, features: Features) -> torch.Tensor:
+        """The last hidden states of the tokens of a pack that is on the device."""
         shown = None if self.tower is None else features
-        return layout, run_packed(self.model, layout, shown, self.operations["attention"])
+        return run_packed(self.model, layout, shown, self.operations["attention"])
 
 
 def run_packed(
@@ -499,17 +506,6 @@ class PromptBucket:
         keys = lengths if self.whole_rows else [self.key_length] * self.count
         return PackRows(lengths, keys, self.queries.device)
 
-    def to(self, device: torch.device) -> PromptBucket:
-        return PromptBucket(
-            self.count,
-            self.query_length,
-            self.key_length,
-            self.queries.to(device),
-            self.keys.to(device),
-            None if self.mask is None else self.mask.to(device),
-            None if self.kept is None else self.kept.to(device),
-        )
-
 
 @dataclass(frozen=True)
 class PackedLayout:
@@ -531,17 +527,21 @@ class PackedLayout:
     features: torch.Tensor
 
     def to(self, device: torch.device) -> PackedLayout:
-        if device.type == "cpu":
-            return self
-        return PackedLayout(
-            self.token_ids.to(device),
-            self.position_ids.to(device),
-            tuple(bucket.to(device) for bucket in self.buckets),
-            self.predictors.to(device),
-            self.targets.to(device),
-            self.longest,
-            self.features.to(device),
-        )
+        return to_device(self, device)
+
+
+@dataclass(frozen=True)
+class PassInputs:
+    """What a pass computes with: the pack, and what its loss reads.
+
+    named: tokens that a teacher named at each place, int64[R, K]. patches: of the images, where the
+    model sees them in the same pass.
+    """
+
+    layout: PackedLayout
+    columns: LossColumns | None = None
+    named: torch.Tensor | None = None
+    patches: Patches | None = None
 
 
 @dataclass(frozen=True)
