@@ -24,6 +24,12 @@ CUT = [
     for case in CASES
     if case.model_type in FAMILIES and case.model_type not in TENSOR_REFUSED
 ]
+NORMS = {"glm4_moe": {"use_qk_norm": True}, "phi": {"qk_layernorm": True}}  # their plans tell none
+NORMED = [
+    replace(case, of="norms", settings={**case.settings, **NORMS[case.name]})
+    for case in CUT
+    if case.name in NORMS
+]
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +56,23 @@ def test_a_family_trains_as_plain_transformers(
         assert proof.reloaded <= MAX_LOGPROB_DIFF
 
 
+@pytest.mark.parametrize("case", NORMED, ids=lambda case: case.name)
+def test_norms_over_heads_have_the_gradients_of_all_heads(
+    pool: Pool, tmp_path: Path, case: Case
+) -> None:
+    proof = prove_one(pool, tmp_path, case)
+    assert proof.logprob <= MAX_LOGPROB_DIFF
+    assert proof.gradient <= MAX_GRADIENT_DIFF
+
+
+def test_weights_of_every_head_are_refused_by_name(pool: Pool, tmp_path: Path) -> None:
+    case = named("cohere")
+    settings = {**case.settings, "use_qk_norm": True}
+    model = build(replace(case, settings=settings), tmp_path / "model")
+    answers = pool.run("attempt", 2, model=str(model.directory), out=str(tmp_path), **TENSOR)
+    assert all("self_attn.q_norm" in answer["error_message"] for answer in answers), answers
+
+
 @pytest.mark.parametrize(
     ("left_out", "name"), [pytest.param("heads", "qwen3", marks=fast), ("vocabulary", "llama")]
 )
@@ -57,19 +80,22 @@ def test_without_one_sum_over_tensor_ranks_gradients_are_wrong(
     pool: Pool, tmp_path: Path, left_out: str, name: str
 ) -> None:
     """The comparison sees what is left out, where log-probs do not show it."""
-    proof = prove_one(pool, tmp_path, name, left_out=left_out)
+    proof = prove_one(pool, tmp_path, named(name), left_out=left_out)
     assert proof.logprob <= MAX_LOGPROB_DIFF
     assert proof.gradient > 100 * MAX_GRADIENT_DIFF
 
 
 def test_counted_on_every_tensor_rank_the_norm_is_wrong(pool: Pool, tmp_path: Path) -> None:
-    proof = prove_one(pool, tmp_path, "qwen3", left_out="norm")
+    proof = prove_one(pool, tmp_path, named("qwen3"), left_out="norm")
     assert proof.gradient <= MAX_GRADIENT_DIFF
     assert proof.norm > 1e-2
 
 
-def prove_one(pool: Pool, tmp_path: Path, name: str, **arguments: Any) -> Proof:
-    case = next(case for case in CUT if case.name == name)
+def named(name: str) -> Case:
+    return next(case for case in CUT if case.name == name)
+
+
+def prove_one(pool: Pool, tmp_path: Path, case: Case, **arguments: Any) -> Proof:
     model = build(case, tmp_path / "model")
     return prove(pool, case, model, expect(model, 1), tmp_path / "out", 2, **arguments, **TENSOR)
 

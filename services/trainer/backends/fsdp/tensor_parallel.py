@@ -6,7 +6,7 @@ have equal parts, and the weights that are whole on all ranks and see a part of 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ from sluice.weights.errors import InvalidAdapterError
 DATA, TENSOR = "data", "tensor"  # the dimensions of the mesh
 SUMMED = "replicated_with_grad_allreduce"  # transformers' word for weights of a part of the heads
 LATENT = "mla_kv_a_proj"  # and for one of whose outputs a part is compressed, a part of no head
+
+HEAD_NORMS = {"q_norm", "k_norm", "q_layernorm", "k_layernorm"}
 
 
 def cut_layers(model: Any, mesh: DeviceMesh) -> None:
@@ -52,12 +54,27 @@ def cut_layers(model: Any, mesh: DeviceMesh) -> None:
         if head is not None:
             plan[names[head]] = "colwise"
         embedding.register_forward_hook(_copied)
+    plan |= _norms_of_heads(model, plan)
     summed = {pattern for pattern, style in plan.items() if style == SUMMED}
     apply_tensor_parallelism(model, mesh, {p: s for p, s in plan.items() if p not in summed})
     for name, module in model.named_modules():
         if replace_layer_number_by_wildcard(name) in summed:
             _sum_gradients(module, mesh)
     _check_even(model, mesh.size())
+
+
+def _norms_of_heads(model: Any, plan: Mapping[str, str]) -> dict[str, str]:
+    """What some plans leave out: norms, which not every model of a family has, over cut heads."""
+    found = {}
+    for name, module in model.named_modules():
+        pattern = replace_layer_number_by_wildcard(name)
+        owner, _, last = pattern.rpartition(".")
+        if last not in HEAD_NORMS or plan.get(f"{owner}.q_proj") != "colwise":
+            continue
+        if any(weight.ndim > 1 for weight in module.parameters()):
+            raise LayoutError(f"fsdp.tensor above 1 with {name}, which has weights for every head")
+        found[pattern] = SUMMED
+    return found
 
 
 def _copied(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
