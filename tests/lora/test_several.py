@@ -32,6 +32,7 @@ PLACES = [
     pytest.param("reference", 2, {}, id="reference, two ranks"),
     pytest.param("fsdp", 2, {}, marks=fast, id="fsdp, two ranks"),
     pytest.param("fsdp", 4, {}, id="fsdp, four ranks"),
+    pytest.param("fsdp", 2, {"tensor": 2}, id="fsdp, tensor 2"),
     pytest.param("megatron", 1, {}, id="megatron"),
     pytest.param("megatron", 2, {"tensor": 2}, id="tensor 2"),
     pytest.param("megatron", 2, TENSOR, marks=fast, id="tensor 2, sequence"),

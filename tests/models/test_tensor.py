@@ -24,7 +24,10 @@ CUT = [
     for case in CASES
     if case.model_type in FAMILIES and case.model_type not in TENSOR_REFUSED
 ]
-NORMS = {"glm4_moe": {"use_qk_norm": True}, "phi": {"qk_layernorm": True}}  # their plans tell none
+NORMS: dict[str, dict[str, Any]] = {  # which their plans do not tell of
+    "glm4_moe": {"use_qk_norm": True, "num_experts_per_tok": 4},
+    "phi": {"qk_layernorm": True, "head_dim": 8},
+}
 NORMED = [
     replace(case, of="norms", settings={**case.settings, **NORMS[case.name]})
     for case in CUT
@@ -60,9 +63,14 @@ def test_a_family_trains_as_plain_transformers(
 def test_norms_over_heads_have_the_gradients_of_all_heads(
     pool: Pool, tmp_path: Path, case: Case
 ) -> None:
-    proof = prove_one(pool, tmp_path, case)
-    assert proof.logprob <= MAX_LOGPROB_DIFF
-    assert proof.gradient <= MAX_GRADIENT_DIFF
+    model = build(case, tmp_path / "model")
+    expected = expect(model, 1)
+    for name, left_out in (("told", ""), ("left out", "told")):
+        more = {**TENSOR, "left_out": left_out}
+        proof = prove(pool, case, model, expected, tmp_path / name, 2, **more)
+        assert proof.logprob <= MAX_LOGPROB_DIFF
+        limit = 100 * MAX_GRADIENT_DIFF if left_out else MAX_GRADIENT_DIFF
+        assert (proof.gradient > limit) is bool(left_out)
 
 
 def test_weights_of_every_head_are_refused_by_name(pool: Pool, tmp_path: Path) -> None:
