@@ -134,8 +134,8 @@ lint: $(VENV)/.dev  ## style, types, layers, contract, generated files
 	$(BIN)/buf breaking protos --against protos/released.binpb
 
 test: lint  ## what CI runs: lint, unit, service, contract, short end-to-end
-	$(TEST_ALL) --ignore tests/megatron --ignore tests/lm_eval --ignore tests/connectors --ignore tests/node --ignore tests/compose --ignore tests/kubernetes --ignore tests/pages --ignore tests/trackers --ignore tests/vision
-	$(TEST) tests/megatron tests/vision -m "fast and not sglang"
+	$(TEST_ALL) --ignore tests/megatron --ignore tests/lm_eval --ignore tests/connectors --ignore tests/node --ignore tests/compose --ignore tests/kubernetes --ignore tests/pages --ignore tests/trackers --ignore tests/vision --ignore tests/bucket
+	$(TEST) tests/megatron tests/vision tests/bucket -m "fast and not sglang"
 	$(MAKE) build/sglang/.installed
 	$(TEST) tests/sglang -m "sglang and fast"
 	$(RUN) -m tools.stress_tests --changed HEAD~1 --load 2 --seconds 60
@@ -221,8 +221,12 @@ soak: $(VENV)/.dev  ## 10,000 tiny steps; memory, descriptors, threads and files
 observability-check: $(VENV)/.dev  ## every panel has data under a real Prometheus, every alert fires and clears (Debian's prometheus)
 	$(RUN) -m tools.observability_check
 
-test-ray: $(VENV)/.dev  ## sluice up --on ray on three nodes of this host: services, actors, ranks, nodes and the GCS are lost under a run
+test-ray: $(VENV)/.dev  ## sluice up --on ray on three nodes of this host: services, actors, ranks, nodes and the GCS are lost under a run, then a reward model
 	$(RUN) -m tools.ray_check --whole
+	$(RUN) -m tools.ray_check --reward-model
+
+test-bucket: $(VENV)/.dev  ## runs whose store is a bucket: killed, moved to another host, taken over
+	$(TEST) tests/bucket
 
 test-slurm: $(VENV)/.dev  ## deploy/slurm on a Slurm of its own, a node lost in the middle (root; Debian's slurmctld, slurmd, slurm-client, munge)
 	$(RUN) -m tools.slurm_check
@@ -317,5 +321,5 @@ accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: righ
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help site test-nodes test-kubernetes observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-node test-pages test-trackers proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-ray test-slurm compose-smoke test-compose \
+.PHONY: help site test-nodes test-kubernetes observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-node test-pages test-trackers proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-ray test-bucket test-slurm compose-smoke test-compose \
 	verify bench bench-adapters bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-fleet bench-demo bench-training bench-checkpoint bench-colocated bench-algorithms bench-router bench-router-simulation clean

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import signal
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,7 +22,6 @@ from sluice.api.converter.v1 import converter_service_pb2 as pb
 from sluice.api.converter.v1 import converter_service_pb2_grpc as pb_grpc
 from sluice.client import Client, error_from_status
 from sluice.config import ConfigError, ProcessConfig, load_config
-from sluice.durable import scratch
 from sluice.place import Place, StorePlace, directory_of, place_of
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.wire import (
@@ -31,8 +29,9 @@ from sluice.runtime.wire import (
     conversion_to_proto,
     convert_options_to_proto,
     duration_of,
+    place_to_proto,
 )
-from sluice.weights.convert.options import ConvertOptions, OptionError
+from sluice.weights.convert.options import OptionError, PlacedOptions
 
 if TYPE_CHECKING:
     from sluice.weights.convert.work import Control, ConversionProgress
@@ -48,15 +47,9 @@ SCRATCH = (
 )
 
 
-class ConvertConfig(ProcessConfig, ConvertOptions):
+class ConvertConfig(ProcessConfig, PlacedOptions):
     """Flags of `sluice convert SRC DST`, directories or s3:// URLs."""
 
-    model: StorePlace | None = Field(  # type: ignore[assignment]
-        None, description="Directory or s3:// URL with config.json, if SRC has none."
-    )
-    origin: StorePlace | None = Field(  # type: ignore[assignment]
-        None, description="HF checkpoint that fills in what SRC lacks."
-    )
     scratch: Path | None = Field(None, description=SCRATCH)
     validate_only: bool = False
     report: Path | None = Field(None, description="Write the whole report there, as JSON.")
@@ -112,100 +105,40 @@ async def _convert_here(
 
     _check_here(source, config.model, config.origin)
     control = Control()
-    return await _in_thread(lambda: _convert(config, source, target, control), control)
 
+    def work() -> pb.ConvertCheckpointResponse:
+        from sluice.weights.convert.placed import convert_places
 
-def _convert(
-    config: ConvertConfig, source: Place, target: Place, control: Control
-) -> pb.ConvertCheckpointResponse:
-    from sluice.weights.convert.conversion import convert, validate
+        result = convert_places(
+            source,
+            target,
+            config,
+            control,
+            scratch=config.scratch,
+            validate_only=config.validate_only,
+        )
+        return conversion_to_proto(result)
 
-    with _Here(config.scratch, control) as here:
-        with here.claim(target, is_kept=not config.validate_only) as written:
-            values = {name: getattr(config, name) for name in ConvertOptions.model_fields}
-            values |= {name: here.directory(values[name]) for name in ("model", "origin")}
-            options, read = ConvertOptions(**values), here.existing(source)
-            if config.validate_only:
-                result = validate(read, written, options)
-            else:
-                result = convert(read, written, options, control)
-        answer = conversion_to_proto(result)
-        answer.target = str(target)
-        return answer
+    return await _in_thread(work, control)
 
 
 async def _verify_here(
     config: VerifyConfig, first: Place, second: Place
 ) -> pb.VerifyCheckpointResponse:
-    from sluice.weights.convert.verify import compare
     from sluice.weights.convert.work import Control
 
     _check_here(first, second, config.model)
     control = Control()
 
     def work() -> pb.VerifyCheckpointResponse:
-        with _Here(config.scratch, control) as here:
-            one, other = here.existing(first), here.existing(second)
-            return comparison_to_proto(
-                compare(one, other, control, model=here.directory(config.model))
-            )
+        from sluice.weights.convert.placed import compare_places
+
+        comparison = compare_places(
+            first, second, control, model=config.model, scratch=config.scratch
+        )
+        return comparison_to_proto(comparison)
 
     return await _in_thread(work, control)
-
-
-class _Here:
-    """Places as directories of this host: themselves, or what was fetched of a bucket."""
-
-    def __init__(self, scratch: Path | None, control: Control) -> None:
-        """`scratch` is where files of a bucket lie meanwhile."""
-        self._scratch, self._control = scratch, control
-        self._stack = contextlib.ExitStack()
-        self._fetched: dict[str, Path] = {}
-
-    def __enter__(self) -> _Here:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def existing(self, place: Place) -> Path:
-        """Return a directory with what is in a place."""
-        if (directory := directory_of(place)) is not None:
-            return directory
-        from sluice.weights.convert.places import fetch  # nobody else needs obstore
-
-        url = str(place)
-        if url not in self._fetched:
-            # by its name: a record of the conversion has it
-            folder = self._room() / url.rpartition("/")[2]
-            self._fetched[url] = fetch(url, folder, self._control)
-        return self._fetched[url]
-
-    def directory(self, place: Place | None) -> Path | None:
-        """The same of a place that need not be given."""
-        return None if place is None else self.existing(place)
-
-    @contextlib.contextmanager
-    def claim(self, place: Place, *, is_kept: bool) -> Iterator[Path]:
-        """Have a directory for the block that becomes what is in a place, if it `is_kept`."""
-        if (directory := directory_of(place)) is not None:
-            yield directory
-            return
-        from sluice.weights.convert.places import check_free, claimed, put
-
-        url = str(place)
-        folder = self._room() / url.rpartition("/")[2]
-        if not is_kept:
-            check_free(url)
-            yield folder
-            return
-        with claimed(url):
-            yield folder
-            put(folder, url, self._control)
-
-    def _room(self) -> Path:
-        """Return a new directory, which is gone at the end; that of a killed process too."""
-        return self._stack.enter_context(scratch("sluice-convert-", self._scratch))
 
 
 def _check_here(*places: Place | None) -> None:
@@ -239,11 +172,14 @@ async def _in_thread(work: Callable[[], T], control: Control) -> T:
 async def _convert_there(
     config: ConvertConfig, source: Place, target: Place
 ) -> pb.ConvertCheckpointResponse:
-    values = {name: getattr(config, name) for name in ConvertOptions.model_fields}
-    values |= {name: _of_service(values[name]) for name in ("model", "origin")}
-    request = convert_options_to_proto(ConvertOptions(**values))
+    _check_there(config.scratch)
+    try:
+        config.check()
+    except OptionError as error:
+        raise CheckpointError(str(error)) from error
+    request = convert_options_to_proto(config)
     request.request_id = str(uuid.uuid4())
-    request.source, request.target = _there(source), _there(target)
+    request.source, request.target = place_to_proto(source), place_to_proto(target)
     request.validate_only = config.validate_only
     async with ConverterClient(config.address, config.security) as client:
         operation = await client.convert(request)
@@ -253,11 +189,12 @@ async def _convert_there(
 async def _verify_there(
     config: VerifyConfig, first: Place, second: Place
 ) -> pb.VerifyCheckpointResponse:
+    _check_there(config.scratch)
     request = pb.VerifyCheckpointRequest(
         request_id=str(uuid.uuid4()),
-        first=_there(first),
-        second=_there(second),
-        model=_there(config.model),
+        first=place_to_proto(first),
+        second=place_to_proto(second),
+        model=place_to_proto(config.model),
     )
     async with ConverterClient(config.address, config.security) as client:
         operation = await client.verify(request)
@@ -286,18 +223,9 @@ def _two_places(arguments: Sequence[str]) -> tuple[Place, Place, list[str]]:
     return first, second, list(arguments[2:])
 
 
-def _of_service(place: Place | None) -> Path | None:
-    """Return a place as a directory. Raises ConfigError for a bucket."""
-    directory = None if place is None else directory_of(place)
-    if place is not None and directory is None:
-        raise ConfigError(f"{place}: a converter reads and writes directories; leave out --address")
-    return directory
-
-
-def _there(place: Place | None) -> str:
-    """Return a place as the converter sees it: the same, and absolute."""
-    path = _of_service(place)
-    return "" if path is None else str(path.absolute())
+def _check_there(scratch: Path | None) -> None:
+    if scratch is not None:
+        raise ConfigError("scratch: is of this host; a converter has its own")
 
 
 def _show(progress: ConversionProgress) -> None:

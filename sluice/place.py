@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,9 @@ from pydantic import BeforeValidator, Field
 from sluice.config import Config
 
 SCHEMES = ("s3://", "memory://")  # memory: of one process, for tests
+BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+AMBIGUOUS = re.compile(r"[%?#\\\x00-\x1f\x7f]|^\s|\s$")  # `%2e%2e` is `..` in a URL, a tab nothing
+LONGEST_PREFIX = 900  # bytes; keys have 1,024
 
 Place = Path | str  # a bucket is a URL
 
@@ -30,10 +34,16 @@ def place_of(value: object) -> Place:
         return Path(text.removeprefix("file://"))
     if not text.startswith(SCHEMES):
         raise ValueError(f"{text[:200]!r} is neither a directory nor an s3:// URL")
+    text = text.rstrip("/")
     name, _, prefix = text.partition("://")[2].partition("/")
-    if not name or any(part in ("", ".", "..") for part in prefix.split("/") if prefix.strip("/")):
+    parts = prefix.split("/") if prefix else []
+    if not BUCKET.fullmatch(name) or any(part in ("", ".", "..") for part in parts):
         raise ValueError(f"{text[:200]!r} names no bucket and prefix, as s3://bucket/prefix does")
-    return text.rstrip("/")
+    if AMBIGUOUS.search(prefix):
+        raise ValueError(f"{text[:200]!r} has a character that no prefix may have: one of % ? # \\")
+    if len(prefix.encode(errors="surrogatepass")) > LONGEST_PREFIX:
+        raise ValueError(f"{text[:200]!r}... is longer than the {LONGEST_PREFIX} bytes of a prefix")
+    return text
 
 
 StorePlace = Annotated[Path | str, BeforeValidator(place_of)]

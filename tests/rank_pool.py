@@ -76,6 +76,7 @@ class Pool:
             mine, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self._module, theirs), daemon=True)
             process.start()
+            theirs.close()  # so that its end is heard of
             self._connections.append(mine)
             self._processes.append(process)
         for connection in self._connections[started:]:
@@ -85,7 +86,10 @@ class Pool:
 def _receive(connection: Connection, seconds: float) -> dict[str, Any]:
     if not connection.poll(seconds):
         raise JobError(f"no answer within {seconds} s")
-    answer: dict[str, Any] = json.loads(connection.recv_bytes())
+    try:
+        answer: dict[str, Any] = json.loads(connection.recv_bytes())
+    except EOFError:
+        raise JobError("a rank has ended without an answer; its error is above") from None
     return answer
 
 

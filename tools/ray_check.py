@@ -1,13 +1,15 @@
 """A stack on a Ray cluster of its own, on this host: up, a run that processes are lost under, down.
 
-    python -m tools.ray_check [--whole]
+    python -m tools.ray_check [--whole | --reward-model]
 
 Nodes are `ray start --block` on loopback addresses of their own, with tokens. The copy task trains
 through `sluice train` while, one after the other, processes are lost; each has to be back, and the
 run to get on, before the next. The short form has two nodes and kills (-9) a service and an actor.
 The whole one has three, of which the head runs no service, and goes on with a rank, a node, the
 node of the router, one that falls silent (SIGSTOP of its raylet), and the head: its GCS is killed,
-and started again on what it has stored. A node that was lost comes back empty. The last line is
+and started again on what it has stored. A node that was lost comes back empty. With a reward model
+it is that, its actor and its node that are lost, under a run whose groups it scores.
+The last line is
 `ray: up_seconds=<x> faults=<n> recovered=<n> reward_last=<x> lost=0 doubled=0 orphans=0`;
 it ends with 1 where one of them is not as it should be.
 """
@@ -47,6 +49,7 @@ GROUPS, SAMPLES, CHECKPOINT_EVERY = 32, 16, 10
 FIRST_STEPS, STEPS_EACH = 80, 10  # of the run, and for each fault
 STEPS_ON = 3  # by which a run has got on
 REWARD = 0.9
+LITTLE = {"cpus": 0.5}
 BLOCKS = "This command will now block"
 TOO_SLOW = "timed out during startup"  # by its own 30 s, which nothing sets
 
@@ -157,12 +160,25 @@ class Cluster:
 class Run:
     """A stack on a cluster and a run on it, by the commands that users have."""
 
-    def __init__(self, cluster: Cluster, steps: int) -> None:
+    def __init__(self, cluster: Cluster, steps: int, *, scored: bool = False) -> None:
+        """`scored`: by a reward model of the stack, and not by what was to be copied."""
         self.cluster, self.steps = cluster, steps
         self.directory = cluster.directory / "run"
         self.directory.mkdir()
         model = self.directory / "model"
         self._command("examples.models.tiny_qwen3", str(model))
+        scores: dict[str, Any] = {}
+        rewarded: dict[str, Any] = {"reward": "position_match"}
+        if scored:
+            head = self.directory / "head"
+            self._command("examples.models.value_head", str(model), str(head))
+            config = {"model": str(head), "threads": 1}
+            scores = {"scores": {"kind": "reward_model", "resources": LITTLE, "config": config}}
+            url = f"{self.directory / 'services.json'}#scores"
+            asked = {"url": url, "model": "head", "attempt_seconds": 10}
+            asked |= {"deadline_seconds": PATIENCE, "longest_backoff_seconds": 0.5}
+            rewarded = {"reward": "reward_model", "reward_settings": asked}
+        self.names = ("router", "trainer", "rollout-0", "rollout-1", *scores)
         self.services_yaml = self._write(
             "services",
             {
@@ -170,6 +186,7 @@ class Run:
                 "start_timeout_seconds": PATIENCE,
                 "services": {
                     "router": {"kind": "router"},
+                    **scores,
                     "trainer": {
                         "kind": "trainer",
                         "resources": {"cpus": 0.5},
@@ -198,7 +215,7 @@ class Run:
                 "run_dir": str(self.directory),
                 "services": str(self.directory / "services.json"),
                 "prompts": {"file": "examples/copy_digits.jsonl"},
-                "environment": {"name": "prompts", "settings": {"reward": "position_match"}},
+                "environment": {"name": "prompts", "settings": rewarded},
                 "sampling": {"max_new_tokens": 5},
                 "algorithm": {
                     "advantage": {"name": "grpo"},
@@ -339,7 +356,7 @@ def raylet(node: Callable[[Run], str]) -> Callable[[Run], tuple[list[str], int]]
 
     def find(run: Run) -> tuple[list[str], int]:
         where = node(run)
-        names = [name for name in SERVICES if run.entry(name)["host"] == where]
+        names = [name for name in run.names if run.entry(name)["host"] == where]
         return names, run.cluster.process(where, "raylet")
 
     return find
@@ -349,7 +366,10 @@ def gcs(run: Run) -> tuple[list[str], int]:
     return [], run.cluster.process(run.cluster.head, "gcs_server")
 
 
-SERVICES = ("router", "trainer", "rollout-0", "rollout-1")
+def of_reward_model(run: Run) -> str:
+    return str(run.entry("scores")["host"])
+
+
 SHORT = (
     Fault("a service", service("rollout-0")),
     Fault("its actor", actor("rollout-0")),
@@ -360,6 +380,11 @@ MORE = (
     Fault("the router's node", raylet(of_router), node=of_router),
     Fault("a silent node", raylet(of_router), signal.SIGSTOP, of_router),
     Fault("the GCS", gcs, node=lambda run: run.cluster.head),
+)
+SCORED = (
+    Fault("a reward model", service("scores")),
+    Fault("its actor", actor("scores")),
+    Fault("its node", raylet(of_reward_model), node=of_reward_model),
 )
 
 
@@ -380,7 +405,7 @@ def disturb(run: Run, training: subprocess.Popen[bytes], fault: Fault) -> bool:
     def is_told_again() -> bool:
         """By a registry that knew of nobody when it began."""
         told = run.services_json.stat().st_mtime_ns != written
-        return told and all(run.entry(name) for name in SERVICES)
+        return told and all(run.entry(name) for name in run.names)
 
     try:
         if node == run.cluster.head:
@@ -422,7 +447,7 @@ def orphans_of(run: Run) -> int:
     return found
 
 
-def check(whole: bool, directory: Path) -> int:
+def check(whole: bool, scored: bool, directory: Path) -> int:
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -437,11 +462,12 @@ def check(whole: bool, directory: Path) -> int:
         "RAY_gcs_storage_path": str(directory / "gcs"),
         "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
     }
-    faults = SHORT + MORE if whole else SHORT
-    cluster = Cluster(3 if whole else 2, directory, environment)
+    faults = SCORED if scored else SHORT + MORE if whole else SHORT
+    cluster = Cluster(3 if whole or scored else 2, directory, environment)
     try:
         cluster.start()
-        run = Run(cluster, FIRST_STEPS + STEPS_EACH * len(faults))
+        steps = STEPS_EACH if scored else FIRST_STEPS
+        run = Run(cluster, steps + STEPS_EACH * len(faults), scored=scored)
         up_seconds = run.up()
         print(f"up after {up_seconds:.1f} s", flush=True)
         recovered = 0
@@ -465,16 +491,21 @@ def check(whole: bool, directory: Path) -> int:
         f"reward_last={reward:.3f} lost={lost} doubled={doubled} orphans={orphans}"
     )
     wrong = code or sick or lost or doubled or orphans
-    return int(bool(wrong) or recovered < len(faults) or reward < REWARD)
+    learned = scored or reward >= REWARD  # of a head that was drawn at random
+    return int(bool(wrong) or recovered < len(faults) or not learned)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--whole", action="store_true", help="three nodes and seven faults")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--whole", action="store_true", help="three nodes and seven faults")
+    form.add_argument(
+        "--reward-model", action="store_true", help="three nodes, and one that scores"
+    )
     flags = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="rc-", dir="/tmp"))  # sockets have short paths
     try:
-        return check(flags.whole, directory)
+        return check(flags.whole, flags.reward_model, directory)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from services.converter import metrics
 from sluice.api.converter.v1 import converter_service_pb2 as pb
 from sluice.api.converter.v1 import converter_service_pb2_grpc as pb_grpc
 from sluice.config import ProcessConfig
+from sluice.place import Place, StorePlace, directory_of, place_of
 from sluice.runtime import wire
 from sluice.runtime.errors import (
     AlreadyExistsError,
@@ -35,6 +36,7 @@ from sluice.weights.convert.work import Control, ConversionProgress
 from sluice.weights.errors import (
     LONGEST,
     BusyTargetError,
+    ClaimedPlaceError,
     ConflictingTensorError,
     DamagedFileError,
     DiskFullError,
@@ -42,6 +44,8 @@ from sluice.weights.errors import (
     ManifestError,
     MissingTensorError,
     MixedTypesError,
+    NoCheckpointError,
+    TakenPlaceError,
     TargetExistsError,
     TensorDigestError,
     UnexpectedTensorError,
@@ -53,8 +57,14 @@ from sluice.weights.rules.packing import PartitionError
 class ConverterConfig(ProcessConfig):
     """Converter service: checkpoints between HF and torch_dist."""
 
-    roots: list[Path] = Field(
-        min_length=1, description="Directories below which checkpoints are read and written."
+    roots: list[StorePlace] = Field(
+        min_length=1,
+        description="Directories and s3:// URLs below which checkpoints are read and written.",
+    )
+    scratch: Path | None = Field(
+        None,
+        description="Directory with room for what comes from a bucket and goes there; a converter "
+        "that is started again goes on from it. Default: the system's.",
     )
     max_running: int = Field(1, ge=1, description="Conversions at a time; others wait.")
     workers: int = Field(2, ge=1, description="Threads of one conversion.")
@@ -101,8 +111,14 @@ def typed_errors() -> Iterator[None]:
         raise InvalidFieldError("layout", str(error)) from error
     except TargetExistsError as error:
         raise AlreadyExistsError("checkpoint", error.target.name) from error
+    except TakenPlaceError as error:
+        raise AlreadyExistsError("checkpoint", error.url) from error
+    except NoCheckpointError as error:
+        raise NotFoundError("checkpoint", error.url) from error
     except BusyTargetError as error:
-        raise TargetBusyError(str(error), target=error.target.name) from error
+        raise TargetBusyError(str(error), target=str(error.target)) from error
+    except ClaimedPlaceError as error:
+        raise TargetBusyError(str(error), target=error.url) from error
     except DiskFullError as error:
         raise DiskTooSmallError(str(error), needed=error.needed) from error
     except TensorDigestError as error:
@@ -126,27 +142,44 @@ def typed_errors() -> Iterator[None]:
         raise UnusablePathError(str(error), file=error.filename or "") from error
 
 
-class Paths:
-    """Directories below the roots; nothing else is touched, links followed."""
+class Roots:
+    """Directories and prefixes of buckets; nothing outside of them is touched, links followed."""
 
-    def __init__(self, roots: list[Path]) -> None:
-        self._roots = [root.resolve() for root in roots]
+    def __init__(self, roots: Sequence[Place]) -> None:
+        found = [(root, directory_of(root)) for root in roots]
+        self._directories = [path.resolve() for _, path in found if path is not None]
+        self._prefixes = [f"{root}/" for root, path in found if path is None]
 
-    def existing(self, field: str, text: str) -> Path:
-        """Raises InvalidFieldError or NotFoundError."""
-        path = self.inside(field, text)
-        if not path.is_dir():
+    def existing(self, field: str, text: str) -> Place:
+        """Read a place with something in it; a bucket is asked later.
+
+        Raises InvalidFieldError, NotFoundError and UnusablePathError.
+        """
+        place = self.inside(field, text)
+        directory = directory_of(place)
+        if directory is not None and not directory.is_dir():
             raise NotFoundError("checkpoint", text)
-        return path
+        return place
 
-    def inside(self, field: str, text: str) -> Path:
-        """Raises InvalidFieldError."""
-        if not text or not Path(text).is_absolute():
-            raise InvalidFieldError(field, "is no absolute path")
-        path = Path(text).resolve()
-        if not any(path.is_relative_to(root) and path != root for root in self._roots):
+    def inside(self, field: str, text: str) -> Place:
+        """Raises InvalidFieldError and UnusablePathError."""
+        try:
+            place = place_of(text)
+        except ValueError as error:
+            raise InvalidFieldError(field, str(error)) from error
+        directory = directory_of(place)
+        if directory is None:
+            is_below = str(place).startswith(tuple(self._prefixes))
+        elif text and directory.is_absolute():
+            with typed_errors():  # of names that are too long
+                place = directory = directory.resolve()
+                directory.exists()
+            is_below = any(root in directory.parents for root in self._directories)
+        else:
+            raise InvalidFieldError(field, "is no absolute path and no s3:// URL")
+        if not is_below:
             raise InvalidFieldError(field, "is not below a root of this converter")
-        return path
+        return place
 
 
 def write_progress(progress: ConversionProgress, metadata: pb.ConversionMetadata) -> None:
@@ -182,7 +215,7 @@ class _Job:
 class ConverterServicer(pb_grpc.ConverterServiceServicer):
     def __init__(self, config: ConverterConfig, server: Server) -> None:
         self._config, self._server = config, server
-        self._paths = Paths(config.roots)
+        self._roots = Roots(config.roots)
         self._free = asyncio.Semaphore(config.max_running)
         self._threads = ThreadPoolExecutor(config.max_running, thread_name_prefix="conversion")
         self._jobs: OrderedDict[str, _Job] = OrderedDict()
@@ -194,36 +227,44 @@ class ConverterServicer(pb_grpc.ConverterServiceServicer):
     async def ConvertCheckpoint(
         self, request: pb.ConvertCheckpointRequest, context: Any
     ) -> operations_pb2.Operation:
-        source = self._paths.existing("source", request.source)
-        target = self._paths.inside("target", request.target)
+        source = self._roots.existing("source", request.source)
+        target = self._roots.inside("target", request.target)
         options = wire.convert_options_from_proto(
-            request, self._paths.existing, workers=self._config.workers, sync=self._config.durable
+            request, self._roots.existing, workers=self._config.workers, sync=self._config.durable
         )
         with typed_errors():
             options.check()
         job = _Job("convert", _metadata(request.source, request.target))
 
         def work() -> pb.ConvertCheckpointResponse:
-            from sluice.weights.convert.conversion import convert, validate
+            from sluice.weights.convert.placed import convert_places
 
-            if request.validate_only:
-                return wire.conversion_to_proto(validate(source, target, options))
-            return wire.conversion_to_proto(convert(source, target, options, job.control))
+            result = convert_places(
+                source,
+                target,
+                options,
+                job.control,
+                scratch=self._config.scratch,
+                validate_only=request.validate_only,
+            )
+            return wire.conversion_to_proto(result)
 
         return self._start(request, job, work)
 
     async def VerifyCheckpoint(
         self, request: pb.VerifyCheckpointRequest, context: Any
     ) -> operations_pb2.Operation:
-        first = self._paths.existing("first", request.first)
-        second = self._paths.existing("second", request.second)
-        model = self._paths.existing("model", request.model) if request.model else None
+        first = self._roots.existing("first", request.first)
+        second = self._roots.existing("second", request.second)
+        model = self._roots.existing("model", request.model) if request.model else None
+        scratch = self._config.scratch
         job = _Job("verify", _metadata(request.first, request.second))
 
         def work() -> pb.VerifyCheckpointResponse:
-            from sluice.weights.convert.verify import compare
+            from sluice.weights.convert.placed import compare_places
 
-            return wire.comparison_to_proto(compare(first, second, job.control, model=model))
+            comparison = compare_places(first, second, job.control, model=model, scratch=scratch)
+            return wire.comparison_to_proto(comparison)
 
         return self._start(request, job, work)
 

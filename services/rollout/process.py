@@ -279,13 +279,8 @@ class RolloutProcess:
 
     async def run(self) -> None:
         """Serves until a signal; one that comes while the model loads ends the loading."""
-        starting = asyncio.create_task(self.start())
-        self.server.stop_on_signals(starting.cancel)  # which does nothing once it has ended
         try:
-            await asyncio.wait([starting])
-            if not starting.cancelled():
-                await starting  # raises what it failed with
-                await self.server.run_until_signal()
+            await self.server.run(self.start)
         finally:
             await self.close()
 

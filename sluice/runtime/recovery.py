@@ -110,7 +110,7 @@ async def wait_until_ready(
     listed = waits.waiting(what, timeout=seconds, explain=lambda: reason)
     try:
         with listed:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds) as limit:
                 while True:
                     try:
                         return await probe()
@@ -123,4 +123,6 @@ async def wait_until_ready(
                         logger.warning("waiting for %s: %s", what, reason)
                     await asyncio.sleep(every)
     except TimeoutError:
+        if not limit.expired():  # the probe's own
+            raise
         raise failure(f"{what} was not ready in {seconds:g} s: {reason}") from None

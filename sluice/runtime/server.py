@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +322,18 @@ class Server:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop)
+
+    async def run(self, start: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Call `start`, then serve until a signal; one that comes while it starts ends that.
+
+        Raises what `start` does.
+        """
+        starting = asyncio.create_task(start(), name="start")
+        self.stop_on_signals(starting.cancel)  # which does nothing once it has ended
+        await asyncio.wait([starting])
+        if not starting.cancelled():
+            await starting
+            await self.run_until_signal()
 
     async def run_until_signal(self) -> None:
         """Serve until a signal, if it has been told to stop on them, or `request_stop`; drain."""

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -21,11 +20,12 @@ from sluice.api.common.v1 import sample_pb2
 from sluice.api.converter.v1 import converter_service_pb2 as converter_pb
 from sluice.api.rollout.v1 import rollout_service_pb2 as rollout_pb
 from sluice.api.trainer.v1 import loss_pb2
+from sluice.place import Place, directory_of
 from sluice.runtime.errors import InvalidFieldError
 from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import MediaSpan, Sample, VersionSpan, find_column
 from sluice.weights.adapter import AdapterSpec
-from sluice.weights.convert.options import ConvertOptions, Layout
+from sluice.weights.convert.options import Layout, PlacedOptions
 
 if TYPE_CHECKING:  # they import torch
     from sluice.weights.convert.conversion import Result
@@ -407,11 +407,17 @@ _QUANTIZATIONS = {
 }
 
 
-def convert_options_to_proto(options: ConvertOptions) -> converter_pb.ConvertCheckpointRequest:
+def place_to_proto(place: Place | None) -> str:
+    """A directory, made absolute, or the URL of a bucket; "" where none is given."""
+    directory = None if place is None else directory_of(place)
+    return str(place or "") if directory is None else str(directory.absolute())
+
+
+def convert_options_to_proto(options: PlacedOptions) -> converter_pb.ConvertCheckpointRequest:
     """A request without its id, source and target; directories are made absolute."""
     request = converter_pb.ConvertCheckpointRequest(
         target_format=_FORMATS[options.to],
-        model=str(options.model.absolute()) if options.model else "",
+        model=place_to_proto(options.model),
         dtype=_DTYPES[options.dtype],
         quantization=_QUANTIZATIONS[options.quantize],
         layout=converter_pb.Layout(**dict(options.layout)),
@@ -421,7 +427,7 @@ def convert_options_to_proto(options: ConvertOptions) -> converter_pb.ConvertChe
         max_file_bytes=options.max_file_bytes,
     )
     if options.origin is not None:
-        request.origin.directory = str(options.origin.absolute())
+        request.origin.directory = place_to_proto(options.origin)
         request.origin.allow.extend(options.allow)
         request.origin.deny.extend(options.deny)
     return request
@@ -429,14 +435,14 @@ def convert_options_to_proto(options: ConvertOptions) -> converter_pb.ConvertChe
 
 def convert_options_from_proto(
     request: converter_pb.ConvertCheckpointRequest,
-    directory: Callable[[str, str], Path],
+    place: Callable[[str, str], Place],
     *,
     workers: int,
     sync: bool,
-) -> ConvertOptions:
-    """The options of a request. `directory` finds one by the field and what stands in it.
+) -> PlacedOptions:
+    """The options of a request. `place` finds one by the field and what stands in it.
 
-    Raises InvalidFieldError and what `directory` raises.
+    Raises InvalidFieldError and what `place` raises.
     """
     values: dict[str, object] = {
         "to": _name_of(_FORMATS, request.target_format, "target_format"),
@@ -451,12 +457,12 @@ def convert_options_from_proto(
         "sync": sync,
     }
     if request.model:
-        values["model"] = directory("model", request.model)
+        values["model"] = place("model", request.model)
     if request.HasField("origin"):
-        values["origin"] = directory("origin.directory", request.origin.directory)
+        values["origin"] = place("origin.directory", request.origin.directory)
         values["allow"] = list(request.origin.allow) or ["*"]
         values["deny"] = list(request.origin.deny)
-    return ConvertOptions.model_validate(values)
+    return PlacedOptions.model_validate(values)
 
 
 def _name_of(numbers: Mapping[str, int], number: int, field: str) -> str:

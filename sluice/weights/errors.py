@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sluice.place import Place
+
 LONGEST = 2000  # characters of a message: names come from files, and may be of any length
 
 
@@ -156,9 +158,41 @@ class TargetExistsError(WeightStoreError):
 class BusyTargetError(WeightStoreError):
     """Another conversion writes the same target."""
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Place) -> None:
         self.target = target
-        super().__init__(f"another conversion writes {target.name!r}")
+        super().__init__(f"another conversion writes {str(target).rpartition('/')[2]!r}")
+
+
+class BucketCheckpointError(WeightStoreError):
+    """A place in a bucket holds no whole checkpoint, or is not free for one; the message says
+    which."""
+
+
+class NoCheckpointError(BucketCheckpointError):
+    """Nothing lies in a place of a bucket."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        super().__init__(f"{url} holds no objects")
+
+
+class TakenPlaceError(BucketCheckpointError):
+    """Something lies in a bucket where the conversion should write."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self.url = url
+        super().__init__(f"{url} is not empty: it holds {key}")
+
+
+class ClaimedPlaceError(BucketCheckpointError):
+    """Another conversion writes there in a bucket, or was killed elsewhere."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        super().__init__(
+            f"{url}: another conversion writes there, or was killed; then ask for the same one "
+            "again where it ran, or remove what lies there"
+        )
 
 
 class MixedTypesError(InvalidCheckpointError):

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from sluice.convert_command import CheckpointError, convert, verify
 from sluice.weights.convert.verify import compare
 from tests.patience import PATIENCE
 from tests.s3_server import Faults, environment, make_bucket, running_s3
+from tests.unit.weights_rules.models import save_model
 
 FLAGS = ["--vocab_multiple", "8", "--no-sync"]
 
@@ -46,7 +48,9 @@ def bucket(server: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> O
 
 
 def left(tmp_path: Path) -> list[str]:
-    return [path.name for path in (tmp_path / "scratch").iterdir()]
+    """What is in the directory for temporary files, but for the one that holds rooms."""
+    scratch = tmp_path / "scratch"
+    return [path.name for path in (*scratch.glob("[!s]*"), *scratch.glob("*/*"))]
 
 
 def run(command, *arguments: object) -> None:
@@ -56,6 +60,16 @@ def run(command, *arguments: object) -> None:
 def upload(bucket: ObjectBucket, directory: Path, key: str) -> None:
     for path in directory.iterdir():
         bucket.put_file(f"{key}/{path.name}", path)
+
+
+def mark(bucket: ObjectBucket, *keys: str) -> None:
+    """Empty objects, as consoles make them of folders."""
+    for key in keys:
+        asked = urllib.request.Request(
+            f"{os.environ['AWS_ENDPOINT_URL']}/models/{key}", method="PUT", data=b""
+        )
+        with urllib.request.urlopen(asked, timeout=PATIENCE):
+            pass
 
 
 def download(bucket: ObjectBucket, key: str, directory: Path) -> Path:
@@ -75,6 +89,8 @@ def test_a_round_trip_through_the_bucket_is_equal_to_the_bit(
     for key, name in (("a/hf", "hf"), ("a/megatron", "megatron")):
         assert compare(qwen3, download(bucket, key, tmp_path / name), model=qwen3).same
     assert compare(qwen3, tmp_path / "local", model=qwen3).same
+    mark(bucket, "original/", "original/none/")
+    bucket.put("original/none/more.txt", b"more")
     run(verify, "s3://models/a/hf", "s3://models/original")
     run(verify, "s3://models/a/megatron", qwen3, "--model", "s3://models/original")
     assert not [key for key in bucket.keys("") if ".converting" in key]
@@ -127,26 +143,129 @@ def test_a_place_that_is_not_free_is_refused_before_anything_is_read(
     assert bucket.keys("free") == []
 
 
-def test_a_conversion_that_dies_leaves_what_nobody_takes_for_a_checkpoint(
-    bucket: ObjectBucket, qwen3: Path, tmp_path: Path
-) -> None:
-    armed = tmp_path / "faults" / "armed"
-    faults.arm(armed, "convert.uploaded")
+def killed(armed: Path, point: str, passing: int, *arguments: object) -> None:
+    """Run `sluice convert` that dies there."""
+    faults.arm(armed, point, passing)
     died = subprocess.run(
-        [sys.executable, "-m", "sluice.cli", "convert", str(qwen3), "s3://models/t", *FLAGS],
+        [sys.executable, "-m", "sluice.cli", "convert", *map(str, arguments)],
         env={**os.environ, faults.VARIABLE: str(armed)},
         timeout=PATIENCE,
     )
     assert died.returncode == -signal.SIGKILL
+
+
+def test_what_a_killed_conversion_leaves_nobody_takes_for_a_checkpoint(
+    bucket: ObjectBucket, qwen3: Path, tmp_path: Path
+) -> None:
+    killed(tmp_path / "faults", "convert.uploaded", 1, qwen3, "s3://models/t", *FLAGS)
     assert "t/metadata.json" in bucket.keys("t") or len(bucket.keys("t")) > 2
     with pytest.raises(CheckpointError, match=r"s3://models/t is not whole"):
         run(verify, "s3://models/t", qwen3)
-    with pytest.raises(CheckpointError, match=r"then remove what lies there"):
-        run(convert, qwen3, "s3://models/t", *FLAGS)
-    bucket.delete(bucket.keys("t"))
+    for more in (["--stacking", "single"], ["--scratch", str(tmp_path)]):  # another, or elsewhere
+        with pytest.raises(CheckpointError, match=r"where it ran, or remove what lies there"):
+            run(convert, qwen3, "s3://models/t", *FLAGS, *more)
     run(convert, qwen3, "s3://models/t", *FLAGS)
     run(verify, "s3://models/t", qwen3, "--model", qwen3)
-    assert left(tmp_path) == []  # the dead one's too
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("point", "passing"),
+    [("convert.group", 20), ("convert.upload", 2), ("convert.in_bucket", 1)],
+)
+def test_a_killed_conversion_is_gone_on_with(
+    bucket: ObjectBucket, qwen3: Path, tmp_path: Path, server: Faults, point: str, passing: int
+) -> None:
+    upload(bucket, qwen3, "m")
+    arguments = ["s3://models/m", "s3://models/t", *FLAGS]
+    killed(tmp_path / "faults", point, passing, *arguments)
+    server.calls.clear()
+    run(convert, *arguments)
+    assert not [path for method, path in server.calls if method == "GET" and ".safetens" in path]
+    stored = [path for method, path in server.calls if method == "PUT"]
+    assert bool(stored) == (point != "convert.in_bucket")
+    assert compare(qwen3, download(bucket, "t", tmp_path / "t"), model=qwen3).same
+    assert left(tmp_path) == []
+
+
+def test_a_source_that_changed_after_a_kill_is_read_again(
+    bucket: ObjectBucket, qwen3: Path, tmp_path: Path
+) -> None:
+    upload(bucket, qwen3, "m")
+    arguments = ["s3://models/m", "s3://models/t", *FLAGS]
+    killed(tmp_path / "faults", "convert.upload", 2, *arguments)
+    other = save_model("qwen3", tmp_path / "other", seed=1)
+    bucket.delete(bucket.keys("m"))
+    upload(bucket, other, "m")
+    run(convert, *arguments)
+    assert compare(other, download(bucket, "t", tmp_path / "t"), model=other).same
+
+
+def test_what_comes_to_a_directory_is_gone_on_with_and_not_done_twice(
+    bucket: ObjectBucket, qwen3: Path, tmp_path: Path
+) -> None:
+    upload(bucket, qwen3, "m")
+    arguments = ["s3://models/m", tmp_path / "made", *FLAGS]
+    killed(tmp_path / "faults", "convert.group", 20, *arguments)
+    journal = (tmp_path / ".made.converting" / "journal.jsonl").read_bytes()
+    assert journal.count(b"\n") > 1
+    run(convert, *arguments)
+    made = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()}
+    assert (tmp_path / "made" / "conversion.json").exists()
+    run(convert, *arguments)
+    assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "made").iterdir()} == made
+    bucket.put("m/config.json", bucket.get("m/config.json"))  # written anew
+    with pytest.raises(CheckpointError, match="exists already"):
+        run(convert, *arguments)
+
+
+def test_a_bucket_that_fails_in_the_middle_of_an_upload_costs_no_conversion(
+    bucket: ObjectBucket,
+    qwen3: Path,
+    tmp_path: Path,
+    server: Faults,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "sluice.bucket.ObjectBucket.__init__.__kwdefaults__",
+        {
+            "request_seconds": 5.0,
+            "retry_seconds": 0.5,
+        },
+    )
+    server.add("refuse", "PUT", "conversion.json", 1_000)
+    try:
+        with pytest.raises(CheckpointError, match=r"s3://models/t/conversion.json: "):
+            run(convert, qwen3, "s3://models/t", *FLAGS)
+    finally:
+        server.coming.clear()
+    assert ".converting" in "".join(bucket.keys("t"))
+    run(convert, qwen3, "s3://models/t", *FLAGS)
+    run(verify, "s3://models/t", qwen3, "--model", qwen3)
+    assert left(tmp_path) == []
+
+
+def test_rooms_of_another_user_are_not_used(
+    bucket: ObjectBucket, qwen3: Path, tmp_path: Path
+) -> None:
+    rooms = tmp_path / "scratch" / f"sluice-convert-{os.getuid()}"
+    rooms.mkdir()
+    rooms.chmod(0o777)
+    with pytest.raises(CheckpointError, match="no directory of this user's own"):
+        run(convert, qwen3, "s3://models/t", *FLAGS)
+    assert bucket.keys("t") == []
+
+
+def test_rooms_that_nobody_came_back_to_are_cleared(
+    bucket: ObjectBucket, qwen3: Path, tmp_path: Path
+) -> None:
+    killed(tmp_path / "faults", "convert.uploaded", 1, qwen3, "s3://models/t", *FLAGS)
+    (room,) = [path for path in (tmp_path / "scratch").glob("*/*") if path.is_dir()]
+    run(convert, qwen3, "s3://models/other", *FLAGS)
+    assert room.exists()
+    os.utime(room, (0, 0))
+    run(convert, qwen3, "s3://models/more", *FLAGS)
+    assert not room.exists()
 
 
 @pytest.mark.parametrize(("kind", "method"), [("lose", "PUT"), ("cut", "GET"), ("refuse", "GET")])
@@ -160,12 +279,18 @@ def test_what_goes_wrong_on_the_way_is_done_again(
     assert compare(qwen3, download(bucket, "t", tmp_path / "t"), model=qwen3).same
 
 
-@pytest.mark.parametrize("place", ["s3://", "s3:///x", "s3://models/../x", "gs://models/x"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("s3://", "s3:///x", "s3://models/../x", "gs://models/x", "s3://-/x", "s3://models:80/x"),
+        *("s3://models/a/%2e%2e/x", "s3://models/a/.\t./x", "s3://models/x?y", "s3://models/x#y"),
+        *("s3://models/" + "x" * 5000, "s3://models/x\0", "s3://models/x//y", "s3://you@models/x"),
+    ],
+)
 def test_what_is_no_place_is_refused_by_name(place: str, qwen3: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"s3://bucket/prefix|neither a directory nor"):
+    with pytest.raises(ConfigError, match=r"s3://|can be no path") as error:
         run(convert, qwen3, place)
-    with pytest.raises(ConfigError, match="leave out --address"):
-        run(convert, qwen3, "s3://models/x", "--address", "127.0.0.1:1")
+    assert len(str(error.value)) < 500
 
 
 def test_scratch_is_where_files_lie_meanwhile(
@@ -176,4 +301,4 @@ def test_scratch_is_where_files_lie_meanwhile(
     shutil.rmtree(tmp_path / "scratch")  # not needed
     (tmp_path / "room").mkdir()
     run(convert, qwen3, "s3://models/t", *FLAGS, "--scratch", tmp_path / "room")
-    assert list((tmp_path / "room").iterdir()) == []
+    assert list((tmp_path / "room").glob("*/*")) == []

@@ -12,16 +12,19 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from services.converter.servicer import ConverterConfig
 from services.rollout.config import RolloutConfig
 from services.trainer.config import TrainerConfig
-from services.trainer.rank.__main__ import parse_flags
+from services.trainer.rank.__main__ import parse_flags, read_config
 from sluice.config import load_config, parse_config, read_yaml
+from sluice.loop.config import RunConfig
 from tests.patience import PATIENCE
 from tests.unit.custom_resources import check, job_templates, pod_templates
 from tests.unit.test_cluster_files import environment_of
 
 ROOT = Path(__file__).parent.parent.parent
 MANY = ROOT / "deploy" / "kubernetes-many-pods"
+BUCKET = ROOT / "deploy" / "kubernetes-bucket"
 COMPONENTS = ROOT / "deploy" / "kubernetes" / "components"
 REFUSED = (jsonschema.ValidationError, kubernetes_validate.ValidationError)
 
@@ -55,10 +58,13 @@ def overlay(folder: Path, *components: str) -> dict[tuple[str, str], dict[str, A
     return rendered(folder)
 
 
-@pytest.fixture(scope="module")
-def in_a_bucket(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
-    """Most components together."""
-    return overlay(tmp_path_factory.mktemp("overlay"), "ranks", "engines", "monitoring", "s3")
+@pytest.fixture(scope="module", params=["one pod each", "many pods"])
+def in_a_bucket(request, tmp_path_factory) -> dict[tuple[str, str], dict[str, Any]]:
+    """Services whose store is a bucket, and their loop."""
+    if request.param == "one pod each":
+        return rendered(BUCKET) | rendered(BUCKET / "loop")
+    folder = tmp_path_factory.mktemp("overlay")
+    return overlay(folder, "ranks", "engines", "monitoring", "s3") | rendered(BUCKET / "loop")
 
 
 def config_files(manifests: dict[tuple[str, str], dict[str, Any]], folder: Path) -> Path:
@@ -116,7 +122,7 @@ def test_what_a_pod_mounts_is_there_and_locked(manifests) -> None:
             volumes = {volume["name"]: volume for volume in pod["volumes"]}
             for container in [*pod.get("initContainers", []), *pod["containers"]]:
                 mounts = {mount["name"] for mount in container["volumeMounts"]}
-                assert mounts <= volumes.keys()
+                assert mounts <= volumes.keys(), manifest["metadata"]["name"]
                 assert container["securityContext"]["readOnlyRootFilesystem"]
             assert pod["securityContext"]["runAsNonRoot"]
             for volume in volumes.values():
@@ -177,7 +183,7 @@ def test_ranks_and_their_trainer_read_one_file_and_find_each_other(
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     values = read_yaml(folder / flags.config.name) | {"model": str(tmp_path / "model")}
-    rank = parse_config(TrainerConfig, values)  # a rank reads the file alone
+    rank = parse_config(TrainerConfig, values)  # it has none of the trainer's variables
     (front,) = manifests["StatefulSet", "trainer"]["spec"]["template"]["spec"]["containers"]
     for variable, value in environment_of(front, "trainer-0").items():
         monkeypatch.setenv(variable, value)
@@ -250,18 +256,94 @@ def test_a_service_monitor_scrapes_every_pod_behind_a_service(tmp_path) -> None:
             check(misspelt)
 
 
-def test_a_bucket_is_named_to_all_who_read_or_write_weights(in_a_bucket, tmp_path) -> None:
+def containers(
+    manifests: dict[tuple[str, str], dict[str, Any]],
+) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """The one of each pod that is no init container."""
     found = {}
-    for (kind, name), manifest in in_a_bucket.items():
+    for (kind, name), manifest in manifests.items():
         for place, template in enumerate(pod_templates(manifest)):
-            (container,) = template["spec"]["containers"]
-            secrets = [each["secretRef"]["name"] for each in container.get("envFrom", [])]
-            named = [e["value"] for e in container.get("env", []) if e["name"] == "SLUICE_WEIGHTS"]
-            if secrets or named:
-                found[kind, name, place] = secrets, named
-    bucket = ["s3://sluice/weights"]
-    assert found == {
-        ("StatefulSet", "trainer", 0): (["sluice-s3"], bucket),
-        ("LeaderWorkerSet", "rollout", 0): (["sluice-s3"], bucket),
-        ("JobSet", "ranks", 0): (["sluice-s3"], []),  # it reads trainer.yaml alone
-    }
+            (found[kind, name, place],) = template["spec"]["containers"]
+    return found
+
+
+def test_no_pod_shares_a_volume_where_the_store_is_a_bucket(in_a_bucket, manifests) -> None:
+    def shared(some: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
+        claims = [name for kind, name in some if kind == "PersistentVolumeClaim"]
+        for manifest in some.values():
+            for template in pod_templates(manifest):
+                volumes = template["spec"]["volumes"]
+                claims += [v["name"] for v in volumes if "persistentVolumeClaim" in v]
+                assert all(len(volume) == 2 for volume in volumes)  # a name and one kind
+        return claims
+
+    assert shared(in_a_bucket) == []
+    assert "sluice-store" in shared(manifests)
+
+
+def test_a_bucket_is_named_to_all_who_read_or_write_a_store(in_a_bucket, monkeypatch) -> None:
+    found, store = {}, "s3://sluice/store"
+    for where, container in containers(in_a_bucket).items():
+        secrets = [each["secretRef"]["name"] for each in container.get("envFrom", [])]
+        named = [e["value"] for e in container.get("env", []) if e["name"] == "SLUICE_STORE"]
+        found[where] = secrets == ["sluice-s3"], named == [store]
+    assert found.pop(("StatefulSet", "router", 0)) == (False, False)  # it has no store
+    for name in (("StatefulSet", "converter", 0), ("Job", "sluice-model", 0)):
+        assert found.pop(name) == (True, False)  # it is told places
+    assert {name for _, name, _ in found} >= {"trainer", "rollout", "loop"}
+    assert set(found.values()) == {(True, True)}
+
+
+def test_who_reads_a_model_fetches_it_from_the_bucket_first(in_a_bucket) -> None:
+    """What they run is `sluice convert`, which tests/converter/test_bucket.py has do this."""
+    readers = set()
+    for (_, name), manifest in in_a_bucket.items():
+        for template in pod_templates(manifest):
+            pod = template["spec"]
+            for first in pod.get("initContainers", []):
+                readers.add(name)
+                assert (
+                    "sluice convert s3://sluice/model /store/model --to hf;" in first["command"][-1]
+                )
+                assert first["envFrom"] == [{"secretRef": {"name": "sluice-s3"}}]
+                assert {m["mountPath"] for m in first["volumeMounts"]} == {"/store", "/tmp"}
+                assert {"name": "store", "emptyDir": {}} in pod["volumes"]
+    assert {"trainer", "rollout"} <= readers
+
+
+def test_services_accept_the_bucket_as_their_store(in_a_bucket, monkeypatch, tmp_path) -> None:
+    folder = config_files(in_a_bucket, tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    accepted = 0
+    for (kind, name, _), container in containers(in_a_bucket).items():
+        with monkeypatch.context() as patch:
+            environment = environment_of(container, f"{name}-0")
+            for variable, value in environment.items():
+                if "$(" not in value:  # what LeaderWorkerSet puts in
+                    patch.setenv(variable, value)
+            words = [word.replace("/config/", f"{folder}/") for word in container["command"]]
+            if name == "trainer":
+                words += ["--model", str(tmp_path / "model")]
+                assert load_config(TrainerConfig, words[3:]).store == "s3://sluice/store"
+            elif name == "ranks":
+                flags = parse_flags(words[words.index("services.trainer.rank") + 1 :])
+                patch.setenv("SLUICE_MODEL", str(tmp_path / "model"))
+                assert read_config(flags).store == "s3://sluice/store"
+            elif name == "rollout" and kind == "StatefulSet":
+                config = load_config(RolloutConfig, words[3:])
+                assert (config.store, config.weights_location) == (
+                    "s3://sluice/store",
+                    "s3://sluice/store/weights",
+                )
+            elif name == "converter":
+                assert load_config(ConverterConfig, words[3:]).roots == ["s3://sluice"]
+            elif name == "loop":
+                patch.delenv("SLUICE_STORE")
+                patch.setenv("SLUICE_STORE", environment["SLUICE_STORE"])
+                config = load_config(RunConfig, ["--config", words[2], *words[4:]])
+                assert config.store_place == "s3://sluice/store"
+            else:
+                continue
+            accepted += 1
+    assert accepted >= 3

@@ -411,7 +411,7 @@ def test_a_checkpoint_of_other_adapters_is_refused_ahead_of_the_ranks(
         backend="fsdp", step=1, skipped_count=0, weights=None, layout={}, files={}, adapter="alice"
     )
     with pytest.raises(CheckpointMismatchError) as refused:
-        check_adapter_files(tmp_path, record, spec)
+        check_adapter_files(tmp_path, "c", record, spec)
     assert reason in str(refused.value)
 
 

@@ -37,7 +37,7 @@ SERVICES: dict[str, type[ProcessConfig]] = {
 
 
 def manifests() -> Iterator[dict[str, Any]]:
-    for name in [*KUSTOMIZATION["resources"], "loop.yaml"]:
+    for name in [*KUSTOMIZATION["resources"], "loop/loop.yaml"]:
         yield from yaml.safe_load_all((KUBERNETES / name).read_text())
 
 
@@ -85,7 +85,7 @@ def test_operators_know_every_key_of_a_component(path):
 
 def test_every_manifest_is_in_the_kustomization_but_the_loop():
     files = {path.name for path in KUBERNETES.glob("*.yaml")}
-    assert files - {"kustomization.yaml", "loop.yaml"} == set(KUSTOMIZATION["resources"])
+    assert files - {"kustomization.yaml"} == set(KUSTOMIZATION["resources"])
     (config,) = KUSTOMIZATION["configMapGenerator"]
     assert {KUBERNETES / name for name in config["files"]} == set(KUBERNETES.glob("config/*"))
 

@@ -126,7 +126,7 @@ OVERLAYS = {  # the services that each changes, and the targets of their images
 }
 LOCKED = {  # image: extras of pyproject.toml, what its base has, what comes beside
     "cuda-trainer": (
-        ["reference", "megatron"],
+        ["reference", "megatron", "s3"],
         set(),
         {
             "transformer-engine",
@@ -138,8 +138,8 @@ LOCKED = {  # image: extras of pyproject.toml, what its base has, what comes bes
             "wheel",
         },
     ),
-    "cuda-rollout": (["reference", "sglang"], {"torch"}, set()),
-    "npu": (["reference", "megatron"], set(), {"torch-npu"}),
+    "cuda-rollout": (["reference", "sglang", "s3"], {"torch"}, set()),
+    "npu": (["reference", "megatron", "s3"], set(), {"torch-npu"}),
 }
 
 

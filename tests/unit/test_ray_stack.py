@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from sluice.config import ConfigError, parse_config
 from sluice.durable import DirectoryError
 from sluice.ray_cell import Registry
 from sluice.ray_stack import Member, RayStack, carried_environment, members_of
-from sluice.supervise import STACK_FILE, UpConfig
+from sluice.supervise import STACK_FILE, ServiceDiedError, UpConfig
 
 
 def config(run_dir: Path, services: dict[str, Any], **more: Any) -> UpConfig:
@@ -180,3 +181,36 @@ def test_an_engine_of_several_nodes_is_placed_with_all_of_them(tmp_path: Path) -
         assert member.spec.get("leader", "") == (own["engine_id"] if node else "")
         assert member.spec["shown"]["kind"] == ("node" if node else "rollout")
         assert own["server"]["address_file"].endswith(f"/{name}.address.json")
+
+
+class SlowRay:
+    """Stands in for Ray, whose calls to an actor raise while it has yet to start."""
+
+    class exceptions:  # noqa: N801
+        class GetTimeoutError(Exception):
+            pass
+
+    def __init__(self, late: int) -> None:
+        self.late = late
+
+    def get(self, called: Any, *, timeout: float) -> Any:
+        if self.late:
+            self.late -= 1
+            raise self.exceptions.GetTimeoutError("Get timed out: some object(s) not ready.")
+        return called
+
+
+async def test_a_registry_that_is_slow_to_start_is_waited_for(tmp_path: Path) -> None:
+    """Ray's own timeout of one call ended `sluice up` on a busy machine."""
+    shown = {"address": "10.0.0.1:1"}
+    router = {**entry("10.0.0.1", 1.0), "shown": shown, "failure": "", "deaths": 0, "told": ""}
+    registry = types.SimpleNamespace(
+        entries=types.SimpleNamespace(remote=lambda: {"router": router})
+    )
+    started = RayStack(config(tmp_path, {"router": {"kind": "router"}}))
+    ray = SlowRay(2)
+    await started._wait(ray, registry)
+    assert ray.late == 0
+    late = RayStack(config(tmp_path, {"router": {"kind": "router"}}, start_timeout_seconds=1))
+    with pytest.raises(ServiceDiedError, match=r"registry on Ray's head does not answer"):
+        await late._wait(SlowRay(10**9), registry)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
+from services.trainer.checkpoint_files import fetched
 from services.trainer.controller.checkpoints import (
     PREFIX,
     RECORD,
@@ -26,7 +27,7 @@ from services.trainer.controller.checkpoints import (
 )
 from sluice import faults
 from sluice.bucket import ObjectBucket
-from sluice.durable import scratch
+from sluice.place import StoreCacheConfig
 from sluice.runtime.errors import AlreadyExistsError, NotFoundError
 from sluice.weights.manifest import seal
 
@@ -34,9 +35,11 @@ from sluice.weights.manifest import seal
 class BucketCheckpoints(Checkpoints):
     """`<url>/<id>/`: complete, or not there. Nothing is ever written over."""
 
-    def __init__(self, url: str, bucket: ObjectBucket | None = None) -> None:
+    def __init__(
+        self, url: str, cache: StoreCacheConfig, bucket: ObjectBucket | None = None
+    ) -> None:
         """`bucket` has deadlines of its own. Raises ValueError for a URL that names no bucket."""
-        self._bucket = bucket or ObjectBucket(url)
+        self._bucket, self._cache = bucket or ObjectBucket(url), cache
 
     def begin(self, checkpoint_id: str) -> str:
         check_id(checkpoint_id)
@@ -72,16 +75,8 @@ class BucketCheckpoints(Checkpoints):
     def location(self, name: str, record: CheckpointRecord) -> str:
         return f"{self._bucket.url}/{id_of(name)}/{record.folder}"
 
-    @contextlib.contextmanager
-    def files(self, name: str, record: CheckpointRecord) -> Iterator[Path]:
-        with scratch("sluice-checked-") as folder:
-            directory = folder / id_of(name)
-            for file in record.files or {}:
-                path = directory / file
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with contextlib.suppress(FileNotFoundError):  # found to be missing
-                    self._bucket.local_file(f"{id_of(name)}/{record.folder}/{file}", path)
-            yield directory
+    def files(self, name: str, record: CheckpointRecord) -> AbstractContextManager[Path]:
+        return fetched(self.location(name, record), record.files or {}, self._cache)
 
     def read(self, name: str, backend: str) -> CheckpointRecord:
         try:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from services.trainer import metrics
+from services.trainer.checkpoint_files import check_path
 from services.trainer.config import TrainerConfig
 from services.trainer.controller.incarnation import RankIncarnation
 from services.trainer.controller.publication import Publisher
@@ -39,7 +40,7 @@ from services.trainer.errors import (
 from sluice import faults
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.durable import sync_path, write_new
-from sluice.place import Place, directory_of, within
+from sluice.place import Place, StoreCacheConfig, directory_of, within
 from sluice.runtime.errors import (
     AlreadyExistsError,
     InvalidFieldError,
@@ -48,8 +49,7 @@ from sluice.runtime.errors import (
 )
 from sluice.samples.images import processor_digest
 from sluice.weights.adapter import ADAPTER_CONFIG, AdapterSpec, decode_adapter_config
-from sluice.weights.checkpoint import check_file
-from sluice.weights.errors import FileDigestError, InvalidAdapterError, MissingFileError
+from sluice.weights.errors import FileDigestError, InvalidAdapterError
 from sluice.weights.manifest import FileEntry, seal, unseal
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,10 @@ class Checkpoints(ABC):
 
     @abstractmethod
     def files(self, name: str, record: CheckpointRecord) -> AbstractContextManager[Path]:
-        """Have a directory with the files of `checkpoints/<id>`, unchecked, for the block."""
+        """Have a directory with the files of `checkpoints/<id>` for the block.
+
+        Raises CheckpointDamagedError where what comes from elsewhere is not as it was written.
+        """
 
     @abstractmethod
     def read(self, name: str, backend: str) -> CheckpointRecord:
@@ -131,14 +134,14 @@ class Checkpoints(ABC):
         """
 
 
-def open_checkpoints(store: Place, *, durable: bool) -> Checkpoints:
-    """Open the checkpoints of a store."""
+def open_checkpoints(store: Place, cache: StoreCacheConfig, *, durable: bool) -> Checkpoints:
+    """Open the checkpoints of a store; those of a bucket have the `cache` of this host."""
     place = within(store, "checkpoints")
     if (directory := directory_of(place)) is not None:
         return CheckpointStore(directory, durable=durable)
     from services.trainer.controller.bucket_checkpoints import BucketCheckpoints  # needs obstore
 
-    return BucketCheckpoints(str(place))
+    return BucketCheckpoints(str(place), cache)
 
 
 class CheckpointStore(Checkpoints):
@@ -317,27 +320,24 @@ def _forgetting_lost(policy: PolicyState, name: str) -> Iterator[None]:
         raise
 
 
-def check_adapter_files(directory: Path, record: CheckpointRecord, spec: AdapterSpec) -> None:
-    """Read every byte of a checkpoint, which is to be of adapters of `spec`.
+def check_adapter_files(
+    directory: Path, name: str, record: CheckpointRecord, spec: AdapterSpec
+) -> None:
+    """Read every byte of a checkpoint `name`, which is to be of adapters of `spec`.
 
     Raises CheckpointDamagedError and CheckpointMismatchError.
     """
-    for name, entry in (record.files or {}).items():
-        try:
-            check_file(directory / name, entry.digest)
-        except MissingFileError:
-            raise CheckpointDamagedError(name, f"file {name!r} is missing") from None
-        except FileDigestError as error:
-            raise CheckpointDamagedError(name, str(error)) from None
+    for file, entry in (record.files or {}).items():
+        check_path(directory / file, file, entry)
     try:
         saved = decode_adapter_config((directory / ADAPTER_CONFIG).read_bytes())
-        spec.check_same(f"the checkpoint {directory.name!r}", saved)
+        spec.check_same(f"the checkpoint {name!r}", saved)
     except FileNotFoundError:
         raise CheckpointMismatchError(
-            f"the checkpoint {directory.name!r} is of no adapters", name=directory.name
+            f"the checkpoint {name!r} is of no adapters", name=name
         ) from None
     except InvalidAdapterError as error:
-        raise CheckpointMismatchError(str(error), name=directory.name) from None
+        raise CheckpointMismatchError(str(error), name=name) from None
 
 
 class TrainerCheckpoints:
@@ -352,7 +352,9 @@ class TrainerCheckpoints:
         publisher: Publisher,
         turns: Turns,
     ) -> None:
-        self.store: Checkpoints = open_checkpoints(config.store_root, durable=config.durable)
+        self.store: Checkpoints = open_checkpoints(
+            config.store_root, config.store_cache, durable=config.durable
+        )
         self.turns = turns
         self._backend, self._state = config.backend, state
         self._processor = processor_digest(Path(config.model))
@@ -480,7 +482,7 @@ class TrainerCheckpoints:
 
         def check() -> None:
             with self.store.files(name, record) as directory:
-                check_adapter_files(directory, record, spec)
+                check_adapter_files(directory, id_of(name), record, spec)
 
         with _forgetting_lost(policy, name):
             await asyncio.to_thread(check)

@@ -27,7 +27,7 @@ from services.trainer.rank import FAILURES
 from sluice import logs, platform
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.api.trainer.v1 import worker_service_pb2_grpc as pb_grpc
-from sluice.config import parse_config, read_yaml
+from sluice.config import load_config, parse_config, read_yaml
 from sluice.imports import keep_loaded, uncollected
 from sluice.runtime.channel import create_channel
 from sluice.runtime.errors import LoadingError, has_lost_status
@@ -46,7 +46,7 @@ def main() -> int:
         end_with_parent(flags.parent)
     # A Ctrl-C is for the controller, which ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    config = parse_config(TrainerConfig, read_yaml(flags.config))
+    config = read_config(flags)
     logs.configure(config.log_level)
     rank = int(os.environ["RANK"])
     hello = pb.RankHello(
@@ -100,6 +100,17 @@ def _refuse(stream: ControllerStream, error: Exception) -> None:
     """Tell the controller why this rank never gets ready."""
     failure = LoadingError(f"{type(error).__name__}: {error}").to_status()
     stream.send(pb.FollowRequest(ready=pb.RankReady(error=failure)))
+
+
+def read_config(flags: argparse.Namespace) -> TrainerConfig:
+    """Read the settings: those in the file, which has all of them where the controller wrote it.
+
+    A rank that others start (`external`) reads its environment besides, as the controller does.
+    Raises ConfigError.
+    """
+    if flags.parent:
+        return parse_config(TrainerConfig, read_yaml(flags.config))
+    return load_config(TrainerConfig, ["--config", str(flags.config)])
 
 
 def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:

@@ -24,16 +24,15 @@ from services.trainer.backend import (
     TrainingBackend,
     create_backend,
 )
+from services.trainer.checkpoint_files import check_path, fetched, written_there
 from services.trainer.config import LoraConfig, TrainerConfig
 from services.trainer.errors import (
-    CheckpointDamagedError,
     CheckpointMismatchError,
     RanksPartedError,
     disk_errors,
 )
 from services.trainer.parking import ParkedTensors, create_parking
 from services.trainer.rank import FAILURES
-from services.trainer.rank.checkpoint_files import fetched, written_there
 from services.trainer.rank.quantization import quantizing
 from services.trainer.rank.table import (
     RowTable,
@@ -62,11 +61,8 @@ from sluice.runtime.wire import (
 )
 from sluice.samples.blobs import Blobs, open_blobs
 from sluice.samples.sample import top_columns
-from sluice.weights.checkpoint import check_file
 from sluice.weights.errors import (
-    FileDigestError,
     InvalidAdapterError,
-    MissingFileError,
     WeightStoreError,
 )
 from sluice.weights.manifest import FileEntry, ShardFile, delta_name
@@ -354,7 +350,7 @@ class Executor:
         mesh, location = self._backend.mesh, command.directory
         self._behind.keep()
         if is_bucket(location):
-            reading = fetched(location, files, self._cache, mesh.rank, _check_path)
+            reading = fetched(location, files, self._cache, mesh.rank)
         else:
             reading = checked_beside(Path(location), files, mesh.rank, mesh.world_size)
         with reading as directory:
@@ -481,21 +477,7 @@ def checked_beside(
 
 
 def _check_file(directory: Path, name: str, entry: FileEntry) -> None:
-    _check_path(directory / name, name, entry)
-
-
-def _check_path(path: Path, name: str, entry: FileEntry) -> None:
-    try:
-        if (size := path.stat().st_size) != entry.size:
-            raise MissingFileError(name, f"has {size} bytes, not {entry.size}")
-        check_file(path, entry.digest)
-    except FileNotFoundError:
-        raise CheckpointDamagedError(name, f"file {name!r} is missing") from None
-    except MissingFileError as error:
-        raise CheckpointDamagedError(name, str(error)) from error
-    except FileDigestError as error:  # that of a copy has another name
-        told = FileDigestError(name, error.expected, error.actual)
-        raise CheckpointDamagedError(name, str(told)) from error
+    check_path(directory / name, name, entry)
 
 
 def _sum_logprobs(

@@ -26,6 +26,7 @@ import xxhash
 
 from sluice import faults
 from sluice.durable import LockTimeoutError, locked, sync_path, write_new
+from sluice.place import Place
 from sluice.weights.checkpoint import INDEX_NAME, companion_files
 from sluice.weights.convert.adapters import is_adapter, plan_adapter
 from sluice.weights.convert.options import ConvertOptions, OptionError
@@ -358,7 +359,7 @@ OWN_FILES = (METADATA, CONFIG, COMMON, INDEX_NAME)  # small files that only we w
 class Result:
     """A finished conversion. `digests` are xxh3-128 by the names under which parts are stored."""
 
-    target: Path
+    target: Place
     size: int
     largest_group: int
     report: ConversionReport

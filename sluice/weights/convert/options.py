@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from sluice.config import Config
+from sluice.place import StorePlace
 
 Stacking = Literal["auto", "stacked", "single"]
 ScaleFormat = Literal["float32", "ue8m0"]
@@ -61,6 +62,8 @@ class ConvertOptions(Config):
             raise OptionError("origin and quantize are for HF checkpoints")
         if self.to != "torch_dist" and self.layout != Layout():
             raise OptionError("an HF checkpoint is not cut for ranks")
+        if not self.allow:
+            raise OptionError("allow is empty, so that origin would give nothing: leave out origin")
         if self.quantize and self.dtype not in ("keep", "bfloat16"):
             raise OptionError("FP8 checkpoints keep the other tensors in bfloat16")
 
@@ -81,3 +84,14 @@ class ConvertOptions(Config):
             "fused_norms": not self.plain_norms,
             "max_file_bytes": self.max_file_bytes,
         }
+
+
+class PlacedOptions(ConvertOptions):
+    """The same where directories may be prefixes of a bucket."""
+
+    model: StorePlace | None = Field(  # type: ignore[assignment]
+        None, description="Directory or s3:// URL with config.json, if SRC has none."
+    )
+    origin: StorePlace | None = Field(  # type: ignore[assignment]
+        None, description="HF checkpoint that fills in what SRC lacks."
+    )

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from services.trainer.rank.checkpoint_files import fetched
+from services.trainer.checkpoint_files import fetched
 from sluice.bucket import ObjectBucket, ObjectsError
 from sluice.file_cache import FileCache
 from sluice.place import StoreCacheConfig
@@ -186,7 +186,7 @@ def test_blobs_and_files_of_checkpoints_share_one_limit(
     bucket.put("checkpoints/a/b/weights", data)
     entry = FileEntry(len(data), xxhash.xxh3_128_hexdigest(data))
     location, files = f"{bucket.url}/checkpoints/a/b", {"weights": entry}
-    with fetched(location, files, cache, 0, lambda *_: None) as directory:
+    with fetched(location, files, cache) as directory:
         assert (directory / "weights").read_bytes() == data
     kept = [path for path in cache.directory.rglob("*") if path.is_file() and path.stat().st_size]
     assert 8_000 <= sum(path.stat().st_size for path in kept) <= 10_000

@@ -20,10 +20,12 @@ from tests.unit.weights_rules.models import save_model
 
 
 class Converter:
-    """Starts, kills and starts again; `root` is the only directory that it may touch."""
+    """Starts, kills and starts again; `root` is the only directory that it may touch, and `roots`
+    are that and more."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.faults = root, root.with_name("faults")
+        self.roots = [str(root)]
         self._file = root.with_name("address.json")
         self._process: asyncio.subprocess.Process | None = None
         self.client: ConverterClient | None = None
@@ -32,7 +34,7 @@ class Converter:
         self._file.unlink(missing_ok=True)
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "services.converter", "--roots", json.dumps([str(self.root)])),
+            *("-m", "services.converter", "--roots", json.dumps(self.roots)),
             *("--server.address_file", str(self._file), "--workers", "1", *flags),
             env={
                 **os.environ,

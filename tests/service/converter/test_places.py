@@ -16,7 +16,7 @@ from google.longrunning import operations_pb2
 from services.converter.servicer import ConverterConfig, ConverterServicer
 from sluice.api.converter.v1 import converter_service_pb2 as pb
 from sluice.runtime.server import Server
-from sluice.weights.convert import conversion
+from sluice.weights.convert import placed
 from sluice.weights.convert.work import Control
 from sluice.weights.errors import CancelledConversionError
 from tests.patience import PATIENCE
@@ -66,7 +66,7 @@ async def conversions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Conversions]:
     made = Conversions(tmp_path)
-    monkeypatch.setattr(conversion, "convert", made.convert)
+    monkeypatch.setattr(placed, "convert", made.convert)
     yield made
     made.go_on.set()
     await made.server.operations.close()

@@ -8,7 +8,8 @@ import grpc
 import pytest
 
 from sluice.runtime.errors import RemoteError, typed_errors
-from sluice.runtime.recovery import Backoff, is_passing
+from sluice.runtime.recovery import Backoff, NotReadyError, is_passing, wait_until_ready
+from tests.patience import PATIENCE
 
 
 def test_pauses_double_up_to_the_longest():
@@ -45,3 +46,23 @@ def test_a_call_whose_status_the_client_lost_may_be_tried_again(
         raise call_error(grpc.StatusCode.INTERNAL, details)
     assert caught.value.code is code
     assert is_passing(caught.value) is passing
+
+
+async def test_a_timeout_of_the_probe_itself_is_no_deadline_that_passed() -> None:
+    """Else `not ready in 600 s` is said after the 30 that one call of the probe had."""
+    refused = TimeoutError("the call had 30 s")
+
+    async def probe() -> None:
+        raise refused
+
+    with pytest.raises(TimeoutError) as caught:
+        await wait_until_ready("a registry", probe, PATIENCE, RuntimeError)
+    assert caught.value is refused
+
+
+async def test_a_deadline_that_passes_says_what_was_missing() -> None:
+    async def probe() -> None:
+        raise NotReadyError("no port")
+
+    with pytest.raises(RuntimeError, match=r"a registry was not ready in 0\.01 s: no port"):
+        await wait_until_ready("a registry", probe, 0.01, RuntimeError, every=0.001)

@@ -16,6 +16,7 @@ from services.rollout.engine.sglang.weights import (
     CheckpointChecksums,
     DiskVersion,
     check_drafts,
+    check_encoders,
     check_fit,
     from_answer,
     read_model,
@@ -163,6 +164,15 @@ def test_other_shapes_do_not_fit(tmp_path: Path) -> None:
     check_fit(serving, read_model(write_model(tmp_path / "c")))
     with pytest.raises(UnfitWeightsError, match="embed_tokens"):
         check_fit(serving, read_model(other))
+
+
+def test_weights_that_encoders_would_not_get_are_refused(tmp_path: Path) -> None:
+    tower, text = "model.visual.blocks.0.attn.qkv.weight", "model.embed_tokens.weight"
+    ones, twos = (np.full((70, 4), value, np.float32) for value in (1, 2))
+    serving = read_model(write_model(tmp_path / "a", **{tower: ones}))
+    check_encoders(serving, read_model(write_model(tmp_path / "b", **{tower: ones, text: twos})))
+    with pytest.raises(UnfitWeightsError, match=r"visual\.blocks.*engine\.sglang\.encoders"):
+        check_encoders(serving, read_model(write_model(tmp_path / "c", **{tower: twos})))
 
 
 def test_a_version_that_drafts_nothing_is_refused_where_it_should(tmp_path: Path) -> None:

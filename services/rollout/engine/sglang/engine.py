@@ -38,6 +38,7 @@ from services.rollout.engine.sglang.servers import dp_size
 from services.rollout.engine.sglang.weights import (
     DiskVersion,
     check_drafts,
+    check_encoders,
     check_fit,
     read_model,
     read_version,
@@ -239,7 +240,7 @@ class SglangEngine(Engine):
         new = read_version(version, digest, directory, self._checked)
         self._check_model(new)
         if self._serving is not None:
-            check_fit(self._serving, new)
+            self._check_fits(self._serving, new)
         self._replica.expect(new)
         return new
 
@@ -253,7 +254,7 @@ class SglangEngine(Engine):
                 if self._replica.adapters.held:  # since it was prepared
                     raise MixedWeightsError(f"version {version} would take adapters their base")
                 if self._serving is not None:
-                    check_fit(self._serving, new)
+                    self._check_fits(self._serving, new)
                 if not self._replica.is_up:
                     self._pause_seconds = await self._timed(self._replica.launch(new))
                 else:
@@ -289,7 +290,12 @@ class SglangEngine(Engine):
         if self._serving is None:
             raise UnfitWeightsError("the engine has no weights yet: it needs the store")
         check_processor(manifest, self._serving.images.processor)
-        check_fit(self._serving, self._serving.renamed(manifest))
+        self._check_fits(self._serving, self._serving.renamed(manifest))
+
+    def _check_fits(self, serving: DiskVersion, new: DiskVersion) -> None:
+        check_fit(serving, new)
+        if self._config.sglang.encoders:
+            check_encoders(serving, new)
 
     async def leave_transfer(self) -> None:
         async with self._changing:

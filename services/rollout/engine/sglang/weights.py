@@ -134,6 +134,27 @@ def check_drafts(version: DiskVersion) -> None:
         )
 
 
+def check_encoders(serving: DiskVersion, new: DiskVersion) -> None:
+    """Raises UnfitWeightsError where encoder-only servers would go on with weights of before.
+
+    They take no new ones while they run (SGLang 0.5.23).
+    """
+    from sluice.vision import part_of  # torch: only where there are encoders
+
+    changed = sorted(
+        name
+        for name, tensor in new.tensors.items()
+        if part_of(name) != "text" and tensor.digest != serving.tensors[name].digest
+    )
+    if changed:
+        raise UnfitWeightsError(
+            f"version {new.version} has other weights of what sees than the model that serves, in "
+            f"{len(changed)} tensors ({', '.join(changed[:8])}), which encoder-only servers do not "
+            "take: train without the tower and the projector, or leave out engine.sglang.encoders",
+            version=new.version,
+        )
+
+
 def check_fit(serving: DiskVersion, new: DiskVersion) -> None:
     """Raises UnfitWeightsError unless `new` can be loaded into the model that serves."""
     if new.architectures != serving.architectures:

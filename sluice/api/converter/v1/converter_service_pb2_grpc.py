@@ -28,7 +28,8 @@ if _version_not_supported:
 
 class ConverterServiceStub(object):
     """Converts checkpoints between HF safetensors and Megatron's torch_dist, and compares them.
-    Paths are of directories that the server sees, below the roots that it was given.
+    Places are directories that the server sees, or prefixes of a bucket (s3://bucket/prefix), below
+    the roots that it was given.
     """
 
     def __init__(self, channel):
@@ -56,11 +57,12 @@ class ConverterServiceStub(object):
 
 class ConverterServiceServicer(object):
     """Converts checkpoints between HF safetensors and Megatron's torch_dist, and compares them.
-    Paths are of directories that the server sees, below the roots that it was given.
+    Places are directories that the server sees, or prefixes of a bucket (s3://bucket/prefix), below
+    the roots that it was given.
     """
 
     def ConvertCheckpoint(self, request, context):
-        """Converts a checkpoint into a new directory, which appears when all of it is written. Sent
+        """Converts a checkpoint into a new place, which appears when all of it is written. Sent
         again after the server was killed it goes on where the other ended. Resolves to
         ConvertCheckpointResponse.
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
@@ -116,7 +118,8 @@ def add_ConverterServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class ConverterService(object):
     """Converts checkpoints between HF safetensors and Megatron's torch_dist, and compares them.
-    Paths are of directories that the server sees, below the roots that it was given.
+    Places are directories that the server sees, or prefixes of a bucket (s3://bucket/prefix), below
+    the roots that it was given.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Files of a checkpoint in a bucket, as a directory of this host while a rank writes or reads."""
+"""Files of a checkpoint in a bucket, as a directory of this host while they are used."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from sluice import faults
 from sluice.durable import scratch
 from sluice.file_cache import host_cache
 from sluice.place import StoreCacheConfig
+from sluice.weights.checkpoint import check_file
+from sluice.weights.errors import FileDigestError, MissingFileError
 from sluice.weights.manifest import FileEntry
 
 WRITING, READING = "sluice-checkpoint-", "sluice-restored-"
 
-CheckFile = Callable[[Path, str, FileEntry], None]
 Upload = Callable[[Mapping[str, FileEntry]], None]
 
 
@@ -42,8 +43,7 @@ def fetched(
     location: str,
     files: Mapping[str, FileEntry],
     cache: StoreCacheConfig,
-    rank: int,
-    check: CheckFile,
+    rank: int = 0,
 ) -> Iterator[Path]:
     """Have a directory with the files of a checkpoint, all of them checked.
 
@@ -70,7 +70,7 @@ def fetched(
                 path: Path, name: str = name, entry: FileEntry = entry
             ) -> CheckpointDamagedError | None:
                 try:
-                    check(path, name, entry)
+                    check_path(path, name, entry)
                 except CheckpointDamagedError as error:
                     return error
                 return None
@@ -80,3 +80,18 @@ def fetched(
             with kept.held(f"{entry.digest}-{entry.size}", fetch, problem) as path:
                 os.link(path, target)  # stays, whatever the cache removes
         yield directory
+
+
+def check_path(path: Path, name: str, entry: FileEntry) -> None:
+    """Read a file, which is `name` of a checkpoint or a copy. Raises CheckpointDamagedError."""
+    try:
+        if (size := path.stat().st_size) != entry.size:
+            raise MissingFileError(name, f"has {size} bytes, not {entry.size}")
+        check_file(path, entry.digest)
+    except FileNotFoundError:
+        raise CheckpointDamagedError(name, f"file {name!r} is missing") from None
+    except MissingFileError as error:
+        raise CheckpointDamagedError(name, str(error)) from error
+    except FileDigestError as error:  # that of a copy has another name
+        told = FileDigestError(name, error.expected, error.actual)
+        raise CheckpointDamagedError(name, str(told)) from error

@@ -60,6 +60,7 @@ def test_a_run_in_a_bucket_is_killed_and_goes_on(stack: Stack) -> None:
     assert {sample.step for sample in seen} == {6}
 
 
+@pytest.mark.fast
 def test_a_run_goes_on_where_nothing_is_left_of_its_directory(stack: Stack) -> None:
     settings = {"steps": 6, "store": None, "checkpoint_every": 1, "takeover_seconds": 2}
     training = stack.train("moved", dies_at=("archive.recorded", 3), **settings)
