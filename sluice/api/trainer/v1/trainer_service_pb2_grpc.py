@@ -258,7 +258,9 @@ class TrainerServiceServicer(object):
     def PublishWeights(self, request, context):
         """Publishes the current parameters as a new weight version of the store; every rank writes
         its own shards, and then broadcasts them to the engines named. Resolves to
-        PublishWeightsResponse, whether engines received the version or not.
+        PublishWeightsResponse, whether engines received the version or not. Cancelled before its turn
+        nothing is published; later the operation ends as CANCELLED, and the version appears all the
+        same: WatchWeightVersions tells of it.
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
