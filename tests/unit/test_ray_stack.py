@@ -67,6 +67,18 @@ def test_external_ranks_are_members_beside_their_trainer(tmp_path: Path) -> None
     assert members(tmp_path, {"actor": local})["actor"].bundle == {"CPU": 0.01, "GPU": 2.0}
 
 
+def test_a_reward_model_is_a_member_whose_second_port_its_actor_keeps(tmp_path: Path) -> None:
+    """Its `classify_url` in services.json is where episode workers find it, wherever it is."""
+    scores = {"kind": "reward_model", "replicas": 2, "resources": {"gpus": 1}}
+    found = members(tmp_path, {"scores": {**scores, "config": {"model": "m"}}})
+    assert [*found] == ["scores-0", "scores-1"]
+    one = found["scores-1"]
+    assert one.bundle == {"CPU": 0.01, "GPU": 1.0}
+    assert one.spec["http_section"] == "classify"
+    assert one.spec["module"] == "services.rollout.reward_model"
+    assert "router" not in one.spec
+
+
 def test_what_is_of_one_machine_is_refused(tmp_path: Path) -> None:
     devices = {"router": {"kind": "router", "devices": [0]}}
     with pytest.raises(ConfigError, match=r"services\.router\.devices"):
