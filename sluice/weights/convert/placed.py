@@ -15,7 +15,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,9 +54,9 @@ def convert_places(
     Raises what `convert` raises, and BucketCheckpointError, ObjectsError and OSError.
     """
     options.check()
-    directory = directory_of(target)
+    directory, places = directory_of(target), (source, target, options.model, options.origin)
     if validate_only:
-        with scratch_directory(PREFIX, scratch) as room:
+        with _passing_room(scratch, *places) as room:
             if directory is None:
                 from sluice.weights.convert.places import check_free  # nobody else needs obstore
 
@@ -66,8 +66,7 @@ def convert_places(
                 here.existing(source), directory or room / "none", here.options(options)
             )
             return replace(planned, target=target)
-    places = (source, target, options.model, options.origin)
-    if all(place is None or directory_of(place) is not None for place in places):
+    if not _has_bucket(places):
         here = _Here(Path(), control)
         return convert(here.existing(source), directory or Path(), here.options(options), control)
     with _kept_room(source, target, options, scratch, control) as room:
@@ -105,7 +104,7 @@ def compare_places(
     scratch: Path | None = None,
 ) -> Comparison:
     """Compare what is in two places. Raises what `compare` and `convert_places` raise."""
-    with scratch_directory(PREFIX, scratch) as room:
+    with _passing_room(scratch, first, second, model) as room:
         here = _Here(room, control)
         one, other = here.existing(first), here.existing(second)
         return compare(one, other, control, model=here.directory(model))
@@ -139,6 +138,19 @@ class _Here:
         values = {name: getattr(options, name) for name in ConvertOptions.model_fields}
         values |= {name: self.directory(values[name]) for name in ("model", "origin")}
         return ConvertOptions(**values)
+
+
+def _has_bucket(places: Iterable[Place | None]) -> bool:
+    return any(place is not None and directory_of(place) is None for place in places)
+
+
+def _passing_room(
+    scratch: Path | None, *places: Place | None
+) -> contextlib.AbstractContextManager[Path]:
+    """Have a directory for the block, where one of the places needs any."""
+    if _has_bucket(places):
+        return scratch_directory(PREFIX, scratch)
+    return contextlib.nullcontext(Path())
 
 
 @contextlib.contextmanager
