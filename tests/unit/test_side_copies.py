@@ -55,6 +55,7 @@ def every(tree: Tree) -> list[torch.Tensor]:
     return [*tree.tensors, *tree.named.values()]
 
 
+@settings(deadline=None)
 @given(st.lists(trees, max_size=7))
 def test_what_passes_compute_with_is_what_was_made(values: list[Tree]) -> None:
     device = lazy_device()
@@ -137,6 +138,7 @@ def test_memory_of_a_device_is_filled_piece_by_piece(
         assert torch.equal(memory, value.to(memory.dtype))
 
 
+@settings(deadline=None)
 @given(st.lists(tensors, max_size=6))
 def test_bytes_are_read_one_after_the_other(values: list[torch.Tensor]) -> None:
     device = lazy_device()

@@ -21,11 +21,12 @@ class DemoEndedError(Exception):
     """The demo was over before it came to where it was to be killed."""
 
 
-def run(work: StepWork) -> None:
+def run(work: StepWork, placement: str = "separate") -> None:
     """The run must come to its last step all the same."""
     steps = 8 if work.small else 24
     run_dir = work.directory / "run"
     command = [sys.executable, "-m", "examples.demo", "--run-dir", str(run_dir)]
+    command += ["--placement", placement]
     demo = subprocess.Popen([*command, "--steps", str(steps), "--target", "0"])
     try:
         for name, step in (("rank", 1), ("engine", steps // 2 - 1)):

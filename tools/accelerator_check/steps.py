@@ -65,5 +65,6 @@ STEPS = (  # the most telling first
     CheckStep("graphs", "graphs", 90, (), ENGINE),
     CheckStep("sleep", "sleep", 75, (), (*REFERENCE, *ENGINE)),
     CheckStep("handover", "handover", 75, (), ENGINE),
+    CheckStep("faults-colocated", "faults", 150, ("colocated",), (*DEMO, *REFERENCE)),
     CheckStep("vision", "vision", 120, (), (*VISION, *SERVICES, *ENGINE)),
 )

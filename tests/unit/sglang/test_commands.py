@@ -14,6 +14,7 @@ from services.rollout.engine.sglang.servers import (
     flags,
     model_arguments,
 )
+from sluice.weights.convert.fp8_layout import quantization_config
 
 
 def test_arguments_become_flags() -> None:
@@ -62,6 +63,24 @@ def test_a_server_keeps_routed_experts_where_they_are_wanted_and_its_encoders_ne
     assert "--enable-return-routed-experts" not in command("py", without)
     encoder = encoder_arguments(arguments, "e", 1, "zmq_to_scheduler", {})
     assert "--enable-return-routed-experts" not in command("py", encoder)
+
+
+def test_a_model_in_fp8_is_served_as_its_config_says() -> None:
+    """SGLang reads the blocks out of config.json, as a publication has them there."""
+    document: dict[str, object] = {"max_position_embeddings": 32768}
+    published = {**document, "quantization_config": quantization_config(["lm_head"], "float32")}
+    config = EngineConfig(backend="sglang", dtype="bfloat16")
+
+    def line(document: dict[str, object], config: EngineConfig) -> str:
+        shared = {**model_arguments(config, document), **engine_arguments(config, "gpu")}
+        return " ".join(command("py", shared))
+
+    assert line(published, config) == line(document, config)
+    assert "--dtype bfloat16" in line(published, config)
+    assert "--quantization" not in line(published, config)
+    own = SglangConfig(server_args={"quantization": "fp8", "fp8_gemm_runner_backend": "triton"})
+    asked = line(published, EngineConfig(backend="sglang", dtype="bfloat16", sglang=own))
+    assert "--quantization fp8 --fp8-gemm-runner-backend triton" in asked
 
 
 def test_tokens_are_drafted_by_the_layer_of_the_model_itself() -> None:
