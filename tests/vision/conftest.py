@@ -36,6 +36,14 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def cut_ranks() -> Iterator[Pool]:
+    """Ranks of the fsdp backend."""
+    pool = Pool("tests.vision.fsdp_jobs")
+    yield pool
+    pool.close()
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Generator[None]:
     """What was met, behind everything else; nothing where a test has failed."""

@@ -18,7 +18,7 @@ from sluice.algo.spec import LossSpec
 from tests.fsdp.jobs import NORMALIZER, attempt, clean_up, export, open_backend, save
 from tests.vision.cases import PPO, Model, mixed_rows
 
-__all__ = ["attempt", "clean_up", "critic", "parts", "prove"]
+__all__ = ["attempt", "clean_up", "critic", "parts", "prove", "score"]
 
 
 def rows_of(arguments: dict[str, Any], step: int = 0) -> list[Row]:
@@ -116,6 +116,15 @@ def parts(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
         return {"refused": f"{type(error).__name__}: {error}"}
     step(arguments["name"])
     return {"refused": ""}
+
+
+def score(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs of rows that an engine has sampled."""
+    out, backend = Path(arguments["out"]), open_backend(rank, world, arguments)
+    batches = micro_batches(torch.load(arguments["rows"], weights_only=False), rank, world)
+    scored = backend.compute_logprobs(batches, model="policy", temperature=1.0)
+    save(scored, out / f"scored-{rank}.safetensors")
+    return {}
 
 
 def critic(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ async def start() -> AsyncIterator[Start]:
 
 @pytest.mark.parametrize("backend", ENGINES)
 async def test_engine_trainers_and_transformers_say_the_same(
-    backend: str, spoken: Model, start: Start, pool: Pool, tmp_path: Path
+    backend: str, spoken: Model, start: Start, pool: Pool, cut_ranks: Pool, tmp_path: Path
 ) -> None:
     """Text, an image, two, one in a later turn, one twice; then the same under other weights."""
     layout, oracle = f"{backend} engine", Oracle(spoken)
@@ -96,6 +96,10 @@ async def test_engine_trainers_and_transformers_say_the_same(
         layout={"tensor": 2, "sequence_parallel": True},
     )
     agree(said, read_ranks(tmp_path, "scored"), layout)
+    (tmp_path / "fsdp").mkdir()
+    settings = {"model": str(spoken.directory), "rows": str(tmp_path / "rows.pt")}
+    cut_ranks.run("score", 2, out=str(tmp_path / "fsdp"), **settings)
+    agree(said, read_ranks(tmp_path / "fsdp", "scored"), layout)
 
 
 def agree(said: dict[str, torch.Tensor], scored: dict[str, torch.Tensor], layout: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,13 +89,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> ExpectedByFamily:
     return ExpectedByFamily(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    pool = Pool("tests.vision.fsdp_jobs")
-    yield pool
-    pool.close()
-
-
 def reload(model: Model, tensors: Tensors, folder: Path) -> Model:
     """A checkpoint of other weights."""
     shutil.copytree(model.directory, folder)
@@ -115,7 +107,7 @@ def published_tensors(folder: Path) -> Tensors:
 
 @pytest.mark.parametrize(("family", "world", "fsdp"), CASES)
 def test_ranks_are_one_process_of_transformers(
-    ranks: Pool,
+    cut_ranks: Pool,
     expected: ExpectedByFamily,
     tmp_path: Path,
     request: pytest.FixtureRequest,
@@ -127,7 +119,7 @@ def test_ranks_are_one_process_of_transformers(
     """Of several ranks the last sees no image, and every rank has a micro-batch without rows."""
     want, name = expected(family), f"fsdp {request.node.callspec.id}"
     directory = str(want.model.directory)
-    answers = ranks.run(
+    answers = cut_ranks.run(
         "prove", world, model=directory, out=str(tmp_path), fsdp=fsdp, steps=len(want.steps)
     )
     logprob = logprob_difference(read_ranks(tmp_path, "logprobs"), want.logprobs)
@@ -167,11 +159,13 @@ def test_ranks_are_one_process_of_transformers(
 
 
 @fast
-def test_narrow_passes_are_near(ranks: Pool, expected: ExpectedByFamily, tmp_path: Path) -> None:
+def test_narrow_passes_are_near(
+    cut_ranks: Pool, expected: ExpectedByFamily, tmp_path: Path
+) -> None:
     """bfloat16 products, float32 weights: no further off than rounding is."""
     want = expected("qwen3_vl")
     settings = {"fsdp": {"dtype": "bfloat16"}, "steps": 1}
-    (answer,) = ranks.run(
+    (answer,) = cut_ranks.run(
         "prove", 1, model=str(want.model.directory), out=str(tmp_path), **settings
     )
     difference = logprob_difference(read_ranks(tmp_path, "logprobs"), want.logprobs)
@@ -187,7 +181,7 @@ def test_narrow_passes_are_near(ranks: Pool, expected: ExpectedByFamily, tmp_pat
 
 @pytest.mark.parametrize(("vision", "moves"), SETTINGS)
 def test_parts_may_be_frozen_or_have_rates_of_their_own(
-    ranks: Pool,
+    cut_ranks: Pool,
     qwen3_vl: Model,
     tmp_path: Path,
     vision: dict[str, Any],
@@ -201,16 +195,16 @@ def test_parts_may_be_frozen_or_have_rates_of_their_own(
         "trainer": trainer,
         "fsdp": {"activation_checkpointing": True},
     }
-    ranks.run("parts", 2, **settings)
+    cut_ranks.run("parts", 2, **settings)
     check_moves(original(qwen3_vl), read_ranks(tmp_path, "weights"), moves, RATE)
     checkpoint = str(tmp_path / "checkpoint")
-    answers = ranks.run("parts", 2, checkpoint=checkpoint, name="resumed", **settings)
+    answers = cut_ranks.run("parts", 2, checkpoint=checkpoint, name="resumed", **settings)
     assert not any(answer["refused"] for answer in answers)
     second, resumed = read_ranks(tmp_path, "second"), read_ranks(tmp_path, "resumed")
     assert second.keys() == resumed.keys()
     for name, tensor in second.items():
         assert torch.equal(resumed[name], tensor), name
-    ranks.run("parts", 1, checkpoint=checkpoint, name="alone", **settings)
+    cut_ranks.run("parts", 1, checkpoint=checkpoint, name="alone", **settings)
     alone = read_ranks(tmp_path, "alone")
     for name, tensor in second.items():
         assert (alone[name] - tensor).abs().max() <= 0.05 * RATE * max(1, *moves.values()), name
@@ -218,22 +212,22 @@ def test_parts_may_be_frozen_or_have_rates_of_their_own(
 
 @fast
 def test_a_checkpoint_of_a_frozen_tower_has_no_moments_of_it(
-    ranks: Pool, qwen3_vl: Model, tmp_path: Path
+    cut_ranks: Pool, qwen3_vl: Model, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"model": str(qwen3_vl.directory), "out": str(tmp_path)}
-    ranks.run("parts", 1, trainer={"vision": {"frozen_tower": True}}, **settings)
+    cut_ranks.run("parts", 1, trainer={"vision": {"frozen_tower": True}}, **settings)
     checkpoint = str(tmp_path / "checkpoint")
-    (answer,) = ranks.run("parts", 1, checkpoint=checkpoint, name="thawed", **settings)
+    (answer,) = cut_ranks.run("parts", 1, checkpoint=checkpoint, name="thawed", **settings)
     assert "no optimizer state of model.visual." in answer["refused"]
 
 
 @fast
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
 def test_tensor_ranks_are_refused_by_name(
-    ranks: Pool, expected: ExpectedByFamily, tmp_path: Path, family: str
+    cut_ranks: Pool, expected: ExpectedByFamily, tmp_path: Path, family: str
 ) -> None:
     model = str(expected(family).model.directory)
-    answers = ranks.run("attempt", 2, model=model, out=str(tmp_path), fsdp={"tensor": 2})
+    answers = cut_ranks.run("attempt", 2, model=model, out=str(tmp_path), fsdp={"tensor": 2})
     for answer in answers:
         assert f"{family} cannot be trained with fsdp.tensor" in answer["error_message"]
         assert TENSOR_REFUSED[family] in answer["error_message"]
@@ -249,7 +243,7 @@ def test_tensor_ranks_are_refused_by_name(
     ],
 )
 def test_a_critic_has_the_values_and_gradients_of_transformers(
-    ranks: Pool,
+    cut_ranks: Pool,
     expected: ExpectedByFamily,
     tmp_path: Path,
     request: pytest.FixtureRequest,
@@ -259,7 +253,9 @@ def test_a_critic_has_the_values_and_gradients_of_transformers(
 ) -> None:
     """Of the weights that two steps of the value loss have made: a new head says zero."""
     model, name = expected(family).model, f"fsdp {request.node.callspec.id}"
-    answers = ranks.run("critic", world, model=str(model.directory), out=str(tmp_path), fsdp=fsdp)
+    answers = cut_ranks.run(
+        "critic", world, model=str(model.directory), out=str(tmp_path), fsdp=fsdp
+    )
     assert all(answer["before"] == 0 for answer in answers)
     found = read_ranks(tmp_path, "weights")
     weight, bias = (found.pop(f"score.{kind}").requires_grad_() for kind in ("weight", "bias"))
