@@ -223,7 +223,7 @@ def test_a_checkpoint_of_a_frozen_tower_has_no_moments_of_it(
 
 @fast
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
-def test_tensor_ranks_are_refused_by_name(
+def test_tensor_and_context_ranks_are_refused_by_name(
     cut_ranks: Pool, expected: ExpectedByFamily, tmp_path: Path, family: str
 ) -> None:
     model = str(expected(family).model.directory)
@@ -231,6 +231,9 @@ def test_tensor_ranks_are_refused_by_name(
     for answer in answers:
         assert f"{family} cannot be trained with fsdp.tensor" in answer["error_message"]
         assert TENSOR_REFUSED[family] in answer["error_message"]
+    answers = cut_ranks.run("attempt", 2, model=model, out=str(tmp_path), fsdp={"context": 2})
+    for answer in answers:
+        assert "fsdp.context above 1 for a model that reads images" in answer["error_message"]
 
 
 @pytest.mark.parametrize(
