@@ -8,28 +8,28 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from services.trainer.config import TrainerConfig
 from services.trainer.errors import OversizeSampleError
 from sluice.balance.planner import OversizePolicy, TransformerShape, shape_from_config
 from sluice.config import ConfigError
 from sluice.runtime.errors import DataLossError, InvalidFieldError, NotFoundError
-from sluice.samples.arrow import InvalidGroupError, decode_described
+from sluice.samples.arrow import InvalidGroupError, decode_rows, open_group
 from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, Blobs
+from sluice.samples.columns import RowColumns
 from sluice.samples.images import FILE, ImageRules, InvalidImageError, processor_digest
 from sluice.samples.sample import (
     LARGEST_NUMBER,
-    SEVERAL,
     TOP_IDS,
     ColumnLengthError,
     InvalidSampleError,
     MediaSpan,
     RowFacts,
     Sample,
-    find_column,
+    describe_rows,
     truncate_sample,
     validate_sample,
 )
@@ -92,7 +92,7 @@ class RowLimits:
         tokens = [np.empty(0, np.int32), *(sample.token_ids for sample in samples)]
         names = {tuple(sample.columns) for sample in samples}
         if (
-            self._has(np.concatenate(tokens))
+            self.holds(np.concatenate(tokens))
             and not any(sample.media for sample in samples)
             and not any(name.startswith(TOP_IDS) for each in names for name in each)
         ):
@@ -120,11 +120,12 @@ class RowLimits:
             if name.startswith(TOP_IDS) and isinstance(values, np.ndarray):
                 self._check_ids(sample, f"columns[{name}]", values)
 
-    def _has(self, tokens: np.ndarray) -> bool:
+    def holds(self, tokens: np.ndarray) -> bool:
+        """Tell whether all tokens are of the vocabulary."""
         return not tokens.size or bool(tokens.min() >= 0 and tokens.max() < self.vocabulary_size)
 
     def _check_ids(self, sample: Sample, field: str, tokens: np.ndarray) -> None:
-        if not self._has(tokens):
+        if not self.holds(tokens):
             raise InvalidFieldError(
                 field,
                 f"of sample {sample.sample_id!r} are not all within 0..{self.vocabulary_size - 1}",
@@ -243,71 +244,30 @@ def _refuse_where(wrong: np.ndarray, problem: str, sample: Sample, name: str) ->
         )
 
 
-def suspects(samples: Sequence[Sample]) -> list[Sample]:
-    """Return all samples that `check_row` or `check_numbers` may refuse, and perhaps others.
+@dataclass(frozen=True)
+class OpenGroup:
+    """A group that was read and verified, and which of its rows are meant (None: all).
 
-    Samples are looked at together: one by one, that takes longer than to read short rows.
+    facts: what its file says of all rows; None for one of an older version.
     """
-    alike: dict[tuple[str, ...], list[Sample]] = {}
-    found: list[Sample] = []
-    for sample in samples:
-        if sample.media or sample.routed_experts is not None:
-            found.append(sample)
-        else:
-            alike.setdefault(tuple(sample.columns), []).append(sample)
-    for names, together in alike.items():
-        if not _are_right(names, together):
-            found += together
-    return found
 
+    reference: BlobReference
+    batch: pa.RecordBatch
+    indices: Sequence[int] | None
+    facts: RowFacts | None
 
-def _are_right(names: Sequence[str], samples: Sequence[Sample]) -> bool:
-    """Whether samples of these columns, without images and experts, are surely as they must be."""
-    tokens = [sample.token_ids for sample in samples]
-    if not _are_plain(tokens, np.dtype(np.int32)):
-        return False
-    prompts = np.array([sample.prompt_length for sample in samples])
-    responses = np.array([len(each) for each in tokens]) - prompts
-    if prompts.min() < 1 or responses.min() < 0 or np.concatenate(tokens).min() < 0:
-        return False
-    lengths = responses.tolist()
-    for sample, length in zip(samples, lengths, strict=True):
-        first = -1
-        for span in sample.spans:
-            if not first < span.first_token <= span.last_token < length:
-                return False
-            first = span.last_token
-    return all(
-        _is_right(name, [sample.columns[name] for sample in samples], lengths) for name in names
-    )
+    @classmethod
+    def open(
+        cls, blobs: Blobs, reference: BlobReference, indices: Sequence[int] | None = None
+    ) -> OpenGroup:
+        """Raises NotFoundError, DataLossError and InvalidFieldError."""
+        with blob_errors(reference):
+            facts, batch = open_group(blobs.get(reference))
+        return cls(reference, batch, indices, facts)
 
-
-def _is_right(name: str, values: Sequence[Any], lengths: list[int]) -> bool:
-    """Whether a column's values are surely those of responses of these lengths."""
-    column = find_column(name)
-    if column is None or column.width:
-        return False
-    if column.per_token:
-        return (
-            _are_plain(values, column.dtype)
-            and [len(each) for each in values] == lengths
-            and bool(np.isfinite(np.concatenate(values)).all())
-        )
-    if {type(each) for each in values} != {float}:
-        return False
-    numbers = np.array(values)
-    right = np.abs(numbers) <= LARGEST_NUMBER
-    if name == "temperature":
-        right &= (numbers > 0) | (numbers == SEVERAL)
-    elif name == "episode":
-        right &= (numbers >= 0) & (numbers == np.trunc(numbers))
-    return bool(right.all())
-
-
-def _are_plain(arrays: Sequence[Any], dtype: np.dtype) -> bool:
-    return all(
-        isinstance(each, np.ndarray) and each.ndim == 1 and each.dtype == dtype for each in arrays
-    )
+    @property
+    def rows(self) -> Sequence[int]:
+        return range(self.batch.num_rows) if self.indices is None else self.indices
 
 
 def read_rows(
@@ -318,55 +278,54 @@ def read_rows(
     Plans were made of the facts in the blob: a row of which they are not true is refused.
     Raises NotFoundError, DataLossError, OversizeSampleError and InvalidFieldError.
     """
-    (samples,) = read_many(blobs, [(reference, rows)], limits)
-    return samples
+    return check_samples(OpenGroup.open(blobs, reference, rows), limits)
 
 
-def read_many(
-    blobs: Blobs, parts: Sequence[tuple[BlobReference, Sequence[int] | None]], limits: RowLimits
-) -> list[list[Sample]]:
-    """Read and check rows of several blobs, as `read_rows` does those of one."""
-    groups = list[list[Sample]]()
-    described = list[tuple[BlobReference, RowFacts, Sequence[int], list[Sample]]]()
-    for reference, rows in parts:
-        with blob_errors(reference):
-            facts, samples = decode_described(blobs.get(reference), rows)
-        groups.append(samples)
-        if facts is not None:
-            chosen = range(len(samples)) if rows is None else rows
-            described.append((reference, facts, chosen, samples))
-    for sample in suspects([sample for samples in groups for sample in samples]):
+def check_samples(stored: OpenGroup, limits: RowLimits) -> list[Sample]:
+    """Read and check rows as `read_rows` does, of a group that is open."""
+    with blob_errors(stored.reference):
+        samples = decode_rows(stored.batch, stored.indices)
+    for sample in samples:
         check_row(sample)
         check_numbers(sample)
-    _check_facts(described)
-    admitted = [
-        [limits.admit(sample, row) for row, sample in enumerate(samples)] for samples in groups
-    ]
-    limits.check([sample for samples in admitted for sample in samples])
+    if stored.facts is not None and (
+        difference := stored.facts.difference(describe_rows(samples), stored.rows)
+    ):
+        raise InvalidFieldError(
+            "blob",
+            f"has facts that are not those of its rows: {difference}",
+            blob=stored.reference.digest,
+        )
+    admitted = [limits.admit(sample, row) for row, sample in enumerate(samples)]
+    limits.check(admitted)
     return admitted
 
 
-def _check_facts(
-    described: Sequence[tuple[BlobReference, RowFacts, Sequence[int], list[Sample]]],
-) -> None:
-    """Raise InvalidFieldError for a blob that says of its rows what is not so."""
-    joined = RowFacts.join([facts for _, facts, _, _ in described])
-    samples = [sample for _, _, _, group in described for sample in group]
-    counts = [len(facts.sample_ids) for _, facts, _, _ in described]
+def read_columns(groups: Sequence[OpenGroup], limits: RowLimits) -> RowColumns | None:
+    """Return the rows of groups of one schema, one behind the other.
+
+    None where a row may be wrong, or is not held as it came: `check_samples` then says why.
+    """
+    try:
+        columns = RowColumns.read([(stored.batch, stored.indices) for stored in groups])
+    except pa.ArrowInvalid:
+        return None
+    if columns is None or not columns.are_right():
+        return None
+    facts = columns.facts()
+    if not limits.keep(facts) or not limits.holds(columns.token_ids):
+        return None
+    said = [stored.facts for stored in groups]
+    if None in said:
+        return columns
+    counts = [stored.batch.num_rows for stored in groups]
     rows = [
         first + row
-        for first, (_, _, chosen, _) in zip(accumulate(counts, initial=0), described, strict=False)
-        for row in chosen
+        for first, stored in zip(accumulate(counts, initial=0), groups, strict=False)
+        for row in stored.rows
     ]
-    if not joined.difference(samples, rows):
-        return
-    for reference, facts, chosen, group in described:
-        if difference := facts.difference(group, chosen):
-            raise InvalidFieldError(
-                "blob",
-                f"has facts that are not those of its rows: {difference}",
-                blob=reference.digest,
-            )
+    joined = RowFacts.join([each for each in said if each is not None])
+    return None if joined.difference(facts, rows) else columns
 
 
 @contextmanager

@@ -53,14 +53,15 @@ SPAN_TYPE = pa.struct(
 )
 # of groups that adapters had a part in
 ADAPTER_SPAN_TYPE = pa.struct([*SPAN_TYPE, pa.field("base_digest", pa.string())])
-_SPANS = pa.list_(SPAN_TYPE)
+SPANS = pa.list_(SPAN_TYPE)
+ADAPTER_SPANS = pa.list_(ADAPTER_SPAN_TYPE)
 FIXED = (
     pa.field("sample_id", pa.string(), nullable=False),
     pa.field("group_id", pa.string(), nullable=False),
     pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
     pa.field("prompt_length", pa.int32(), nullable=False),
     pa.field("finish_reason", pa.string(), nullable=False),
-    pa.field("spans", _SPANS, nullable=False),
+    pa.field("spans", SPANS, nullable=False),
 )
 EXPERTS = "routed_experts"  # list of tokens, each layers x choices of fixed size
 MEDIA = "media"
@@ -144,7 +145,7 @@ def _table(samples: Sequence[Sample], facts: RowFacts) -> pa.RecordBatch:
     if len(used) < len(facts.present):
         raise _unknown_column(samples)
     spans = _encode_spans(samples)
-    if spans.type != _SPANS:
+    if spans.type != SPANS:
         place = schema.get_field_index("spans")
         schema = schema.set(place, pa.field("spans", spans.type, nullable=False))
     arrays = [
@@ -187,19 +188,17 @@ def decode_group(data: bytes | memoryview, rows: Sequence[int] | None = None) ->
     Arrays of numbers are read-only views of `data`; of other rows no per-token value is read.
     Raises InvalidGroupError for other bytes and IndexError for a row that is not there.
     """
-    return _decode(_open(data), rows)
+    return decode_rows(_open(data), rows)
 
 
-def decode_described(
-    data: bytes | memoryview, rows: Sequence[int] | None = None
-) -> tuple[RowFacts | None, list[Sample]]:
-    """Return what `read_facts` and `decode_group` do of whole content, at less cost."""
-    reader = _open(data)
-    return _facts_of(reader.schema), _decode(reader, rows)
+def open_group(data: bytes | memoryview) -> tuple[RowFacts | None, pa.RecordBatch]:
+    """Return what `read_facts` does of whole content, and the rows for `decode_rows`."""
+    batch = _open(data)
+    return _facts_of(batch.schema), batch
 
 
-def _decode(reader: pa.ipc.RecordBatchFileReader, rows: Sequence[int] | None) -> list[Sample]:
-    batch = reader.get_batch(0)
+def decode_rows(batch: pa.RecordBatch, rows: Sequence[int] | None = None) -> list[Sample]:
+    """Decode samples as `decode_group` does."""
     count = batch.num_rows
     rows = range(count) if rows is None else rows
     for row in rows:
@@ -289,7 +288,7 @@ def _read_head(file: BlobFile) -> bytes:
     return head + file.read(len(head), end - len(head)) if end > len(head) else head
 
 
-def _open(source: bytes | memoryview) -> pa.ipc.RecordBatchFileReader:
+def _open(source: bytes | memoryview) -> pa.RecordBatch:
     try:
         reader = pa.ipc.open_file(pa.py_buffer(source))
     except (pa.ArrowException, OSError) as error:
@@ -297,7 +296,7 @@ def _open(source: bytes | memoryview) -> pa.ipc.RecordBatchFileReader:
     _metadata_of(reader.schema)
     if reader.num_record_batches != 1:
         raise InvalidGroupError(f"{reader.num_record_batches} record batches, not one")
-    return reader
+    return reader.get_batch(0)
 
 
 def _metadata_of(schema: pa.Schema) -> dict[bytes, bytes]:
@@ -318,7 +317,7 @@ def _in_order(names: Iterable[str]) -> list[str]:
 def _layout(names: frozenset[str]) -> tuple[Sequence[Column], pa.Schema]:
     """Return the columns in the order of the file, less those unknown, and the schema with them."""
     columns = tuple(column for name in _in_order(names) if (column := find_column(name)))
-    fields = [pa.field(column.name, _arrow_type(column)) for column in columns]
+    fields = [pa.field(column.name, arrow_type(column)) for column in columns]
     return columns, pa.schema([*FIXED, *fields])
 
 
@@ -331,7 +330,7 @@ def _unknown_column(samples: Sequence[Sample]) -> UnknownColumnError:
     )
 
 
-def _arrow_type(column: Column) -> pa.DataType:
+def arrow_type(column: Column) -> pa.DataType:
     kind = pa.from_numpy_dtype(column.dtype)
     if column.width:
         kind = pa.list_(pa.field("item", kind), column.width)
@@ -364,19 +363,19 @@ def _encode_column(samples: Sequence[Sample], column: Column) -> pa.Array:
 def _encode_wide(values: Sequence[np.ndarray | None], column: Column) -> pa.ListArray:
     present = [value.reshape(-1) for value in values if value is not None]
     flat = np.concatenate(present).astype(column.dtype, copy=False)
-    kind = _arrow_type(column).value_type
+    kind = arrow_type(column).value_type
     return _list_array(values, pa.FixedSizeListArray.from_arrays(pa.array(flat), type=kind))
 
 
 def _encode_spans(samples: Sequence[Sample]) -> pa.Array:
     if any([span.base_digest for sample in samples for span in sample.spans]):
         each = [[vars(span) for span in sample.spans] for sample in samples]
-        return pa.array(each, pa.list_(ADAPTER_SPAN_TYPE))
+        return pa.array(each, ADAPTER_SPANS)
     spans = [
         [(span.version, span.digest, span.first_token, span.last_token) for span in sample.spans]
         for sample in samples
     ]
-    return pa.array(spans, _SPANS)
+    return pa.array(spans, SPANS)
 
 
 def _encode_experts(samples: Sequence[Sample]) -> pa.ListArray:
@@ -394,7 +393,7 @@ def _encode_experts(samples: Sequence[Sample]) -> pa.ListArray:
 def _decode_spans(batch: pa.RecordBatch, rows: Sequence[int]) -> list[tuple[VersionSpan, ...]]:
     """Raises InvalidGroupError for a column of another type, or with holes."""
     array = batch.column("spans")
-    if array.type not in (_SPANS, pa.list_(ADAPTER_SPAN_TYPE)):
+    if array.type not in (SPANS, ADAPTER_SPANS):
         raise InvalidGroupError(f"spans is {array.type}")
     if any(part.null_count for part in (array, array.values, *array.values.flatten())):
         raise InvalidGroupError("spans has holes")
@@ -468,7 +467,7 @@ def _decode_column(batch: pa.RecordBatch, column: Column, rows: Sequence[int]) -
 def _decode_wide(batch: pa.RecordBatch, column: Column, rows: Sequence[int]) -> list[Any]:
     """Raises InvalidGroupError for a column of another type, or with holes."""
     array = batch.column(column.name)
-    if array.type != _arrow_type(column):
+    if array.type != arrow_type(column):
         raise InvalidGroupError(f"{column.name} is {array.type}")
     places = array.values
     if places.null_count or places.values.null_count:

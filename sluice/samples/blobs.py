@@ -325,9 +325,14 @@ def read_blob(
         return _bucket_blobs(str(store), cache or StoreCacheConfig()).get(reference)
     if not DIGEST.fullmatch(digest):
         raise BlobNotFoundError(digest)
-    with open_blob(root / "blobs" / digest[:2] / digest) as file:
+    return _read_checked(root / "blobs" / digest[:2] / digest)
+
+
+def _read_checked(path: Path) -> memoryview:
+    """Raises BlobNotFoundError or BlobDigestError."""
+    with open_blob(path) as file:
         content = file.view()
-    check_content(digest, content)
+    check_content(path.name, content)
     return content
 
 
@@ -470,7 +475,7 @@ class BlobStore(Blobs):
         return references
 
     def get(self, reference: BlobReference) -> memoryview:
-        return read_blob(self.root, reference)
+        return _read_checked(self._path(reference.digest))
 
     def open(self, reference: BlobReference) -> AbstractContextManager[BlobFile]:
         return open_blob(self._path(reference.digest))

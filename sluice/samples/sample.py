@@ -492,11 +492,10 @@ class RowFacts:
             },
         )
 
-    def difference(self, samples: Sequence[Sample], rows: Sequence[int]) -> str:
-        """Return what of the facts at `rows` is not so of these samples; empty if all is."""
-        actual = describe_rows(samples)
+    def difference(self, actual: RowFacts, rows: Sequence[int]) -> str:
+        """Return what of the facts at `rows` is not so of the actual ones; empty if all is."""
         names = self.present.keys() | actual.present.keys()
-        absent = np.zeros(len(samples), dtype=np.bool_)
+        absent = np.zeros(len(actual.sample_ids), dtype=np.bool_)
         for what, expected, found in (
             ("sample_id", [self.sample_ids[row] for row in rows], actual.sample_ids),
             ("group_id", [self.group_ids[row] for row in rows], actual.group_ids),
@@ -553,7 +552,7 @@ def describe_rows(samples: Sequence[Sample]) -> RowFacts:
     """Gather the facts of valid samples."""
     columns = [sample.columns for sample in samples]
     group_ids = [sample.group_id for sample in samples]
-    seeds = {name: xxhash.xxh3_64_intdigest(name.encode()) for name in set(group_ids)}
+    seeds = seed_prompts(group_ids)
     prompts = [_digest_prompt(sample, seeds[sample.group_id]) for sample in samples]
     temperatures = [each.get("temperature", math.nan) for each in columns]
     return RowFacts(
@@ -588,16 +587,26 @@ def count_trained(sample: Sample) -> int:
     return sample.response_length if mask is None else int(np.count_nonzero(mask))
 
 
-def _digest_prompt(sample: Sample, seed: int) -> int:
-    """xxh3-64 of the prompt, as a signed number; `seed` is that of the group's id.
+def seed_prompts(group_ids: Iterable[str]) -> dict[str, int]:
+    """Return what tells equal prompts of these groups apart, by group."""
+    return {name: xxhash.xxh3_64_intdigest(name.encode()) for name in set(group_ids)}
 
-    Placeholders are the same tokens whatever they show, so that images count too.
+
+def digest_prompt(token_ids: np.ndarray, seed: int, shown: str = "") -> int:
+    """Return xxh3-64 of a prompt (int32), as a signed number; `seed` is that of its group.
+
+    Placeholders are the same tokens whatever they show, so that digests of images count too.
     """
-    prompt = np.ascontiguousarray(sample.token_ids[: sample.prompt_length]).data
-    if sample.media:
-        shown = [span.digest for span in sample.media if span.end <= sample.prompt_length]
-        prompt = memoryview(prompt.tobytes() + "".join(shown).encode())
+    prompt = np.ascontiguousarray(token_ids).data
+    if shown:
+        prompt = memoryview(prompt.tobytes() + shown.encode())
     return xxhash.xxh3_64_intdigest(prompt, seed=seed) - (1 << 63)
+
+
+def _digest_prompt(sample: Sample, seed: int) -> int:
+    length = sample.prompt_length
+    shown = "".join(span.digest for span in sample.media if span.end <= length)
+    return digest_prompt(sample.token_ids[:length], seed, shown)
 
 
 def _oldest(sample: Sample) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,15 @@ import torch
 from services.trainer.backend import (
     Row,
 )
-from services.trainer.rows import RowLimits, blob_errors, check_numbers, check_row, read_many
+from services.trainer.rows import (
+    RowLimits,
+    OpenGroup,
+    blob_errors,
+    check_numbers,
+    check_row,
+    check_samples,
+    read_columns,
+)
 from sluice.algo.advantages import (
     AdvantageColumns,
     AdvantageRow,
@@ -31,6 +40,7 @@ from sluice.runtime.wire import (
 )
 from sluice.samples.arrow import decode_group, encode_group
 from sluice.samples.blobs import BlobReference, Blobs
+from sluice.samples.columns import RowColumns
 from sluice.samples.sample import MediaSpan, Sample
 
 BYTES_TOGETHER = 1 << 22  # of blobs that are read at once
@@ -81,18 +91,25 @@ class RowTable:
     def add(self, command: pb.AddRows) -> None:
         """Read and check this rank's rows of the blobs, and the images that they show.
 
-        Raises the errors of `read_many`.
+        Raises the errors of `check_samples`.
         """
         batch = self._batches.setdefault(command.batch_id, {})
         images = self._images.setdefault(command.batch_id, {})
         for together in _together(command.blobs):
-            parts = [(blob_from_proto(stored.blob), stored.indices) for stored in together]
-            groups = read_many(self._blobs, parts, self._limits)
-            samples = [sample for group in groups for sample in group]
-            for sample in samples:
-                self._read_images(sample, images)
-            rows = (row for stored in together for row in stored.rows)
-            batch.update(zip(rows, _own(samples, images), strict=True))
+            groups = [
+                OpenGroup.open(self._blobs, blob_from_proto(each.blob), each.indices)
+                for each in together
+            ]
+            for places in _alike(groups):
+                own = [groups[place] for place in places]
+                rows = itertools.chain.from_iterable(together[place].rows for place in places)
+                if (columns := read_columns(own, self._limits)) is not None:
+                    batch.update(zip(rows, _own_columns(columns, images), strict=True))
+                    continue
+                samples = [each for one in own for each in check_samples(one, self._limits)]
+                for sample in samples:
+                    self._read_images(sample, images)
+                batch.update(zip(rows, _own(samples, images), strict=True))
 
     def _read_images(self, sample: Sample, images: dict[str, bytes]) -> None:
         for span in sample.media:
@@ -160,6 +177,43 @@ def _together(blobs: Iterable[pb.BlobRows]) -> Iterator[list[pb.BlobRows]]:
         together.append(stored)
     if together:
         yield together
+
+
+def _alike(groups: Sequence[OpenGroup]) -> Iterable[list[int]]:
+    """Places of groups that have the same columns."""
+    places: dict[tuple[str, ...], list[int]] = {}
+    for place, group in enumerate(groups):
+        places.setdefault(tuple(group.batch.schema.names), []).append(place)
+    return places.values()
+
+
+def _own_columns(columns: RowColumns, images: Mapping[str, bytes]) -> list[OwnedRow]:
+    """Copy what the rows are, so that nothing of their blobs is held; rows share memory."""
+    lengths, responses = columns.lengths.tolist(), columns.response_lengths.tolist()
+    tokens = torch.from_numpy(columns.token_ids.astype(np.int64)).split(lengths)
+    parts = {
+        name: torch.from_numpy(values.copy()).split(responses)
+        for name, values in columns.per_token.items()
+    }
+    masks = parts.pop("loss_mask", None) or [_all_trained(length) for length in responses]
+    numbers = {name: values.tolist() for name, values in columns.per_sample.items()}
+    fixed = zip(
+        columns.sample_ids,
+        columns.group_ids,
+        tokens,
+        columns.prompt_lengths.tolist(),
+        masks,
+        strict=True,
+    )
+    return [
+        OwnedRow(
+            *values,
+            columns={name: part[index] for name, part in parts.items()},
+            scalars={name: number[index] for name, number in numbers.items()},
+            images=images,
+        )
+        for index, values in enumerate(fixed)
+    ]
 
 
 def _own(samples: Sequence[Sample], images: Mapping[str, bytes]) -> list[OwnedRow]:

@@ -300,7 +300,9 @@ def test_patches_of_images_are_facts(blobs: BlobStore) -> None:
     facts = describe_rows([plain, seeing])
     assert facts.patches == {1: ((8,), (12,))}
     again = RowFacts.from_json(facts.to_json())
-    assert again.patches == facts.patches and not again.difference([plain, seeing], [0, 1])
+    assert again.patches == facts.patches and not again.difference(
+        describe_rows([plain, seeing]), [0, 1]
+    )
     joined = RowFacts.join([describe_rows([plain]), facts, facts])
     assert joined.patches == {2: ((8,), (12,)), 4: ((8,), (12,))}
     assert "patches" not in json.loads(describe_rows([plain]).to_json())
