@@ -15,8 +15,8 @@ from services.trainer.backend import (
     Row,
 )
 from services.trainer.rows import (
-    RowLimits,
     OpenGroup,
+    RowLimits,
     blob_errors,
     check_numbers,
     check_row,
