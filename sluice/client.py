@@ -599,10 +599,14 @@ class RolloutClient(Client):
     async def rollout(
         self, request: rollout_pb.RolloutRequest
     ) -> AsyncIterator[rollout_pb.RolloutResponse]:
-        """Finished and failed groups as they come; repeat the request to resume."""
+        """Finished and failed groups as they come, one by one; repeat the request to resume."""
         with typed_errors():
             async for response in self.stub.Rollout(request):
+                more = list(response.more)
+                response.ClearField("more")
                 yield response
+                for each in more:
+                    yield each
 
     async def evaluate(
         self, request: rollout_pb.EvaluateRequest

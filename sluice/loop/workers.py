@@ -187,7 +187,9 @@ def build_request(
         if group.teacher_pool:
             group.teacher_top_count = config.algorithm.teacher_top_count
         groups.append(group)
-    return _request(share.environment, share.sampling, versions, groups, seconds, trial)
+    return _request(
+        share.environment, share.sampling, versions, groups, seconds, trial, takes_more=True
+    )
 
 
 def build_evaluation(
@@ -224,6 +226,8 @@ def _request(
     groups: Sequence[pb.GroupRequest],
     group_timeout_seconds: float,
     trial: int,
+    *,
+    takes_more: bool = False,
 ) -> pb.RolloutRequest:
     request = pb.RolloutRequest(
         environment=pb.EnvironmentSpec(name=environment.name),
@@ -232,6 +236,7 @@ def _request(
         group_timeout=duration_of(group_timeout_seconds),
         versions=versions,
         groups=groups,
+        takes_more=takes_more,
     )
     request.environment.settings.update(environment.settings)
     content = request.SerializeToString(deterministic=True).hex()

@@ -5,7 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,6 +72,22 @@ def finished_event(
             trace=trace,
         )
     )
+
+
+MESSAGE_BYTES = 1 << 20  # of events, after which a message is full
+
+
+def put_together(events: Sequence[pb.RolloutResponse]) -> Iterator[pb.RolloutResponse]:
+    """Yields messages of several events each, in order."""
+    message, size = pb.RolloutResponse(), 0
+    for event in events:
+        if size > MESSAGE_BYTES:
+            yield message
+            message, size = pb.RolloutResponse(), 0
+        (message.more.add() if size else message).CopyFrom(event)
+        size += event.ByteSize()
+    if size:
+        yield message
 
 
 def failed_event(group_id: str, error: ServiceError) -> pb.RolloutResponse:
@@ -263,8 +287,9 @@ class Rollout:
         if not self._open:
             self._end()
 
-    async def follow(self) -> AsyncIterator[pb.RolloutResponse]:
-        """Yields every event from the first one; ends when all groups are settled.
+    async def follow(self) -> AsyncIterator[Sequence[pb.RolloutResponse]]:
+        """Yields every event from the first one, those that are there together; ends when all
+        groups are settled.
 
         Traces are sent once: events stay in memory long after. Raises DrainingError when the
         rollout is stopped before: once its groups have ended, so that what was being stored is
@@ -272,12 +297,12 @@ class Rollout:
         """
         sent = 0
         while True:
-            for event in self._events[sent:]:
-                sent += 1
-                yield event
-                if event.HasField("finished"):
-                    event.finished.ClearField("trace")
-            if sent < len(self._events):
+            if events := self._events[sent:]:
+                sent += len(events)
+                yield events
+                for event in events:
+                    if event.HasField("finished"):
+                        event.finished.ClearField("trace")
                 continue
             if self._is_stopped:
                 await self._ended()

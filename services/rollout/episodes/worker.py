@@ -40,6 +40,7 @@ from services.rollout.episodes.rollouts import (
     failed_event,
     finished_event,
     groups_from_proto,
+    put_together,
     settings_from_proto,
     values_from_proto,
 )
@@ -90,7 +91,7 @@ class Rollouts:
 
     async def follow(
         self, request: pb.RolloutRequest, evaluation: EvaluationSettings | None = None
-    ) -> AsyncIterator[pb.RolloutResponse]:
+    ) -> AsyncIterator[Sequence[pb.RolloutResponse]]:
         """Yields the events of a rollout, which begins with the first call of its request_id.
 
         Raises RequestIdReusedError, InvalidFieldError, QueueFullError, StoreFailedError and
@@ -100,8 +101,8 @@ class Rollouts:
         self._unwatch_orphan(rollout)
         rollout.listener_count += 1
         try:
-            async for event in rollout.follow():
-                yield event
+            async for events in rollout.follow():
+                yield events
         finally:
             rollout.listener_count -= 1
             if not rollout.listener_count and rollout.open_count:
@@ -302,8 +303,9 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
     async def Rollout(
         self, request: pb.RolloutRequest, context: Any
     ) -> AsyncIterator[pb.RolloutResponse]:
-        async for event in self._rollouts.follow(request):
-            yield event
+        async for events in self._rollouts.follow(request):
+            for message in put_together(events) if request.takes_more else events:
+                yield message
 
     async def Evaluate(
         self, request: pb.EvaluateRequest, context: Any
@@ -312,15 +314,16 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
         settings = evaluation_from_proto(request)
         finished: list[pb.FinishedGroup] = []
         failed_count = 0
-        async for event in self._rollouts.follow(request.rollout, settings):
-            outcome = event.WhichOneof("event") or ""
-            metrics.EVALUATED_GROUPS.labels(outcome).inc()
-            if outcome == "finished":
-                finished.append(event.finished)
-                yield pb.EvaluateResponse(finished=event.finished)
-            else:
-                failed_count += 1
-                yield pb.EvaluateResponse(failed=event.failed)
+        async for events in self._rollouts.follow(request.rollout, settings):
+            for event in events:
+                outcome = event.WhichOneof("event") or ""
+                metrics.EVALUATED_GROUPS.labels(outcome).inc()
+                if outcome == "finished":
+                    finished.append(event.finished)
+                    yield pb.EvaluateResponse(finished=event.finished)
+                else:
+                    failed_count += 1
+                    yield pb.EvaluateResponse(failed=event.failed)
         report = evaluation_report(
             finished, failed_count, pass_at=settings.pass_at, threshold=settings.threshold
         )

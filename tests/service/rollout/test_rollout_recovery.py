@@ -226,6 +226,20 @@ async def check_settled(client: RolloutClient, request: pb.RolloutRequest) -> No
     assert caught.value.reason == "REQUEST_ID_REUSED"
 
 
+@pytest.mark.parametrize("takes_more", [True, False])
+async def test_groups_that_are_there_come_in_one_message_to_who_takes_it(
+    store: Store, models: Models, takes_more: bool
+) -> None:
+    request = rollout_request(copy_rows(3))
+    request.takes_more = takes_more
+    async with running_episodes(store, models.first) as episodes:
+        finished = await episodes.finished(request)
+        messages = [message async for message in episodes.client.stub.Rollout(request)]
+    assert [len(message.more) for message in messages] == ([2] if takes_more else [0, 0, 0])
+    named = [each.finished.group_id for m in messages for each in (m, *m.more)]
+    assert sorted(named) == sorted(finished) == ["g0", "g1", "g2"]
+
+
 async def test_a_damaged_blob_is_sampled_again(store: Store, models: Models) -> None:
     request = rollout_request(copy_rows(2))
     async with running_episodes(store, models.first) as episodes:

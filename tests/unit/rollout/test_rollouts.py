@@ -32,7 +32,12 @@ from services.rollout.episodes.group import (
     GroupSpec,
     GroupTools,
 )
-from services.rollout.episodes.rollouts import Rollout, WorkerDrainingError
+from services.rollout.episodes.rollouts import (
+    MESSAGE_BYTES,
+    Rollout,
+    WorkerDrainingError,
+    put_together,
+)
 from services.rollout.episodes.spool import DirectoryJournals, Spool
 from services.rollout.episodes.worker import Rollouts
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
@@ -96,7 +101,7 @@ class Worker:
 
     async def events(self, request: pb.RolloutRequest) -> list[pb.RolloutResponse]:
         async with asyncio.timeout(PATIENCE):
-            return [event async for event in self.rollouts.follow(request)]
+            return [each async for events in self.rollouts.follow(request) for each in events]
 
     async def leave_while_storing(self, request: pb.RolloutRequest) -> None:
         """Listen until the group of a rollout is being stored."""
@@ -212,6 +217,22 @@ async def test_a_listener_is_sent_away_once_what_was_being_stored_is_known(
         await asyncio.gather(*closing)
 
 
+def test_messages_of_several_events_keep_order_and_end_where_they_are_full() -> None:
+    def event(name: str, size: int = 0) -> pb.RolloutResponse:
+        return pb.RolloutResponse(
+            finished=pb.FinishedGroup(group_id=name, prompt_digest="d" * size)
+        )
+
+    events = [event("a"), event("b", MESSAGE_BYTES), event("c"), event("d")]
+    messages = list(put_together(events))
+    assert [len(message.more) for message in messages] == [1, 1]
+    assert [e for m in messages for e in (m, *m.more)][1] == events[1]
+    names = [e.finished.group_id for m in messages for e in (m, *m.more)]
+    assert names == ["a", "b", "c", "d"]
+    assert not any(event.more for event in events), "the events stay as they are"
+    assert list(put_together([])) == []
+
+
 async def test_a_rollout_stopped_twice_does_not_end_as_if_it_were_settled() -> None:
     rollout = Rollout("r", lambda _: None)
     never: asyncio.Future[GroupResult] = asyncio.get_running_loop().create_future()
@@ -223,7 +244,7 @@ async def test_a_rollout_stopped_twice_does_not_end_as_if_it_were_settled() -> N
     await rollout.stop()
     await rollout.stop()
     with pytest.raises(WorkerDrainingError):
-        _ = [event async for event in rollout.follow()]
+        _ = [events async for events in rollout.follow()]
 
 
 async def test_a_caller_who_comes_while_an_orphan_is_stopped_begins_no_second_run(

@@ -44,6 +44,14 @@ def with_column(name: str, value: object) -> Callable[[Sample], Sample]:
     return lambda sample: replace(sample, columns={**sample.columns, name: value})  # type: ignore[dict-item]
 
 
+def with_second(sample: Sample) -> Sample:
+    """Two columns more a token; of the first one nothing is trained."""
+    logprobs = np.asarray(sample.columns["rollout_logprobs"])
+    mask = np.arange(len(logprobs)) > 0
+    more = {"old_logprobs": logprobs - 1, "loss_mask": mask}
+    return replace(sample, columns={**sample.columns, **more})
+
+
 def spanned(*places: tuple[int, int]) -> Callable[[Sample], Sample]:
     spans = tuple(
         VersionSpan(version=1, digest="d", first_token=first, last_token=last)
@@ -121,6 +129,8 @@ def test_columns_are_what_their_samples_say() -> None:
     others = [mask(replace(good(1, "other"), spans=())), mask(good(4, "other"))]
     columns = read_columns([stored(*samples), stored(*others)], LIMITS)
     assert columns is not None
+    assert columns.per_token["loss_mask"].tolist() == [True, False] * 5
+    assert columns.per_token["rollout_logprobs"].tolist() == [-1, -2] * 5
     facts, expected = columns.facts(), describe_rows([*samples, *others])
     assert not expected.difference(facts, range(5)) and facts.mask_counts.tolist() == [1] * 5
     assert facts.to_json() == expected.to_json()
@@ -176,7 +186,8 @@ def test_a_flipped_byte_of_one_blob_of_many_is_found(tmp_path: Path) -> None:
 
 def test_rows_of_several_blobs_keep_their_order_and_nothing_of_the_store(tmp_path: Path) -> None:
     blobs = BlobStore(tmp_path, sync=False)
-    groups = [[good(index, name) for index in range(4)] for name in "abc"]
+    plain = [[good(index, name) for index in range(4)] for name in "abc"]
+    groups = [[with_second(sample) for sample in group] for group in plain]
     references = blobs.put_all([encode_group(group) for group in groups])
     table = RowTable(blobs, LIMITS)
     command = pb.AddRows(batch_id="b")
@@ -195,6 +206,8 @@ def test_rows_of_several_blobs_keep_their_order_and_nothing_of_the_store(tmp_pat
                                "episode": sample.columns["episode"]}  # fmt: skip
         logprobs = np.asarray(sample.columns["rollout_logprobs"])
         assert row.columns["rollout_logprobs"].tolist() == logprobs.tolist()
+        assert row.columns["old_logprobs"].tolist() == (logprobs - 1).tolist()
+        assert row.loss_mask.tolist() == [place > 0 for place in range(len(logprobs))]
 
 
 def test_the_blob_that_lies_about_its_rows_is_named(tmp_path: Path) -> None:

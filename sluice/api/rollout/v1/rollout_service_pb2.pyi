@@ -40,7 +40,7 @@ class GroupRequest(_message.Message):
     def __init__(self, group_id: _Optional[str] = ..., index: _Optional[int] = ..., row: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., seeds: _Optional[_Iterable[int]] = ..., teacher_pool: _Optional[str] = ..., teacher_top_count: _Optional[int] = ...) -> None: ...
 
 class RolloutRequest(_message.Message):
-    __slots__ = ("request_id", "groups", "environment", "sampling", "sample_count", "versions", "group_timeout", "pool")
+    __slots__ = ("request_id", "groups", "environment", "sampling", "sample_count", "versions", "group_timeout", "pool", "takes_more")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class RolloutRequest(_message.Message):
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     GROUP_TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    TAKES_MORE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     groups: _containers.RepeatedCompositeFieldContainer[GroupRequest]
     environment: EnvironmentSpec
@@ -57,7 +58,8 @@ class RolloutRequest(_message.Message):
     versions: _engine_service_pb2.VersionBounds
     group_timeout: _duration_pb2.Duration
     pool: str
-    def __init__(self, request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupRequest, _Mapping]]] = ..., environment: _Optional[_Union[EnvironmentSpec, _Mapping]] = ..., sampling: _Optional[_Union[_engine_service_pb2.SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., versions: _Optional[_Union[_engine_service_pb2.VersionBounds, _Mapping]] = ..., group_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pool: _Optional[str] = ...) -> None: ...
+    takes_more: bool
+    def __init__(self, request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupRequest, _Mapping]]] = ..., environment: _Optional[_Union[EnvironmentSpec, _Mapping]] = ..., sampling: _Optional[_Union[_engine_service_pb2.SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., versions: _Optional[_Union[_engine_service_pb2.VersionBounds, _Mapping]] = ..., group_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pool: _Optional[str] = ..., takes_more: bool = ...) -> None: ...
 
 class FinishedGroup(_message.Message):
     __slots__ = ("group_id", "blob", "rewards", "response_lengths", "min_version", "max_version", "prompt_length", "raw_rewards", "finish_reasons", "details", "prompt_digest", "media", "trace")
@@ -117,12 +119,14 @@ class FailedGroup(_message.Message):
     def __init__(self, group_id: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class RolloutResponse(_message.Message):
-    __slots__ = ("finished", "failed")
+    __slots__ = ("finished", "failed", "more")
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     finished: FinishedGroup
     failed: FailedGroup
-    def __init__(self, finished: _Optional[_Union[FinishedGroup, _Mapping]] = ..., failed: _Optional[_Union[FailedGroup, _Mapping]] = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[RolloutResponse]
+    def __init__(self, finished: _Optional[_Union[FinishedGroup, _Mapping]] = ..., failed: _Optional[_Union[FailedGroup, _Mapping]] = ..., more: _Optional[_Iterable[_Union[RolloutResponse, _Mapping]]] = ...) -> None: ...
 
 class EvaluateRequest(_message.Message):
     __slots__ = ("rollout", "pass_at", "pass_threshold", "max_running_groups")
