@@ -11,6 +11,7 @@ from services.rollout.process import RolloutProcess
 from sluice import logs, platform
 from sluice.config import ConfigError, load_config
 from sluice.durable import DirectoryError
+from sluice.imports import run_process
 from sluice.runtime.errors import ServiceError
 
 
@@ -36,4 +37,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process(main)

@@ -19,7 +19,7 @@ from sluice import logs
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
 from sluice.config import ConfigError, load_config
-from sluice.imports import keep_loaded
+from sluice.imports import keep_loaded, run_process
 from sluice.runtime.server import Server
 
 SERVICE = "sluice.api.router.v1.RouterService"
@@ -111,4 +111,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process(main)

@@ -18,7 +18,7 @@ from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from sluice.config import ConfigError, load_config
 from sluice.durable import DirectoryError
-from sluice.imports import keep_loaded
+from sluice.imports import keep_loaded, run_process
 from sluice.place import Place, directory_of, place_of
 from sluice.runtime.server import Server
 from sluice.runtime.store_checks import add_store_service
@@ -102,4 +102,4 @@ async def _tell_readiness(server: Server, ranks: RankGroup) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process(main)

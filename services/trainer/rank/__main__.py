@@ -28,7 +28,7 @@ from sluice import logs, platform
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.api.trainer.v1 import worker_service_pb2_grpc as pb_grpc
 from sluice.config import load_config, parse_config, read_yaml
-from sluice.imports import keep_loaded, uncollected
+from sluice.imports import keep_loaded, run_process, uncollected
 from sluice.runtime.channel import create_channel
 from sluice.runtime.errors import LoadingError, has_lost_status
 from sluice.runtime.processes import end_with_parent
@@ -252,4 +252,4 @@ class ControllerStream:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process(main)
