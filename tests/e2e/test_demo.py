@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -16,7 +14,7 @@ from services.rollout.config import RolloutConfig
 from services.trainer.config import TrainerConfig
 from sluice.config import parse_config
 from sluice.demo.adapters import adapting
-from sluice.demo.copy_digits import main
+from sluice.demo.copy_digits import main, read_flags
 from sluice.demo.tiny_qwen3 import build_tiny_qwen3
 from sluice.weights.adapter import digest_base
 from sluice.weights.store import WeightStore
@@ -69,17 +67,10 @@ def test_adapters_train_beside_the_base_that_the_whole_model_learned(tmp_path: P
 @pytest.mark.parametrize("backend", ["reference", "fsdp", "megatron"])
 @pytest.mark.parametrize("engine", ["reference", "sglang"])
 def test_every_service_is_told_of_adapters(tmp_path: Path, backend: str, engine: str) -> None:
-    flags: dict[str, Any] = {"seed": 0, "algorithm": "ppo", "steps": 1, "max_staleness": 0}
-    flags |= {
-        "ranks": 1,
-        "tensor": 1,
-        "sglang_python": "python",
-        "lora": 24,
-        "placement": "separate",
-    }
-    flags |= {"backend": backend, "engine": engine}
+    words = ["--algorithm", "ppo", "--lora", "24", "--sglang-python", "python"]
+    flags = read_flags([*words, "--backend", backend, "--engine", engine])
     base = build_tiny_qwen3(tmp_path / "base")
-    up, _ = adapting(tmp_path, base, argparse.Namespace(**flags))
+    up, _ = adapting(tmp_path, base, flags)
     configs = {n: {"store": tmp_path, **service.config} for n, service in up.services.items()}
     trainer = parse_config(TrainerConfig, configs["trainer"])
     assert trainer.lora is not None
