@@ -67,7 +67,7 @@ def test_adapters_train_beside_the_base_that_the_whole_model_learned(tmp_path: P
 @pytest.mark.parametrize("backend", ["reference", "fsdp", "megatron"])
 @pytest.mark.parametrize("engine", ["reference", "sglang"])
 def test_every_service_is_told_of_adapters(tmp_path: Path, backend: str, engine: str) -> None:
-    words = ["--algorithm", "ppo", "--lora", "24", "--sglang-python", "python"]
+    words = ["--algorithm", "ppo", "--lora", "24", "--sglang-python", sys.executable]
     flags = read_flags([*words, "--backend", backend, "--engine", engine])
     base = build_tiny_qwen3(tmp_path / "base")
     up, _ = adapting(tmp_path, base, flags)
