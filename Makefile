@@ -221,8 +221,10 @@ soak: $(VENV)/.dev  ## 10,000 tiny steps; memory, descriptors, threads and files
 observability-check: $(VENV)/.dev  ## every panel has data under a real Prometheus, every alert fires and clears (Debian's prometheus)
 	$(RUN) -m tools.observability_check
 
-test-ray: $(VENV)/.dev  ## sluice up --on ray on three nodes of this host: services, actors, ranks, nodes and the GCS are lost under a run, then a reward model
+test-ray: $(VENV)/.dev  ## sluice up --on ray on three nodes of this host: services, actors, ranks, nodes and the GCS are lost under a run
 	$(RUN) -m tools.ray_check --whole
+
+test-ray-rewards: $(VENV)/.dev  ## the same with a reward model: its process, its actor and its node are lost under a run
 	$(RUN) -m tools.ray_check --reward-model
 
 test-bucket: $(VENV)/.dev  ## runs whose store is a bucket: killed, moved to another host, taken over
@@ -321,5 +323,5 @@ accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: righ
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help site test-nodes test-kubernetes observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-node test-pages test-trackers proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-ray test-bucket test-slurm compose-smoke test-compose \
+.PHONY: help site test-nodes test-kubernetes observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-node test-pages test-trackers proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-ray test-ray-rewards test-bucket test-slurm compose-smoke test-compose \
 	verify bench bench-adapters bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-fleet bench-demo bench-training bench-checkpoint bench-colocated bench-algorithms bench-router bench-router-simulation clean
