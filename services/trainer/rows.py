@@ -315,17 +315,18 @@ def read_columns(groups: Sequence[OpenGroup], limits: RowLimits) -> RowColumns |
     facts = columns.facts()
     if not limits.keep(facts) or not limits.holds(columns.token_ids):
         return None
-    said = [stored.facts for stored in groups]
-    if None in said:
+    said = [stored.facts for stored in groups if stored.facts is not None]
+    if not said:
         return columns
+    if len(said) < len(groups):  # facts are of all rows or none
+        return None
     counts = [stored.batch.num_rows for stored in groups]
     rows = [
         first + row
         for first, stored in zip(accumulate(counts, initial=0), groups, strict=False)
         for row in stored.rows
     ]
-    joined = RowFacts.join([each for each in said if each is not None])
-    return None if joined.difference(facts, rows) else columns
+    return None if RowFacts.join(said).difference(facts, rows) else columns
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from sluice.samples.blobs import BlobReference, BlobStore
 from sluice.samples.columns import RowColumns
 from sluice.samples.sample import Sample, VersionSpan, describe_rows
 from tests.unit.trainer.rows import LIMITS, make_sample
-from tests.unit.trainer.test_facts import with_facts
+from tests.unit.trainer.test_facts import old_blob, with_facts
 
 
 def good(index: int, group: str = "g") -> Sample:
@@ -210,11 +210,14 @@ def test_rows_of_several_blobs_keep_their_order_and_nothing_of_the_store(tmp_pat
         assert row.loss_mask.tolist() == [place > 0 for place in range(len(logprobs))]
 
 
-def test_the_blob_that_lies_about_its_rows_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [encode_group, old_blob], ids=["facts", "none"])
+def test_the_blob_that_lies_about_its_rows_is_named(
+    tmp_path: Path, beside: Callable[[Sequence[Sample]], bytes]
+) -> None:
     blobs = BlobStore(tmp_path, sync=False)
     groups = [[good(index, name) for index in range(3)] for name in "abc"]
     lies = describe_rows([groups[1][0], good(5, "b"), groups[1][2]]).to_json()
-    contents = [encode_group(groups[0]), with_facts(groups[1], lies), encode_group(groups[2])]
+    contents = [encode_group(groups[0]), with_facts(groups[1], lies), beside(groups[2])]
     references = blobs.put_all(contents)
     command = pb.AddRows(batch_id="b")
     for place, reference in enumerate(references):
