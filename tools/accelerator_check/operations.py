@@ -17,11 +17,12 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from services.trainer.backends.reference.model import PackedLayout, attend, pack
+from services.trainer.backends.reference.model import attend, pack
 from sluice import operations, platform
 from sluice.algo.logprobs import linear_logprobs, token_logprobs
 from sluice.fused_operations import attention_kernel, rms_norm, rotate, swiglu
 from sluice.operations import OPERATIONS, Usage
+from sluice.side_copies import to_device
 from tools.accelerator_check.backends import ragged_rows
 from tools.accelerator_check.work import StepWork
 
@@ -88,7 +89,7 @@ def _attention(small: bool) -> Case:
     inputs = (_half(1, 8, tokens, 64), _half(1, 2, tokens, 64), _half(1, 2, tokens, 64))
 
     def compute(name: str, given: Tensors) -> torch.Tensor:
-        placed: PackedLayout = layout.to(given[0].device)
+        placed = to_device(layout, given[0].device)
         query, key, value = given
         kernel = attention_kernel(name)
         return attend(MODULE, query, key, value, None, packed_layout=placed, kernel=kernel)[0]

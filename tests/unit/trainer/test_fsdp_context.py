@@ -12,6 +12,7 @@ from services.trainer.backend import Row
 from services.trainer.backends.fsdp.config import FsdpConfig
 from services.trainer.backends.fsdp.context import ContextLayout, attend_context, pack_context
 from sluice.fused_operations import attention_kernel
+from sluice.side_copies import to_device
 from tests.fused_stand_ins import CALLS, place_all
 
 HEADS, KV_HEADS, SIZE = 4, 2, 16
@@ -170,7 +171,7 @@ def test_every_response_token_is_predicted_once_by_the_token_before_it(
 def test_a_layout_moves_whole() -> None:
     """As to an accelerator: to the device without memory, which every machine has."""
     layout = lay_out(make_rows(), "zigzag", 2)[1]
-    moved = layout.to(torch.device("meta"))
+    moved = to_device(layout, torch.device("meta"))
     tensors = [moved.token_ids, moved.own, moved.places, moved.predictors, moved.targets]
     tensors += [moved.joined.queries, moved.joined.keys, *(b.keys for b in moved.buckets)]
     assert {tensor.device.type for tensor in tensors} == {"meta"}

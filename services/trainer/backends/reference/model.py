@@ -36,7 +36,6 @@ from sluice.fused_operations import Attention, PackRows, attention_kernel
 from sluice.imports import uncompiled
 from sluice.operations import UNASKED, OperationsConfig, Usage
 from sluice.samples.images import ImageRules
-from sluice.side_copies import to_device
 from sluice.vision import TEXT, Features, Patches, VisionTower, rotary_positions
 
 with uncompiled():
@@ -525,9 +524,6 @@ class PackedLayout:
     targets: torch.Tensor
     longest: int
     features: torch.Tensor
-
-    def to(self, device: torch.device) -> PackedLayout:
-        return to_device(self, device)
 
 
 @dataclass(frozen=True)
