@@ -29,8 +29,8 @@ class ConfigError(ValueError):
     """A setting is unknown, missing or of the wrong type; the message names it."""
 
 
-class Config(BaseModel, frozen=True, extra="forbid"):
-    """Base of every part of a configuration."""
+class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
+    """Base of every part of a configuration. A number is finite: no time is without end."""
 
 
 class ProcessConfig(BaseSettings):
@@ -48,6 +48,7 @@ class ProcessConfig(BaseSettings):
     model_config = SettingsConfigDict(
         frozen=True,
         extra="forbid",
+        allow_inf_nan=False,
         env_prefix=ENV_PREFIX,
         env_nested_delimiter="__",
         env_ignore_empty=True,

@@ -44,7 +44,7 @@ class SamplingConfig(Config):
     """How tokens are drawn. The temperature is the one of every log-prob of a run."""
 
     max_new_tokens: int = Field(gt=0)
-    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
+    temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     stop_token_ids: tuple[int, ...] = ()
@@ -129,6 +129,7 @@ class TeacherConfig(Config):
 
 
 LARGEST_WEIGHT = 1e9  # of an environment: sums of larger ones are no numbers
+SHORTEST_GROUP, LONGEST_GROUP = 1e-3, 1e9  # seconds that a call can say
 
 
 class EnvironmentShare(Config):
@@ -138,12 +139,12 @@ class EnvironmentShare(Config):
     run's; every environment samples at the run's temperature.
     """
 
-    weight: float = Field(1.0, gt=0, le=LARGEST_WEIGHT, allow_inf_nan=False)
+    weight: float = Field(1.0, gt=0, le=LARGEST_WEIGHT)
     prompts: PromptsConfig
     environment: EnvironmentConfig
     sampling: SamplingConfig | None = None
     samples_per_group: int | None = Field(None, gt=1)
-    group_timeout_seconds: float | None = Field(None, gt=0)
+    group_timeout_seconds: float | None = Field(None, ge=SHORTEST_GROUP, le=LONGEST_GROUP)
     teacher: str = Field("", description="One of `teachers`.")
 
 
@@ -271,7 +272,6 @@ class CommonRunConfig(ProcessConfig):
     takeover_seconds: float | None = Field(
         None,
         gt=0,
-        allow_inf_nan=False,
         description="For a store that is a bucket: a loop of this run elsewhere that has given no "
         "sign of life for so long is taken for dead. Default: 30.",
     )
@@ -342,7 +342,6 @@ class RunConfig(CommonRunConfig):
     max_mismatch: float = Field(
         0.2,
         ge=0,
-        allow_inf_nan=False,
         description="Nats a token, between trainer and engines at the first on-policy step; more "
         "ends the run. 0 is no limit.",
     )
@@ -355,7 +354,7 @@ class RunConfig(CommonRunConfig):
     # its transfer.enabled allows; who does not receive it reads it from the store, as all else do
     weight_transport: Literal["store", "collective"] = "store"
     trace: TraceConfig = TraceConfig()
-    group_timeout_seconds: float = Field(600, gt=0)
+    group_timeout_seconds: float = Field(600, ge=SHORTEST_GROUP, le=LONGEST_GROUP)
     group_attempts: int = Field(3, gt=0, description="Issues of a group before it is dropped.")
     evaluation: EvaluationConfig | None = None
 

@@ -18,10 +18,11 @@ from sluice.config import ConfigError
 from sluice.loop.config import AlgorithmConfig, RowsConfig, SftConfig
 from sluice.loop.ledger import LedgerGroup
 from sluice.loop.report import RunReport
+from sluice.loop.row_files import PromptFileError, read_rows
 from sluice.loop.run import TrainerRun
 from sluice.loop.run_directory import RunCheckpoint, checked_run_checkpoint
 from sluice.loop.training import StepReport, train_step
-from sluice.loop.workers import PromptFileError, epoch_order, read_rows
+from sluice.loop.workers import epoch_order
 from sluice.samples.arrow import encode_group
 from sluice.samples.blobs import open_blobs
 from sluice.samples.chat_template import ChatTemplate, ChatTemplateError

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import random
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
@@ -32,16 +30,12 @@ from sluice.loop.config import (
     RunConfig,
     SamplingConfig,
 )
+from sluice.loop.row_files import PromptFileError, check_carried, read_rows
 from sluice.runtime.recovery import NotReadyError, Retries, is_passing, wait_until_ready
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.wire import duration_of
-from sluice.samples.messages import data_url
 
 Task = int | Mapping[str, Any]  # index into a generated data set, or a row of a file
-
-
-class PromptFileError(ConfigError):
-    """A line of a prompt file is malformed; the message names file and line."""
 
 
 @lru_cache(maxsize=4)
@@ -85,58 +79,10 @@ def load_prompts(
     for where, row in read_rows(config.file, "prompts.file"):
         if not any(row.get(key) for key in keys):
             raise PromptFileError(f"{where}: a row needs {' or '.join(f'`{key}`' for key in keys)}")
+        check_carried(where, row)
         rows.append(row)
     content = xxhash.xxh3_128_hexdigest(config.file.read_bytes())
     return PromptSource(rows, config.shuffle, seed, content)
-
-
-def read_rows(path: Path, key: str) -> list[tuple[str, dict[str, Any]]]:
-    """Rows of a JSONL or Parquet file, and where each stands; `key` is the setting of the path.
-
-    Raises ConfigError for a missing, PromptFileError for a malformed or empty file.
-    """
-    if not path.is_file():
-        raise ConfigError(f"{key}: {path} {'is no file' if path.exists() else 'does not exist'}")
-    rows = _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
-    if not rows:
-        raise PromptFileError(f"{key}: {path} has no rows")
-    for where, row in rows:
-        if not isinstance(row, dict):
-            raise PromptFileError(f"{where}: a row must be an object, not {type(row).__name__}")
-    return rows
-
-
-def _read_jsonl(path: Path) -> list[tuple[str, Any]]:
-    rows = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                rows.append((f"{path}:{number}", json.loads(line)))
-            except ValueError as error:  # neither JSON nor UTF-8
-                raise PromptFileError(f"{path}:{number}: not JSON: {error}") from None
-    return rows
-
-
-def _read_parquet(path: Path) -> list[tuple[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise PromptFileError(f"{path}: not Parquet: {error}") from None
-    return [(f"{path}: row {number}", _as_json(row)) for number, row in enumerate(rows, 1)]
-
-
-def _as_json(value: Any) -> Any:
-    """A value of Parquet as calls carry it: bytes, such as images, as data URLs."""
-    if isinstance(value, bytes):
-        return data_url(value)
-    if isinstance(value, dict):
-        return {key: _as_json(each) for key, each in value.items()}
-    return [_as_json(each) for each in value] if isinstance(value, list) else value
 
 
 def sample_seed(run_seed: int, group_id: str, index: int) -> int:

@@ -90,7 +90,7 @@ class ServerConfig(Config):
         1 << 31, ge=1024, description="Of requests received or served at once; then QUEUE_FULL."
     )
     limits: MessageLimits = MessageLimits()
-    drain_seconds: float = 30.0
+    drain_seconds: float = Field(30.0, ge=0)
     allow_insecure: bool = Field(False, description="Listen beyond loopback without TLS.")
     security: SecurityConfig = SecurityConfig()
 

@@ -30,7 +30,7 @@ from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.api.trainer.v1 import worker_service_pb2 as worker_pb
 from sluice.client import EngineClient, RemoteError, error_from_status, new_request_id, typed_errors
 from sluice.config import parse_config
-from sluice.loop.workers import read_rows
+from sluice.loop.row_files import read_rows
 from sluice.runtime import wire
 from sluice.samples.arrow import decode_group
 from sluice.samples.blobs import BlobReference, BlobStore

@@ -1,13 +1,26 @@
+import datetime
 import json
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from google.protobuf import json_format
 
-from sluice.config import ConfigError
-from sluice.loop.config import EnvironmentConfig, PromptsConfig
-from sluice.loop.workers import PromptFileError, load_prompts
+from sluice.api.rollout.v1.engine_service_pb2 import VersionBounds
+from sluice.api.rollout.v1.rollout_service_pb2 import RolloutRequest
+from sluice.config import ConfigError, parse_config
+from sluice.loop.config import EnvironmentConfig, PromptsConfig, RunConfig
+from sluice.loop.row_files import PromptFileError
+from sluice.loop.workers import build_request, load_prompts
 
+RUN = {
+    "run_dir": "run",
+    "services": "services.json",
+    "prompts": {"file": "prompts.jsonl"},
+    "environment": {"name": "prompts"},
+    "sampling": {"max_new_tokens": 4},
+    "algorithm": {},
+}
 ROWS = [{"prompt": f"p{i}", "answer": str(i)} for i in range(10)]
 
 
@@ -54,6 +67,7 @@ def test_indices_need_no_file():
         ('{"prompt": "a"}\n[1]', r"prompts\.jsonl:2: a row must be an object"),
         ('{"answer": "a"}', r"prompts\.jsonl:1: a row needs `prompt` or `messages`"),
         ("\n", "has no rows"),
+        ('{"prompt": "a", "x": ' + "[" * 100_000, r"prompts\.jsonl:1: not JSON"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path, text, message):
@@ -85,3 +99,49 @@ def test_rows_have_the_keys_that_the_environment_reads(tmp_path, key):
     mistyped = EnvironmentConfig(name="prompts", settings={key: "qestion"})
     with pytest.raises(PromptFileError, match=r"questions\.jsonl:1: a row needs .*`qestion`"):
         load_prompts(config, 0, mistyped)
+
+
+def nested(depth):
+    return json.loads("[" * depth + "]" * depth)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (2**53 + 1, "'answer': 9007199254740993 would arrive as 9007199254740992; give it as text"),
+        ({"ids": [1, -(2**53) - 1]}, "-9007199254740993 would arrive as -9007199254740992"),
+        (10**400, "a whole number that is too large"),
+        ("\ud800", "half a surrogate pair"),
+        ({"\udfff": 1}, "half a surrogate pair"),
+        (nested(25), "nested more than 24 deep"),
+    ],
+)
+def test_a_value_that_no_call_carries_is_named_before_the_run(tmp_path, value, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in [ROWS[0], {**ROWS[1], "answer": value}]))
+    with pytest.raises(PromptFileError, match=message) as refusal:
+        load_prompts(PromptsConfig(file=path), 0)
+    assert "prompts.jsonl:2: " in str(refusal.value)
+
+
+def test_a_type_of_parquet_that_no_call_carries_is_named(tmp_path):
+    path = tmp_path / "prompts.parquet"
+    rows = [{"prompt": "a", "when": datetime.datetime(2026, 1, 1)}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    with pytest.raises(PromptFileError, match=r"row 1: 'when': a datetime is no value of JSON"):
+        load_prompts(PromptsConfig(file=path), 0)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [2**53, -(10**22), 1e300, 0.5, True, None, "\U0001f600", nested(24), {"a": [{"b": "\0"}]}],
+)
+def test_a_value_that_is_taken_reaches_the_worker_as_it_stands(tmp_path, value):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "answer": value}))
+    task = load_prompts(PromptsConfig(file=path), 0).task(0)
+    assert isinstance(task, dict)
+    config = parse_config(RunConfig, RUN)
+    request = build_request(config, config.shares[""], [("g", task)], VersionBounds(), 0)
+    received = RolloutRequest.FromString(request.SerializeToString())
+    assert json_format.MessageToDict(received.groups[0].row)["answer"] == value

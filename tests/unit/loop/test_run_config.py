@@ -147,3 +147,24 @@ def test_evaluations_wait_on_shared_devices_unless_they_say_they_do_not():
     datasets = {"a": {"prompts": {"index_count": 5}}}
     configured(placement="colocated", evaluation={"datasets": datasets})
     configured(placement="colocated", evaluation={"datasets": datasets, "beside_training": False})
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "name",
+    ["stop_at_reward", "group_timeout_seconds", "service_timeout_seconds", "server.drain_seconds"],
+)
+def test_a_number_that_is_none_is_refused(name, number):
+    outer, _, inner = name.rpartition(".")
+    with pytest.raises(ConfigError, match=rf"{name}: Input should be"):
+        configured(**{outer: {inner: number}} if outer else {name: number})
+
+
+@pytest.mark.parametrize("seconds", [1e300, 1e-300, 0])
+def test_a_limit_of_a_group_is_one_that_a_call_can_say(seconds):
+    share = {"prompts": {"index_count": 5}, "environment": {"name": "prompts"}}
+    several = {"prompts": None, "environment": None}
+    several["environments"] = {"a": {**share, "group_timeout_seconds": seconds}}
+    for changes in ({"group_timeout_seconds": seconds}, several):
+        with pytest.raises(ConfigError, match="group_timeout_seconds: Input should be"):
+            configured(**changes)

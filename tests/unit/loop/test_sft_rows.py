@@ -12,8 +12,8 @@ import pytest
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.loop.config import RowsConfig
+from sluice.loop.row_files import PromptFileError
 from sluice.loop.sft import ConversationRows
-from sluice.loop.workers import PromptFileError
 from sluice.samples.arrow import decode_group
 from sluice.samples.tokenizer import TextTokenizer
 

@@ -1,0 +1,99 @@
+"""Rows of JSONL and Parquet files, and whether a call carries one as it stands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sluice.config import ConfigError
+from sluice.samples.messages import data_url
+
+DEEPEST = 24  # lists and objects in each other: a message that holds them ends at 100 of its own
+
+
+class PromptFileError(ConfigError):
+    """A line of a prompt file is malformed; the message names file and line."""
+
+
+def read_rows(path: Path, key: str) -> list[tuple[str, dict[str, Any]]]:
+    """Rows of a JSONL or Parquet file, and where each stands; `key` is the setting of the path.
+
+    Raises ConfigError for a missing, PromptFileError for a malformed or empty file.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{key}: {path} {'is no file' if path.exists() else 'does not exist'}")
+    rows = _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
+    if not rows:
+        raise PromptFileError(f"{key}: {path} has no rows")
+    for where, row in rows:
+        if not isinstance(row, dict):
+            raise PromptFileError(f"{where}: a row must be an object, not {type(row).__name__}")
+    return rows
+
+
+def _read_jsonl(path: Path) -> list[tuple[str, Any]]:
+    rows = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                rows.append((f"{path}:{number}", json.loads(line)))
+            except (ValueError, RecursionError) as error:  # neither JSON nor UTF-8
+                raise PromptFileError(f"{path}:{number}: not JSON: {error}") from None
+    return rows
+
+
+def _read_parquet(path: Path) -> list[tuple[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise PromptFileError(f"{path}: not Parquet: {error}") from None
+    return [(f"{path}: row {number}", _as_json(row)) for number, row in enumerate(rows, 1)]
+
+
+def _as_json(value: Any) -> Any:
+    """A value of Parquet as calls carry it: bytes, such as images, as data URLs."""
+    if isinstance(value, bytes):
+        return data_url(value)
+    if isinstance(value, dict):
+        return {key: _as_json(each) for key, each in value.items()}
+    return [_as_json(each) for each in value] if isinstance(value, list) else value
+
+
+def check_carried(where: str, row: Mapping[str, Any]) -> None:
+    """Raises PromptFileError for a row that would not reach an episode worker as it stands."""
+    for key, value in row.items():
+        if problem := _change(key) or _change(value):
+            raise PromptFileError(f"{where}: {str(key)[:80]!r}: {problem}")
+
+
+def _change(value: Any, depth: int = 0) -> str:
+    """What becomes of a value on its way; empty where nothing does."""
+    if isinstance(value, str):
+        if value.isascii():
+            return ""
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            return f"holds half a surrogate pair, {value[error.start]!a}, which is no character"
+    elif isinstance(value, int):
+        try:
+            carried = int(float(value))  # JSON's numbers are, to calls
+        except OverflowError:
+            return "a whole number that is too large; give it as text"
+        if carried != value:
+            return f"{value} would arrive as {carried}; give it as text"
+    elif isinstance(value, dict | list):
+        if depth == DEEPEST:
+            return f"lists and objects are nested more than {DEEPEST} deep"
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        return next((found for part in parts if (found := _change(part, depth + 1))), "")
+    elif value is not None and not isinstance(value, float):
+        return f"a {type(value).__name__} is no value of JSON; give it as text"
+    return ""
