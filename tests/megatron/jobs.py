@@ -39,10 +39,12 @@ from services.trainer.backends.reference.backend import ReferenceBackend
 from services.trainer.config import RanksConfig, TrainerConfig
 from services.trainer.errors import RoutingMissingError
 from services.trainer.rank import FAILURES, executor
+from sluice import platform
 from sluice.algo.collectives import CollectiveMismatchError
 from sluice.algo.spec import LossSpec
 from sluice.weights.errors import WeightStoreError
 from sluice.weights.rules.rule import ShardAxis
+from tests.lazy_device import lazy_device
 from tests.megatron import former, providers
 from tests.megatron.models import make_rows, micro_batches, routed_rows, taught_rows
 from tests.megatron.mutants import exchanged, mutants
@@ -118,6 +120,14 @@ def parity(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
         "gradients": sorted(gradients),
         "parameters": sorted(parameters),
     }
+
+
+def copied_beside(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """`parity` on a device that makes its copies only when it is waited for."""
+    device = lazy_device()
+    with unittest.mock.patch.object(platform, "current", lambda: device):
+        answer = parity(rank, world, arguments)
+    return {**answer, "journal": device.journal}
 
 
 def taught(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -144,6 +144,34 @@ def test_layout_equals_the_reference(
     _check_curve(answers, oracle, read_ranks(tmp_path, "weights"))
 
 
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        pytest.param(1, {}, id="single", marks=fast),
+        pytest.param(2, {"pipeline": 2, "virtual_pipeline": 2}, id="PP2xVPP2"),
+        pytest.param(2, {"context": 2}, id="CP2"),
+    ],
+)
+def test_passes_that_copy_beside_the_one_before_give_the_same(
+    world: int,
+    layout: dict[str, Any],
+    expected: Any,
+    pool: Pool,
+    tmp_path: Path,
+) -> None:
+    model, found = str(expected("qwen3").directory), []
+    for job in ("parity", "copied_beside"):
+        (out := tmp_path / job).mkdir()
+        answers = pool.run(job, world, model=model, layout=layout, out=str(out))
+        found.append([answer["steps"] for answer in answers])
+        names = sorted(path.name for path in out.iterdir() if path.suffix == ".safetensors")
+        found[-1].append([(name, (out / name).read_bytes()) for name in names])
+    assert found[0] == found[1] and len(found[0][-1]) >= 3
+    for answer in answers:
+        journal = answer["journal"]
+        assert journal.index("begin 1") < journal.index("await 0")
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("family", "world", "layout", "text"),

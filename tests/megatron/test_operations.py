@@ -143,7 +143,7 @@ def test_packs_of_fp8_divide_by_sixteen(fp8: Any, multiple: int) -> None:
     config = MegatronConfig(fp8=fp8, tensor=2)
     context: Any = SimpleNamespace(rank=0, size=1)
     for rows in ([], make_rows()[:1], make_rows()):
-        batch = pack_batch(rows, config, context=context, device=HOST)
+        batch = pack_batch(rows, config, context=context)
         assert batch.token_ids.shape[1] % multiple == 0
         assert batch.runs.starts[-1] == batch.token_ids.shape[1]
 

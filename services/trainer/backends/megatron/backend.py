@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, tee
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from services.trainer.backend import (
 )
 from services.trainer.backends.lora import refuse_checkpoint
 from services.trainer.backends.megatron import checkpoint, lora, parallel
-from services.trainer.backends.megatron.batch import PackedBatch, pack_batch
+from services.trainer.backends.megatron.batch import PackedBatch, pack_batch, upload
 from services.trainer.backends.megatron.head import OutputHead
 from services.trainer.backends.megatron.kernels import choose_operations
 from services.trainer.backends.megatron.model import PolicyModel, create_policy
@@ -52,8 +52,9 @@ from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
 from sluice import platform
 from sluice.algo.logprobs import TopLogprobs
-from sluice.algo.losses import check_columns, compute_loss, pack_named, pack_rows
+from sluice.algo.losses import check_columns, compute_loss
 from sluice.algo.spec import LossSpec, required_columns
+from sluice.side_copies import Uploads
 from sluice.weights.manifest import ShardFile
 from sluice.weights.shards import PublishedShards, ShardWrite
 
@@ -67,6 +68,7 @@ class MegatronBackend(TrainingBackend):
         self._layout = config.megatron
         platform.current().set_device(int(os.environ.get("LOCAL_RANK", "0")))
         self._device = current_device()
+        self._uploads = Uploads(self._device)
         self._groups = parallel.start(
             self._layout,
             seed=config.seed,
@@ -224,7 +226,9 @@ class MegatronBackend(TrainingBackend):
     @cached_property
     def _base(self) -> ChunkPasses:
         """The policy's model without replayed routing: with adapters off, the reference."""
-        return ChunkPasses(chunks=self._policy.chunks, head=self._policy.head)
+        return ChunkPasses(
+            chunks=self._policy.chunks, head=self._policy.head, uploads=self._uploads
+        )
 
     @cached_property
     def _reference(self) -> ChunkPasses:
@@ -233,7 +237,7 @@ class MegatronBackend(TrainingBackend):
         source = read_model(Path(directory))
         policy = self._create_model(source, self._choose(source), trained=False)
         sees = policy.source.images is not None
-        return ChunkPasses(chunks=policy.chunks, head=policy.head, sees=sees)
+        return ChunkPasses(chunks=policy.chunks, head=policy.head, uploads=self._uploads, sees=sees)
 
     def _choose(self, source: ModelSource, *, adapters: bool = False) -> dict[str, str]:
         asked = self._config.operations
@@ -262,6 +266,7 @@ class MegatronBackend(TrainingBackend):
         return ChunkPasses(
             chunks=policy.chunks,
             head=policy.head,
+            uploads=self._uploads,
             replay=replay,
             sees=sees,
             prediction=policy.prediction,
@@ -277,7 +282,6 @@ class MegatronBackend(TrainingBackend):
                 rows,
                 self._layout,
                 context=self._groups.context,
-                device=self._device,
                 merge_size=self._policy.source.merge_size,
                 predicts=predicts,
             )
@@ -291,6 +295,7 @@ class ChunkPasses:
 
     chunks: Sequence[Any]  # modules, wrapped for gradients if they are to be trained
     head: OutputHead | None
+    uploads: Uploads
     replay: RoutingReplay | None = None
     sees: bool = False  # chunks are given the batch, for its images
     prediction: Prediction | None = None  # trained beside the policy
@@ -308,7 +313,7 @@ class ChunkPasses:
             for chunk in self.chunks:
                 if isinstance(chunk, DistributedDataParallel):
                     stack.enter_context(chunk.no_sync())
-            self._run(batches, partial(self._loss, spec=spec, sums=sums), forward_only=False)
+            self._run(batches, partial(self._loss, spec=spec, sums=sums), trained=spec)
         return sums
 
     @torch.no_grad()
@@ -323,7 +328,7 @@ class ChunkPasses:
             return responses.outputs
 
         with self._replayed("score", batches):
-            self._run(batches, keep, forward_only=True)
+            self._run(batches, keep)
         return scored
 
     @torch.no_grad()
@@ -339,7 +344,7 @@ class ChunkPasses:
             return named[-1].logprobs
 
         with self._replayed("score", batches):
-            self._run(batches, keep, forward_only=True)
+            self._run(batches, keep)
         return named
 
     @contextmanager
@@ -357,17 +362,15 @@ class ChunkPasses:
         self, batch: PackedBatch, output: torch.Tensor, *, spec: LossSpec, sums: SumsOnDevice
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """A loss as the schedule wants it: its sum, a count (unused here) and what to keep."""
-        assert self.head is not None
+        assert self.head is not None and batch.columns is not None
         responses = self.head.responses(
             output,
             batch,
             temperature=spec.temperature or 1.0,
             entropy="gradient" if spec.has_entropy_gradient else "metric",
-            named_RK=None if self.head.gives_values else pack_named(batch.rows, spec),
         )
-        terms = compute_loss(
-            pack_rows(batch.rows, spec, responses.outputs, responses.entropy), spec
-        )
+        columns = batch.columns.inputs(spec, responses.outputs, responses.entropy)
+        terms = compute_loss(columns, spec)
         sums.add_terms(terms)
         loss = terms.loss
         if self.prediction is not None:
@@ -378,8 +381,16 @@ class ChunkPasses:
         return loss, count, {}
 
     def _run(
-        self, batches: Sequence[PackedBatch], finish: Callable[..., Any], *, forward_only: bool
+        self,
+        batches: Sequence[PackedBatch],
+        finish: Callable[..., Any],
+        trained: LossSpec | None = None,
     ) -> None:
+        """trained: the loss of which gradients are wanted, if any is."""
+        spec = None if self.head is None else trained
+        names = self.head is not None and not self.head.gives_values
+        uploaded = upload(batches, self.uploads, spec, names=names)
+
         def step(
             iterator: Iterator[PackedBatch], chunk: torch.nn.Module
         ) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -404,13 +415,13 @@ class ChunkPasses:
 
         get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=[iter(batches) for _ in self.chunks],
+            data_iterator=list(tee(uploaded, len(self.chunks))),
             model=list(self.chunks),
             num_microbatches=len(batches),
             seq_length=0,  # packs differ in length, stages exchange shapes
             micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
+            forward_only=trained is None,
+            collect_non_loss_data=trained is None,
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -11,6 +13,9 @@ from services.trainer.backends.megatron.attention import PackRuns
 from services.trainer.backends.megatron.config import MegatronConfig
 from sluice.algo.collectives import Collectives
 from sluice.algo.layout import SequenceLayout
+from sluice.algo.losses import LossColumns, pack_columns, pack_named
+from sluice.algo.spec import LossSpec
+from sluice.side_copies import Uploads
 from sluice.vision import TEXT, Features, rotary_positions
 
 
@@ -37,6 +42,8 @@ class PackedBatch:
     targets: int64[L], what they predict. own_responses: int64[L], which of the pack's response
     tokens those are. places: int64[R], where the predictor of each response
     token stands among the tokens of all context ranks in rank order. context: those ranks.
+    columns: what the loss reads of the pack's rows, and named: int64[L, K], the further tokens
+    that it asks for at each place of this rank, where there is one.
     """
 
     rows: tuple[Row, ...]
@@ -50,6 +57,17 @@ class PackedBatch:
     runs: PackRuns
     context: Collectives
     following: Following | None = None  # where a layer of multi-token prediction is trained
+    columns: LossColumns | None = None
+    named: torch.Tensor | None = None
+
+    def with_loss(self, spec: LossSpec, *, names: bool) -> PackedBatch:
+        """Returns the batch with what the loss reads. names: where it has log-probs.
+
+        Raises MissingColumnError.
+        """
+        named_RK = pack_named(self.rows, spec) if names else None
+        named = None if named_RK is None else named_RK[self.own_responses]
+        return replace(self, columns=pack_columns(self.rows, spec), named=named)
 
     @property
     def images(self) -> dict[str, bytes]:
@@ -69,12 +87,12 @@ def pack_batch(
     config: MegatronConfig,
     *,
     context: Collectives,
-    device: torch.device,
     merge_size: int = 0,
     predicts: bool = False,
 ) -> PackedBatch:
-    """Packs `rows` in order; an empty batch is all padding. Padding forms sequences of its own.
+    """Packs `rows` in order, on the host; an empty batch is all padding.
 
+    Padding forms sequences of its own.
     merge_size: of the model's image rules; 0 where it takes one position a token. predicts: with
     what follows each token.
     """
@@ -89,30 +107,52 @@ def pack_batch(
     own = responses.share(rank)
     parts = [torch.zeros(0, dtype=torch.int64)]
     parts += [row.token_ids[row.prompt_length :].long() for row in rows]
-    position_ids = _positions(rows, layout, rank, merge_size).to(device)
+    position_ids = _positions(rows, layout, rank, merge_size)
     return PackedBatch(
         rows=tuple(rows),
         layout=layout,
-        token_ids=_tokens(rows, layout, rank)[None].to(device),
+        token_ids=_tokens(rows, layout, rank)[None],
         position_ids=position_ids,
-        local_predictors=responses.slots(rank).to(device),
-        targets=torch.cat(parts)[own].to(device),
+        local_predictors=responses.slots(rank),
+        targets=torch.cat(parts)[own],
         own_responses=own,
-        places=responses.places.to(device),
+        places=responses.places,
         runs=PackRuns(
             qkv_format="sbhd",
             runs=layout.runs(rank),
             starts=layout.all_starts,
-            order=layout.place_of_pack.to(device) if config.context > 1 else None,
+            order=layout.place_of_pack if config.context > 1 else None,
             context=context,
             positions=position_ids,
         ),
         context=context,
-        following=_follow(rows, layout, rank, device) if predicts else None,
+        following=_follow(rows, layout, rank) if predicts else None,
     )
 
 
-def _follow(rows: MicroBatch, layout: SequenceLayout, rank: int, device: torch.device) -> Following:
+COMPUTED = (
+    *("token_ids", "position_ids", "local_predictors", "targets", "places"),
+    *("runs", "following", "columns", "named"),
+)
+
+
+def upload(
+    batches: Sequence[PackedBatch], uploads: Uploads, spec: LossSpec | None, *, names: bool
+) -> Iterator[PackedBatch]:
+    """Yields batches with what passes compute with on the device; the next one is under way.
+
+    spec: with what the loss reads, if there is one. names: see `with_loss`.
+    """
+
+    def make(batch: PackedBatch) -> dict[str, Any]:
+        ready = batch if spec is None else batch.with_loss(spec, names=names)
+        return {name: getattr(ready, name) for name in COMPUTED}
+
+    for batch, made in uploads.ahead(batches, make):
+        yield replace(batch, **made)
+
+
+def _follow(rows: MicroBatch, layout: SequenceLayout, rank: int) -> Following:
     next_ids = _shift([row.token_ids.long() for row in rows], 1)
     targets = _shift([row.token_ids.long() for row in rows], 2)
     weights = []
@@ -132,10 +172,10 @@ def _follow(rows: MicroBatch, layout: SequenceLayout, rank: int, device: torch.d
 
     predictors = split(_shift(trained, 2)).nonzero()[:, 0]
     return Following(
-        token_ids=split(next_ids)[None].to(device),
-        predictors=predictors.to(device),
-        targets=split(targets)[predictors].to(device),
-        weights=split(_shift(weights, 2))[predictors].to(device, torch.float32),
+        token_ids=split(next_ids)[None],
+        predictors=predictors,
+        targets=split(targets)[predictors],
+        weights=split(_shift(weights, 2))[predictors].float(),
     )
 
 

@@ -128,28 +128,23 @@ class OutputHead:
         *,
         temperature: float,
         entropy: EntropyMode,
-        named_RK: torch.Tensor | None = None,
     ) -> ResponseOutputs:
-        """Returns what the model's output for `batch` says of the response tokens.
-
-        named_RK: int64[R, K], further tokens at each place of the pack.
-        """
+        """Returns what the model's output for `batch` says of the response tokens."""
         if self.gives_values:
             local = output[0].index_select(0, batch.local_predictors)[:, 0]
             return ResponseOutputs(_over_context(local[:, None], batch)[:, 0], None)
         hidden_LH, weight_VH = output[0].index_select(0, batch.local_predictors), self._weight()
         targets = batch.targets
-        if named_RK is not None:
-            local_LK = named_RK[batch.own_responses].to(targets.device)
-            targets = torch.cat([targets[:, None], local_LK], dim=1)
+        if batch.named is not None:
+            targets = torch.cat([targets[:, None], batch.named], dim=1)
         logprobs, entropies = self._score(
             hidden_LH, weight_VH, targets, temperature=temperature, entropy=entropy
         )
         if entropy == "off":
             return ResponseOutputs(_over_context(logprobs[:, None], batch)[:, 0], None)
-        columns = logprobs[:, None] if named_RK is None else logprobs
+        columns = logprobs[:, None] if batch.named is None else logprobs
         both = _over_context(torch.cat((columns, entropies[:, None]), dim=1), batch)
-        return ResponseOutputs(both[:, 0] if named_RK is None else both[:, :-1], both[:, -1])
+        return ResponseOutputs(both[:, 0] if batch.named is None else both[:, :-1], both[:, -1])
 
     def name(
         self, output: torch.Tensor, batch: PackedBatch, *, temperature: float, count: int
