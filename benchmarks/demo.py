@@ -7,6 +7,7 @@ seed, learning rate, batch and losses, and take as many steps, one after the oth
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import resource
 import subprocess
@@ -38,6 +39,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", default="0")
     options = parser.parse_args()
+    for part in ("sluice", "services"):  # as an installed package and the libraries of both are
+        compileall.compile_dir(Path(__file__).parents[1] / part, quiet=1)
     with tempfile.TemporaryDirectory() as directory:
         line, cpu = run(
             *("examples.demo", "--seed", options.seed, "--run-dir", str(Path(directory, "demo")))

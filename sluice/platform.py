@@ -34,6 +34,14 @@ STREAMS_VARIABLE = "SLUICE_SIDE_STREAMS"
 AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
+LARGEST_KEPT = 32 << 20  # bytes; glibc takes no more
+MOST_KEPT = 256 << 20  # of the end of an arena
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_MALLOC_VARIABLES = frozenset(
+    {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}
+)
+
+
 class PlatformError(RuntimeError):
     """The accelerator asked for cannot be used; the message says what to do."""
 
@@ -231,6 +239,9 @@ class Platform:
         self.module.empty_cache()
         self.module.reset_peak_memory_stats()
 
+    def keep_memory(self) -> None:
+        """Have what one step frees serve the next, by whatever has no cache of its own."""
+
     def describe(self) -> dict[str, str]:
         """Returns what the current device and the libraries under torch call themselves.
 
@@ -290,6 +301,17 @@ class _Cpu(Platform):
     def release_memory(self) -> None:
         if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
             libc.malloc_trim(0)  # of glibc, which keeps what is freed below what is not
+
+    def keep_memory(self) -> None:
+        """Of glibc: it gives each large block back, and the kernel zeroes every page of the next.
+
+        Nothing where the environment says how glibc is to allocate.
+        """
+        if _MALLOC_VARIABLES.isdisjoint(os.environ) and (
+            mallopt := getattr(ctypes.CDLL(None), "mallopt", None)
+        ):
+            mallopt(_M_MMAP_THRESHOLD, LARGEST_KEPT)
+            mallopt(_M_TRIM_THRESHOLD, MOST_KEPT)
 
     def describe(self) -> dict[str, str]:
         return {"name": self.device_type}

@@ -66,7 +66,8 @@ def main() -> int:
 
 def _follow(config: TrainerConfig, stream: ControllerStream) -> int:
     try:
-        platform.current()  # before anything else imports torch, which a broken plug-in breaks
+        # before anything else imports torch, which a broken plug-in breaks
+        platform.current().keep_memory()
     except platform.PlatformError as error:
         print(f"trainer rank: {error}", file=sys.stderr)
         _refuse(stream, error)

@@ -254,6 +254,7 @@ class ReferenceEngine(Engine):
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._dtype, self._device = DTYPES[config.dtype], platform.current().device()
+        platform.current().keep_memory()
         self._core = EngineCore(config)
         self._thread = DeviceThread(self._core, self._deliver, self._ended)
         self._loader = ThreadPoolExecutor(1, "engine-weights", initializer=yield_to_others)
