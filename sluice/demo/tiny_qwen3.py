@@ -54,7 +54,10 @@ def build_tiny_qwen3(
     }
     directory.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
-    weights = {f"{name}.weight": module.weight.detach() for name, module in _modules(config)}
+    weights = {
+        f"{name}.weight": module.get_parameter("weight").detach()
+        for name, module in _modules(config)
+    }
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
     _write(directory / "config.json", config)
     _write(directory / "generation_config.json", {"eos_token_id": config["eos_token_id"]})
