@@ -22,6 +22,8 @@ from sluice.samples.sample import MediaSpan
 # transformers' classes of the towers.
 FAMILIES = {
     "qwen2_5_vl": "Qwen2_5_VisionTransformerPretrainedModel",
+    "qwen3_5": "Qwen3_5VisionModel",
+    "qwen3_5_moe": "Qwen3_5MoeVisionModel",
     "qwen3_vl": "Qwen3VLVisionModel",
 }
 TEXT = -1  # a token that shows no image

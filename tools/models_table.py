@@ -27,8 +27,8 @@ one sample at a time. Two processors, no accelerator, float32, gloo.
 - *packing*: `shared` encodes a prompt of several rows once, `rows` gives every row its own; a model
   with a window is packed by rows whatever its family.
 
-Families that see ([how](vision.md)) have four layers and a tower of three, and are shown images;
-*demo* stands where their rollouts are those of `make demo-vision`.
+Families that see ([how](vision.md)) have four layers and a tower of three, and are shown images, in
+rollouts too; *demo* stands where these are those of `make demo-vision`.
 
 ## On `fsdp`
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from services.rollout.engine.config import EngineConfig
-from services.rollout.engine.interface import Engine, PauseMode, create_engine
+from services.rollout.engine.interface import Delta, Engine, PauseMode, create_engine
 from services.trainer.backend import Row, TrainingBackend
 from services.trainer.backends.fsdp import families, tensor_parallel
 from services.trainer.backends.fsdp.model import ShardedModel
@@ -78,6 +78,7 @@ def _prove(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 ROUNDS, PROMPTS, SAMPLES, LENGTH = 3, 3, 4, 20
+Sample = Callable[[Engine, int, int], Awaitable[list[Row]]]
 
 
 def roll_out(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +87,11 @@ def roll_out(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]
     return asyncio.run(roll_out_by(backend, Path(arguments["model"]), Path(arguments["out"])))
 
 
-async def roll_out_by(backend: TrainingBackend, model: Path, out: Path) -> dict[str, Any]:
+async def roll_out_by(
+    backend: TrainingBackend, model: Path, out: Path, sample: Sample | None = None
+) -> dict[str, Any]:
+    """`sample`: of an engine, a step and a group, its rows; text alone where it is not given."""
+    sample = sample or _sample
     store = WeightStore(out / "weights", durable=False)
     engine = create_engine("reference", EngineConfig(threads=1, prefill_chunk_tokens=16))
     mismatches, versions, norms = [], [], []
@@ -98,7 +103,7 @@ async def roll_out_by(backend: TrainingBackend, model: Path, out: Path) -> dict[
             record = store.commit(staging, shards, companion_files(model), step)
             await engine.prepare(record.version, record.digest, record.directory)
             await engine.commit(record.version, PauseMode.IN_PLACE)
-            rows = [row for group in range(PROMPTS) for row in await _sample(engine, step, group)]
+            rows = [row for group in range(PROMPTS) for row in await sample(engine, step, group)]
             scored = backend.compute_logprobs([rows], model="policy", temperature=1.0)
             gaps = [scored[row.sample_id] - row.columns["rollout_logprobs"] for row in rows]
             mismatches.append(max(float(gap.abs().max()) for gap in gaps))
@@ -111,13 +116,18 @@ async def roll_out_by(backend: TrainingBackend, model: Path, out: Path) -> dict[
     return {"mismatch": max(mismatches), "versions": versions, "norms": norms}
 
 
+def advantages_of(samples: Sequence[Delta]) -> torch.Tensor:
+    """Of the share of small tokens."""
+    rewards = torch.tensor([sum(t < 26 for t in s.token_ids) / LENGTH for s in samples])
+    return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+
+
 async def _sample(engine: Engine, step: int, group: int) -> list[Row]:
     """A group of samples; its reward is the share of small tokens."""
     prompt = [*range(5, 5 + 9 * (group + 1))]
     request = request_of(f"{step}-{group}", prompt, SAMPLES, max_new_tokens=LENGTH)
     samples = await complete(engine, request)
-    rewards = torch.tensor([sum(t < 26 for t in s.token_ids) / LENGTH for s in samples])
-    advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+    advantages = advantages_of(samples)
     return [
         Row(
             sample_id=f"{step}/{group}/{index}",

@@ -32,7 +32,12 @@ MAX_LOGPROB_DIFF, MAX_GRADIENT_DIFF = 5e-6, 5e-5
 RESULTS = Path("build/models.json")  # of the last runs, for `make models-table`
 MAX_MISMATCH = 1e-5  # the engine's and the trainer's log-probs round in other orders
 # which tests/vision builds and proves
-SEEING = (Case("qwen3_vl", "Qwen3-VL"), Case("qwen2_5_vl", "Qwen2.5-VL"))
+SEEING = (
+    Case("qwen3_vl", "Qwen3-VL"),
+    Case("qwen2_5_vl", "Qwen2.5-VL"),
+    Case("qwen3_5", "Qwen3.5"),
+    Case("qwen3_5_moe", "Qwen3.5-MoE"),
+)
 
 
 @dataclass(frozen=True)

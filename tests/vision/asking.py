@@ -28,7 +28,9 @@ def shown(image: PreparedImage, data: bytes | None = None) -> Media:
     return Media(MediaKind.IMAGE, digest_of(image), view)
 
 
-def request(row: Row, images: Sequence[PreparedImage], **fields: Any) -> Generation:
+def request(
+    row: Row, images: Sequence[PreparedImage], length: int = 6, **fields: Any
+) -> Generation:
     """Asks for what follows all of a row, whose images the engine is to make tokens of."""
     prompt, end = list[int](), 0
     tokens = row.token_ids.tolist()
@@ -38,7 +40,7 @@ def request(row: Row, images: Sequence[PreparedImage], **fields: Any) -> Generat
     return Generation(
         request_id=fields.pop("request_id", row.sample_id),
         prompt_token_ids=[*prompt, *tokens[end:]],
-        sampling=Sampling(max_new_tokens=6, temperature=1.0, **fields.pop("sampling", {})),
+        sampling=Sampling(max_new_tokens=length, temperature=1.0, **fields.pop("sampling", {})),
         media=tuple(shown(image) for image in images),
         **fields,
     )

@@ -18,14 +18,7 @@ import torch
 import xxhash
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForImageTextToText,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-)
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from services.trainer.backend import Row
 from sluice.algo.spec import LossSpec
@@ -33,7 +26,8 @@ from sluice.samples.images import ImageRules, PreparedImage
 from sluice.samples.sample import MediaSpan
 
 VOCABULARY, IMAGE, VIDEO, START, END, STOP = 64, 60, 61, 62, 63, 59
-FAMILIES = ("qwen3_vl", "qwen2_5_vl")
+SERVED = ("qwen3_vl", "qwen2_5_vl")  # by SGLang too, on a processor
+FAMILIES = (*SERVED, "qwen3_5", "qwen3_5_moe")
 PPO = LossSpec(name="ppo_clip", clip_low=0.2)
 MAX_LOGPROB_DIFF = MAX_GRADIENT_DIFF = 1e-5
 
@@ -61,6 +55,27 @@ _TOWER = {
     "out_hidden_size": 64,
     "initializer_range": 0.1,
 }
+_DEEP = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+_RECURRENT = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "rope_parameters": {  # of half of a head
+        **_ROPE,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.5,
+    },
+}
 _TOKENS = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
@@ -74,7 +89,6 @@ CHAT = (
     "<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}"
     "{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
 )
-PATCH = {"qwen3_vl": 8, "qwen2_5_vl": 14}  # SGLang has 14 in the code of Qwen2.5-VL (0.5.23)
 differences = {"logprob": 0.0, "gradient": 0.0}
 layouts: set[str] = set()
 
@@ -104,25 +118,14 @@ class Model:
 
 
 def build_model(directory: Path, family: str, seed: int = 0) -> Model:
-    """Write a random Qwen3-VL or Qwen2.5-VL of 4 + 3 layers, of which two feed deepstack."""
+    """Write a random model of 4 + 3 layers; of Qwen3-VL's tower two feed deepstack."""
     torch.manual_seed(seed)
-    patch = PATCH[family]
-    tower, token = {**_TOWER, "patch_size": patch}, (2 * patch) ** 2  # pixels
-    if family == "qwen3_vl":
-        text = {**_SHAPE, "head_dim": 16, "rope_parameters": {**_ROPE, "mrope_interleaved": True}}
-        deep = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
-        module: Any = Qwen3VLForConditionalGeneration(
-            Qwen3VLConfig(text_config=text, vision_config={**tower, **deep}, **_TOKENS)
-        )
-    else:
-        windows = {"window_size": 4 * patch, "fullatt_block_indexes": [2]}
-        module = Qwen2_5_VLForConditionalGeneration(
-            Qwen2_5_VLConfig(
-                text_config={**_SHAPE, "rope_parameters": _ROPE},
-                vision_config={**tower, **windows},
-                **_TOKENS,
-            )
-        )
+    patch = 14 if family == "qwen2_5_vl" else 8  # SGLang has 14 in the code of that one (0.5.23)
+    token = (2 * patch) ** 2  # pixels
+    text, tower = _parts(family, patch)
+    config = AutoConfig.for_model(family, text_config=text, vision_config=tower, **_TOKENS)
+    module: Any = AutoModelForImageTextToText.from_config(config)
+    _condition(module)
     module.save_pretrained(directory)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -135,6 +138,31 @@ def build_model(directory: Path, family: str, seed: int = 0) -> Model:
     }
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     return Model(directory)
+
+
+def _parts(family: str, patch: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of the text and of the tower."""
+    text, tower = {**_SHAPE, "head_dim": 16}, {**_TOWER, "patch_size": patch}
+    if family == "qwen2_5_vl":
+        windows = {"window_size": 4 * patch, "fullatt_block_indexes": [2]}
+        return {**_SHAPE, "rope_parameters": _ROPE}, {**tower, **windows}
+    if family != "qwen3_vl":
+        experts = _EXPERTS if family.endswith("_moe") else {}
+        positions = {"num_position_embeddings": _DEEP["num_position_embeddings"]}
+        return {**text, **_RECURRENT, **experts}, {**tower, **positions}
+    return {**text, "rope_parameters": {**_ROPE, "mrope_interleaved": True}}, {**tower, **_DEEP}
+
+
+def _condition(module: torch.nn.Module) -> None:
+    """Bring transformers in float32 near itself in float64, from 1.5e-5 in log-probs.
+
+    Of gated delta nets: what they add is less, and states last, so that their decay matters.
+    """
+    for name, parameter in module.named_parameters():
+        if "linear_attn.norm" in name:
+            parameter.data.mul_(0.6)
+        elif "A_log" in name:
+            parameter.data.clamp_(max=0.0)
 
 
 def speak(model: Model) -> Model:

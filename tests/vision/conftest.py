@@ -8,9 +8,18 @@ import pytest
 
 from tests.models.proof import RESULTS, Summary
 from tests.rank_pool import Pool
-from tests.vision.cases import FAMILIES, Model, build_model, differences, layouts
+from tests.vision.cases import FAMILIES, SERVED, Model, build_model, differences, layouts
 
 SUMMARY = Summary()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is fast of every model is shown of those that SGLang serves; others take as long."""
+    for item in items:
+        call = getattr(item, "callspec", None)
+        if call is not None and call.params.get("model", SERVED[0]) not in SERVED:
+            item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "fast"]
 
 
 @pytest.fixture(scope="session", params=FAMILIES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +11,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from services.rollout.engine.interface import Engine
 from services.trainer.backend import MicroBatch, Row
 from services.trainer.backends.fsdp.backend import FsdpBackend
 from services.trainer.backends.fsdp.optimizer import local_part
 from services.trainer.rank import FAILURES
 from sluice.algo.spec import LossSpec
+from tests.contract.engine.cases import complete
 from tests.fsdp.jobs import NORMALIZER, attempt, clean_up, export, open_backend, save
-from tests.vision.cases import PPO, Model, mixed_rows
+from tests.models.jobs import LENGTH, SAMPLES, advantages_of, roll_out_by
+from tests.vision.asking import followed, request
+from tests.vision.cases import PPO, Model, draw_image, make_row, mixed_rows
 
-__all__ = ["attempt", "clean_up", "critic", "parts", "prove", "score"]
+__all__ = ["attempt", "clean_up", "critic", "parts", "prove", "roll_out", "score"]
 
 
 def rows_of(arguments: dict[str, Any], step: int = 0) -> list[Row]:
@@ -146,3 +151,30 @@ def critic(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
         "before": max((float(each.abs().max()) for each in before.values()), default=0.0),
         "loss": total,
     }
+
+
+def roll_out(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Three steps of GRPO over prompts that show no image, one, and two."""
+    backend, model = open_backend(rank, world, arguments), Model(Path(arguments["model"]))
+    wide, tall = draw_image(model.rules, 1, 2, 3), draw_image(model.rules, 2, 3, 1)
+
+    async def sample(engine: Engine, step: int, group: int) -> list[Row]:
+        images = [wide, tall][:group]
+        asked = make_row(f"{step}-{group}/0", [5, *images, 4], [1], seed=group)
+        fields: dict[str, Any] = {"sample_count": SAMPLES, "request_id": asked.group_id}
+        samples = await complete(engine, request(asked, images, length=LENGTH, **fields))
+        advantages = advantages_of(samples)
+        return [
+            replace(
+                followed(asked, delta),
+                sample_id=f"{asked.group_id}/{index}",
+                loss_mask=torch.ones(len(delta.token_ids), dtype=torch.bool),
+                columns={
+                    "rollout_logprobs": torch.tensor(list(delta.logprobs)),
+                    "advantages": advantages[index].expand(len(delta.token_ids)).clone(),
+                },
+            )
+            for index, delta in enumerate(samples)
+        ]
+
+    return asyncio.run(roll_out_by(backend, model.directory, Path(arguments["out"]), sample))

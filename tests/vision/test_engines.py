@@ -22,8 +22,8 @@ from tests.rank_pool import Pool
 from tests.sglang_servers import PYTHON
 from tests.vision.asking import check, followed, request, rows_and_images, sample
 from tests.vision.cases import (
-    FAMILIES,
     MAX_LOGPROB_DIFF,
+    SERVED,
     Model,
     Oracle,
     build_model,
@@ -35,7 +35,7 @@ Start = Callable[[str, Path], Awaitable[Engine]]
 ENGINES = [pytest.param("reference"), pytest.param("sglang", marks=pytest.mark.sglang)]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=SERVED)
 def spoken(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return speak(build_model(tmp_path_factory.mktemp("spoken"), request.param))
 

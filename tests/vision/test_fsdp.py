@@ -10,16 +10,25 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from services.rollout.engine.reference.foreign import foreign_reason
 from services.trainer.backend import Row
 from services.trainer.backends.fsdp.families import FAMILIES, TENSOR_REFUSED
 from services.trainer.config import OptimConfig
 from tests.contract.training_backend import cases as text
 from tests.fsdp.jobs import NORMALIZER, OPTIM
 from tests.fsdp.oracle import STEPS, gradient_difference, logprob_difference, read_ranks
-from tests.models.proof import MAX_GRADIENT_DIFF, MAX_LOGPROB_DIFF, Proof, Summary
+from tests.models.proof import (
+    MAX_GRADIENT_DIFF,
+    MAX_LOGPROB_DIFF,
+    MAX_MISMATCH,
+    Proof,
+    Summary,
+)
 from tests.rank_pool import Pool
+from tests.vision.cases import FAMILIES as SEEN
 from tests.vision.cases import Model, Oracle, build_model, mixed_rows, part_of, record
 from tests.vision.test_parts import RATE, SETTINGS, check_moves, original
 
@@ -35,6 +44,11 @@ CASES = [
     pytest.param("qwen2_5_vl", 1, {}, id="2.5, one rank"),
     pytest.param("qwen2_5_vl", 2, {}, id="2.5, two ranks", marks=fast),
     pytest.param("qwen2_5_vl", 4, {"activation_checkpointing": True}, id="2.5, four, run again"),
+    pytest.param("qwen3_5", 1, {}, id="3.5, one rank"),
+    pytest.param("qwen3_5", 2, {}, id="3.5, two ranks", marks=fast),
+    pytest.param("qwen3_5", 4, {"activation_checkpointing": True}, id="3.5, four, run again"),
+    pytest.param("qwen3_5_moe", 1, {}, id="3.5-MoE, one rank"),
+    pytest.param("qwen3_5_moe", 2, {"activation_checkpointing": True}, id="3.5-MoE, two ranks"),
 ]
 
 
@@ -155,7 +169,25 @@ def test_ranks_are_one_process_of_transformers(
     if world > 1:
         assert max(answer["tower_held"] for answer in answers) < answers[0]["tower"] * 1.3 / world
     summary.proofs.append(Proof(family, world, logprob, gradient, norm, reloaded))
-    summary.facts[family] = {"packing": FAMILIES[family]}
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=fast if name == "qwen3_5" else ()) for name in SEEN]
+)
+def test_a_family_rolls_out_what_it_trains(
+    cut_ranks: Pool, tmp_path: Path, summary: Summary, family: str
+) -> None:
+    model = build_model(tmp_path / "model", family)
+    (answer,) = cut_ranks.run("roll_out", 1, model=str(model.directory), out=str(tmp_path))
+    assert answer["versions"] == [1, 2, 3]
+    assert all(norm > 0 for norm in answer["norms"])
+    config = AutoConfig.from_pretrained(model.directory).get_text_config()
+    summary.mismatches[family] = answer["mismatch"]
+    summary.facts[family] = {
+        "packing": FAMILIES[family],
+        "whole_rows": bool(foreign_reason(config)),
+    }
+    assert answer["mismatch"] <= MAX_MISMATCH
 
 
 @fast
@@ -187,16 +219,30 @@ def test_parts_may_be_frozen_or_have_rates_of_their_own(
     vision: dict[str, Any],
     moves: dict[str, float],
 ) -> None:
+    check_parts(cut_ranks, qwen3_vl, tmp_path, vision, moves)
+
+
+def test_parts_of_a_model_that_recurs(
+    cut_ranks: Pool, expected: ExpectedByFamily, tmp_path: Path
+) -> None:
+    vision = {"frozen_tower": True, "projector_learning_rate": RATE / 4}
+    moves = {"tower": 0, "projector": 0.25}
+    check_parts(cut_ranks, expected("qwen3_5").model, tmp_path, vision, moves)
+
+
+def check_parts(
+    cut_ranks: Pool, model: Model, tmp_path: Path, vision: dict[str, Any], moves: dict[str, float]
+) -> None:
     """Also where activations are run again, and over a checkpoint, on other ranks too."""
     trainer = {"vision": vision, "optim": {"learning_rate": RATE, "max_grad_norm": 0}}
     settings: dict[str, Any] = {
-        "model": str(qwen3_vl.directory),
+        "model": str(model.directory),
         "out": str(tmp_path),
         "trainer": trainer,
         "fsdp": {"activation_checkpointing": True},
     }
     cut_ranks.run("parts", 2, **settings)
-    check_moves(original(qwen3_vl), read_ranks(tmp_path, "weights"), moves, RATE)
+    check_moves(original(model), read_ranks(tmp_path, "weights"), moves, RATE)
     checkpoint = str(tmp_path / "checkpoint")
     answers = cut_ranks.run("parts", 2, checkpoint=checkpoint, name="resumed", **settings)
     assert not any(answer["refused"] for answer in answers)
@@ -222,7 +268,7 @@ def test_a_checkpoint_of_a_frozen_tower_has_no_moments_of_it(
 
 
 @fast
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
 def test_tensor_and_context_ranks_are_refused_by_name(
     cut_ranks: Pool, expected: ExpectedByFamily, tmp_path: Path, family: str
 ) -> None:
@@ -243,6 +289,7 @@ def test_tensor_and_context_ranks_are_refused_by_name(
         pytest.param("qwen3_vl", 2, {}, id="critic-2", marks=fast),
         pytest.param("qwen3_vl", 2, {"activation_checkpointing": True}, id="critic-2, run again"),
         pytest.param("qwen2_5_vl", 2, {}, id="2.5, critic-2"),
+        pytest.param("qwen3_5", 2, {}, id="3.5, critic-2"),
     ],
 )
 def test_a_critic_has_the_values_and_gradients_of_transformers(

@@ -60,7 +60,7 @@ class Packing:
 def packing_of(config: TrainerConfig, context_size: int) -> Packing:
     """Return how the configured backend packs on ranks of this context parallelism."""
     if config.backend == "reference":
-        return Packing()
+        return Packing(shares_prompts=shares_prompts(config.model, windows=False))
     if config.backend == "fsdp" and context_size == 1:
         return Packing(shares_prompts=shares_prompts(config.model))
     kind = config.fsdp.cp_layout if config.backend == "fsdp" else config.megatron.cp_layout

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -218,8 +220,21 @@ def test_what_is_cut_over_context_ranks_is_under_the_cap(
     assert ran == list(range(batch.row_count))
 
 
-def test_the_reference_backend_packs_a_prompt_once() -> None:
-    assert packing_of(TrainerConfig.model_construct(backend="reference"), 1) == Packing()
+@pytest.mark.parametrize(
+    ("model", "shares"),
+    [
+        ({"model_type": "qwen3"}, True),
+        ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True}, True),
+        ({"model_type": "qwen3_5"}, False),  # most of its layers are recurrent
+    ],
+    ids=lambda value: str(value),
+)
+def test_the_reference_backend_packs_a_prompt_once(
+    tmp_path: Path, model: dict[str, Any], shares: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    config = TrainerConfig.model_construct(backend="reference", model=str(tmp_path))
+    assert packing_of(config, 1) == Packing(shares_prompts=shares)
 
 
 def test_an_empty_selection_is_one_dummy_on_every_rank() -> None:

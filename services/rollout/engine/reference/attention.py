@@ -330,6 +330,14 @@ class Sight:
         return marked
 
 
+@dataclass(frozen=True)
+class Shown:
+    """What images show at tokens `rows` of a pass: float[rows, hidden] of every layer."""
+
+    rows: torch.Tensor
+    layers: Sequence[torch.Tensor]
+
+
 @dataclass(eq=False)
 class PrefillPrompt:
     """A prompt on its way through prefill; the cache and logits serve all samples of it."""

@@ -30,6 +30,7 @@ from services.rollout.engine.reference.attention import (
     PrefillPrompt,
     PrefixCache,
     PromptBlock,
+    Shown,
     Sight,
 )
 from services.rollout.engine.reference.batch import (
@@ -43,7 +44,7 @@ from services.rollout.engine.reference.batch import (
 from services.rollout.engine.reference.drawing import Written
 from services.rollout.engine.reference.graphs import DecodeGraphs, bucket, obstacle
 from services.rollout.engine.reference.loading import PreparedWeights
-from services.rollout.engine.reference.model import ServingModel, Shown
+from services.rollout.engine.reference.model import ServingModel
 from services.rollout.errors import NotQuietError, NoWeightsError, VersionUnavailableError
 from sluice.algo.likeliest import find_likeliest
 from sluice.runtime.errors import QueueFullError, ServiceError

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,13 +22,10 @@ from services.rollout.engine.reference.attention import (
     CacheShape,
     ForwardPlan,
     PrefillPrompt,
+    Shown,
     Sight,
 )
-from services.rollout.engine.reference.foreign import (
-    foreign_reason,
-    run_whole_rows,
-    token_cache,
-)
+from services.rollout.engine.reference.foreign import WholeRows, foreign_reason
 from services.rollout.engine.versions import check_processor
 from services.rollout.errors import UnfitWeightsError, UnsupportedModelError
 from sluice import vision
@@ -87,14 +83,6 @@ def _names_choice(router: torch.nn.Module) -> bool:
     answer = router(torch.zeros_like(weight[:1]))
     chosen = answer[CHOSEN] if isinstance(answer, tuple) and len(answer) > CHOSEN else None
     return isinstance(chosen, torch.Tensor) and not chosen.is_floating_point()
-
-
-@dataclass(frozen=True)
-class Shown:
-    """What images show at tokens `rows` of a pass: float[rows, hidden] of every layer."""
-
-    rows: torch.Tensor
-    layers: Sequence[torch.Tensor]
 
 
 class Shaped(Protocol):
@@ -169,8 +157,11 @@ class ServingModel:
             (*_stop_tokens(model.generation_config, config), *self.images.unsampled)
         )
         self._features: OrderedDict[str, list[torch.Tensor]] = OrderedDict()
+        self._rows = WholeRows(model, sees) if self._foreign else None
         self.cache_shape = (
-            token_cache(device) if self._foreign else _cache_shape(config, dtype, device)
+            _cache_shape(config, dtype, device)
+            if self._rows is None
+            else self._rows.cache_shape(device)
         )
         self.adapters = AdapterLayers(self.module, device)
         self._places = _places(model)
@@ -262,8 +253,8 @@ class ServingModel:
 
         tokens: int64[T]. positions: int64[3, T], all alike for text.
         """
-        if self._foreign:
-            return run_whole_rows(self.module, tokens, plan, keep, self.adapters)
+        if self._rows is not None:
+            return self._rows.forward(tokens, positions, plan, keep, self.adapters, shown)
         if self.tower is None:
             logits = self.module(
                 input_ids=tokens[None],
@@ -388,15 +379,11 @@ Owner = tuple[torch.nn.Module, str]
 
 
 def read_model_config(directory: Path) -> PretrainedConfig:
-    """Reads config.json of a model directory; raises UnfitWeightsError, UnsupportedModelError."""
+    """Reads config.json of a model directory; raises UnfitWeightsError."""
     try:
         config = AutoConfig.from_pretrained(directory)
     except (ValueError, OSError, KeyError) as error:
         raise UnfitWeightsError(f"{directory.name!r} has no usable config: {error}") from error
-    if config.model_type in vision.FAMILIES and (
-        reason := foreign_reason(config.get_text_config())
-    ):
-        raise UnsupportedModelError(f"{config.model_type}: {reason} is not supported", key=reason)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # weights are numbers here: `sluice.weights.convert.fp8`
     return config

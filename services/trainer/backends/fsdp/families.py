@@ -48,6 +48,8 @@ FAMILIES: dict[str, Layout] = {
     "qwen2_5_vl": "shared",
     "qwen2_moe": "shared",
     "qwen3": "shared",
+    "qwen3_5": "rows",
+    "qwen3_5_moe": "rows",
     "qwen3_5_moe_text": "rows",
     "qwen3_5_text": "rows",
     "qwen3_moe": "shared",
@@ -57,7 +59,10 @@ FAMILIES: dict[str, Layout] = {
     "smollm3": "shared",
     "starcoder2": "shared",
 }
-IMAGES = "it reads images, which nothing here shows it; qwen2_5_vl and qwen3_vl are shown them"
+IMAGES = "it reads images, which nothing here shows it; docs/vision.md has the families that are"
+TRANSPOSED = (
+    "its experts are stored transposed or not, which a rank cannot tell by its part of them"
+)
 REFUSED: dict[str, str] = {
     "bloom": "it takes positions from a mask of padding, so rows of a pack see each other",
     "gemma2": "it caps scores and logits",
@@ -66,9 +71,7 @@ REFUSED: dict[str, str] = {
     "minimax": "its recurrent layers run over the rows of a pack",
     "nemotron": "its layers do not hand on to attention how rows are packed",
     "qwen2_vl": IMAGES,
-    "qwen3_5": IMAGES,
-    "qwen3_5_moe": IMAGES,
-    "qwen3_vl_moe": IMAGES,
+    "qwen3_vl_moe": TRANSPOSED,
 }
 MEASURED_ROPE = {"dynamic", "longrope"}
 
@@ -83,6 +86,8 @@ TENSOR_REFUSED: dict[str, str] = {  # of families that are trained with fsdp.ten
     "opt": NO_PLAN,
     "phimoe": NO_PLAN,
     "qwen2_5_vl": SEES,
+    "qwen3_5": SEES,
+    "qwen3_5_moe": SEES,
     "qwen3_vl": SEES,
 }
 
@@ -133,10 +138,14 @@ def check_context(config: Mapping[str, Any]) -> None:
         )
 
 
-def shares_prompts(model: str) -> bool:
-    """Tell whether rows of the model in a directory share their prompts; of unknown ones, no."""
+def shares_prompts(model: str, *, windows: bool = True) -> bool:
+    """Tell whether rows of the model in a directory share their prompts; of unknown ones, no.
+
+    windows: those of a model with a window do not, whatever its family.
+    """
     config = json.loads((Path(model) / "config.json").read_bytes())
-    return FAMILIES.get(config["model_type"]) == "shared" and not _has_window(config)
+    shared = FAMILIES.get(config["model_type"]) == "shared"
+    return shared and not (windows and _has_window(config))
 
 
 def _has_window(config: Mapping[str, Any]) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -51,6 +50,7 @@ from services.trainer.backends.fsdp.tensor_parallel import (
     tensor_cut,
     unsharded,
 )
+from services.trainer.backends.recurrent import keep_rows_apart, recurrent_layers
 from services.trainer.backends.reference.model import (
     IMPLEMENTATION,
     OWN_OPERATIONS,
@@ -302,7 +302,7 @@ def load_model(
             buffer.data = buffer.data.to(device)
     # transformers gives this token's embedding no gradient; here nothing is padded
     model.get_input_embeddings().padding_idx = None
-    _keep_rows_apart(model)
+    keep_rows_apart(model)
     if settings.activation_checkpointing:
         _checkpoint_layers(model)
     return ShardedModel(root=cut.root, mesh=mesh, shares_prompts=layout == "shared")
@@ -346,7 +346,7 @@ class _Cut:
             check_rows(model, self.mesh[DATA].size())
         model.tie_weights()  # now, so that a tied tensor is cut once
         self.root = root = PolicyRoot(model, self.tensor, float32_head=self.float32_head)
-        if self.settings.context > 1 and any(_recurrent(model)):
+        if self.settings.context > 1 and any(recurrent_layers(model)):
             raise UnknownFamilyError(
                 f"fsdp.context above 1 for model_type {model.config.model_type}: the state of its "
                 "recurrent layers goes from token to token of a row, of which a rank has a part"
@@ -472,34 +472,3 @@ def _checkpoint_layers(model: Any) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in _layers(model):
         layer.training = True
-
-
-def _recurrent(model: torch.nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        if hasattr(module, "conv1d") and hasattr(module, "A_log"):
-            yield module
-
-
-def _keep_rows_apart(model: torch.nn.Module) -> None:
-    """Recurrent layers carry a state over the pack: they are given rows side by side instead."""
-    for module in _recurrent(model):
-        module.forward = MethodType(_forward_rows, _Recurrent(module.forward))
-
-
-@dataclass(frozen=True)
-class _Recurrent:
-    forward: Any
-
-
-def _forward_rows(
-    layer: _Recurrent, hidden_states: torch.Tensor, *, packed_layout: PackedLayout, **_: Any
-) -> torch.Tensor:
-    """[1, T, H] to [1, T, H]; padding stands behind the rows, where no state comes from."""
-    outputs = []
-    for bucket in packed_layout.buckets:
-        assert bucket.whole_rows
-        picked = hidden_states[0].index_select(0, bucket.keys)
-        made = layer.forward(hidden_states=picked.view(bucket.count, bucket.key_length, -1))
-        flat = made.flatten(0, 1)
-        outputs.append(flat if bucket.kept is None else flat.index_select(0, bucket.kept))
-    return torch.cat(outputs)[None]

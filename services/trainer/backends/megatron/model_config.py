@@ -18,7 +18,6 @@ from services.trainer.backends.megatron import upstream
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.upstream import on_cpu
 from services.trainer.config import Head
-from sluice import vision
 from sluice.samples.images import ImageRules
 from sluice.weights.rules.packing import padded_rows
 from sluice.weights.rules.rule import Stage
@@ -35,7 +34,8 @@ TOWER = "vision_model."  # before the names of the tower's parameters
 # whose layers this backend builds
 RECURRENT = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}  # gated delta nets in most of their layers
 PLAIN = {"deepseek_v3", "glm4", "llama", "qwen2", "qwen3", "qwen3_moe"}
-FAMILIES = {*PLAIN, *RECURRENT, *vision.FAMILIES}
+SEEING = {"qwen2_5_vl", "qwen3_vl"}  # by the towers of `sluice.vision`
+FAMILIES = {*PLAIN, *RECURRENT, *SEEING}
 LATENT = {"deepseek_v3"}  # whose attention is over latents
 PREDICTING = {"deepseek_v3", "qwen3_5", "qwen3_5_moe", "qwen3_next"}  # have a layer that does
 SANDWICH = {"glm4"}  # norms before and behind attention and MLP, rotated by pairs
@@ -148,7 +148,7 @@ def read_model(directory: Path, head: Head = "policy", *, predicts: bool = False
     value_head = is_critic or head == "value"
     shape = read_shape(family, config, value_head=value_head, predicts=predicts)
     weights, images = WeightMap(family, shape), None
-    if family.name in vision.FAMILIES:
+    if family.name in SEEING:
         # The tower is that of transformers: its tensors are as the checkpoint has them.
         weights, images = weights.plain(Stage.VISION, TOWER), ImageRules.from_directory(directory)
     return ModelSource(

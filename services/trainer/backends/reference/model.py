@@ -21,6 +21,7 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from services.trainer.backend import MicroBatch, Row
+from services.trainer.backends.recurrent import keep_rows_apart, recurrent_layers
 from services.trainer.config import Head
 from sluice import operations, vision
 from sluice.algo.logprobs import (
@@ -255,6 +256,7 @@ class ScoredModel:
     operations: Mapping[str, str]  # which implementation each has
     float32_head: bool = True  # also where autocast makes the products of the model narrower
     tower: VisionTower | None = None
+    shares_prompts: bool = True  # where no layer carries a state from token to token
 
     @classmethod
     def load(
@@ -299,7 +301,9 @@ class ScoredModel:
             own=OWN_OPERATIONS if head == "policy" else OWN_OPERATIONS - {"logprobs"},
         )
         adapt(model, chosen)
-        return cls(model.to(device).eval(), device, chosen, float32_head, tower)
+        shares_prompts = not any(recurrent_layers(model))
+        keep_rows_apart(model)
+        return cls(model.to(device).eval(), device, chosen, float32_head, tower, shares_prompts)
 
     def see(self, rows: MicroBatch) -> Features:
         """Runs the tower once over the distinct images of the rows. Raises InvalidImageError."""
@@ -307,9 +311,8 @@ class ScoredModel:
 
     def pack(self, rows: MicroBatch, features: Features) -> PackedLayout:
         """Returns the pack of rows, on the host; `features` are what `see` made of them."""
-        if self.tower is None:
-            return pack(rows)
-        return pack(rows, self.tower.rules.merge_size, features)
+        merge_size = 0 if self.tower is None else self.tower.rules.merge_size
+        return pack(rows, merge_size, features, shares_prompts=self.shares_prompts)
 
     def value(self, layout: PackedLayout, features: Features) -> torch.Tensor:
         """Returns the values in front of all response tokens, float32[R], rows in order."""
