@@ -310,7 +310,7 @@ def _files() -> Iterable[Disturbance]:
             # ... and what a trainer that lost its ranks, or itself, goes back to by itself
         yield Disturbance(kind, "policy", "uploaded", 3, killed=("rank0",))
         yield Disturbance(kind, "optimizer", "uploaded", 3, killed=("trainer",))
-        yield Disturbance(kind, "blobs consumed", "committed", 4, restart=True)
+        yield Disturbance(kind, "blobs consumed", "consumed", 3, restart=True)
         yield Disturbance(kind, "blobs generated", "generated", 8)
         yield Disturbance(kind, "blobs generated", "generated", 6, restart=True)
         # what a version of weights is read from: by all engines at once, by one that comes back
@@ -382,7 +382,7 @@ PARTITIONS = (*_partitions(),)  # on a stack whose connections go through forwar
 SHORT_DISTURBANCES = (
     Disturbance("kill", "supervisor"),
     Disturbance("pause", "trainer", "uploaded", 3),
-    Disturbance("flip", "blobs consumed", "committed", 4, restart=True),
+    Disturbance("flip", "blobs consumed", "consumed", 3, restart=True),
     Disturbance("truncate", "ledger", "committed", 4, restart=True),
     Disturbance("full", "trainer", "stepped", 3),
 )

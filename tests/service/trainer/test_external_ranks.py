@@ -59,7 +59,7 @@ def launched(config: Path, port: int) -> Iterator[psutil.Process]:
 async def step_once(trainer: RunningTrainer, restarts: int) -> Outcome:
     """One step of ranks that were started so often again, and not once more."""
     async with trainer.client() as client:
-        await until(client, lambda now: (now.state, now.restart_count) == (ACTIVE, restarts), 90)
+        await until(client, lambda now: (now.state, now.restart_count) == (ACTIVE, restarts))
         return await train_step(client, await upload(client, f"batch-{restarts}", SAMPLES))
 
 
