@@ -53,6 +53,13 @@ class AdapterBaseError(ServiceError):
     reason = "ADAPTER_BASE"
 
 
+class OtherAdapterError(ServiceError):
+    """A version is of another adapter of several than was named; metadata has whose it is."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "ADAPTER_MISMATCH"
+
+
 class UnfitAdapterError(ServiceError):
     """An adapter cannot serve here: its tensors fit no layers, or the engine takes no such one."""
 

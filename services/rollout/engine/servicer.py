@@ -418,7 +418,9 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
             on=[f"transfer group {transfer.group}" if transfer else self._engine_id],
             timeout=transfer.seconds if transfer else None,
         ):
-            seconds = await self._weights.prepare(version, digest, transfer)
+            seconds = await self._weights.prepare(
+                version, digest, transfer, request.weights.adapter
+            )
         return pb.PrepareWeightsResponse(duration=duration_of(seconds))
 
     async def CommitWeights(
@@ -429,7 +431,7 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         if request.mode != pb.PAUSE_MODE_UNSPECIFIED:
             mode = pause_mode_from_proto(request.mode, "mode")
         with self._waits.waiting(f"CommitWeights of version {version}", on=[self._engine_id]):
-            seconds = await self._weights.commit(version, digest, mode)
+            seconds = await self._weights.commit(version, digest, mode, request.weights.adapter)
         return pb.CommitWeightsResponse(pause=duration_of(seconds))
 
     async def Sleep(self, request: pb.SleepRequest, context: Any) -> pb.SleepResponse:

@@ -85,8 +85,8 @@ def held_version(name: str, status: EngineStatus) -> int | None:
     That is `base`, `<adapter>@<version>`, or `<adapter>` for the newest of it. None where it is
     not held. Raises InvalidFieldError for what can name nothing.
     """
-    if name == BASE_NAME and status.base is not None:
-        return status.base.version
+    if name == BASE_NAME:
+        return None if status.base is None else status.base.version
     named = named_line(name)
     if named is None:
         raise InvalidFieldError(

@@ -18,6 +18,7 @@ from services.rollout.engine.versions import mismatch_of
 from services.rollout.errors import (
     DigestMismatchError,
     NoTransferError,
+    OtherAdapterError,
     StoreUnreachableError,
     TransferFailedError,
     TransferGroupNotJoinedError,
@@ -178,14 +179,23 @@ class EngineWeights:
         # those that it does not list.
         self._pinning = ThreadPoolExecutor(1, "weight-pins")
 
-    async def prepare(self, version: int, digest: str, transfer: Transfer | None = None) -> float:
+    async def prepare(
+        self, version: int, digest: str, transfer: Transfer | None = None, line: str = ""
+    ) -> float:
         """Makes a version ready and returns the seconds; the same call again joins it or is free.
 
         It comes over `transfer` if that is given, else from the store. The preparation goes on
-        when the caller goes away. Raises NotFoundError, DigestMismatchError,
+        when the caller goes away. `line` is the adapter that the caller takes it for, if that is
+        one of several. Raises OtherAdapterError, NotFoundError, DigestMismatchError,
         TransferFailedError, TransferGroupNotJoinedError, WeightsPromisedError for a version that
         the store does not hold yet, and what the engine raises.
         """
+        try:
+            await self._check_line(version, line)
+        except ServiceError:
+            if transfer is not None:  # before a byte has come: nobody should wait for this one
+                await self.transfers.leave(transfer.group)
+            raise
         status = self._engine.status()
         if (status.version, status.digest) == (version, digest):
             return 0.0
@@ -236,8 +246,12 @@ class EngineWeights:
         if self._preparations.get(key) is task:
             del self._preparations[key], self._groups[key]
 
-    async def commit(self, version: int, digest: str, mode: PauseMode) -> float:
-        """Swaps a version in; returns the seconds without decoding, 0 when it serves already."""
+    async def commit(self, version: int, digest: str, mode: PauseMode, line: str = "") -> float:
+        """Swaps a version in; returns the seconds without decoding, 0 when it serves already.
+
+        `line` as for `prepare`.
+        """
+        await self._check_line(version, line)
         async with self._committing:
             status = self._engine.status()
             if (status.version, status.digest) == (version, digest):
@@ -334,6 +348,19 @@ class EngineWeights:
             self._cached[record.version] = cached
             metrics.FETCH_SECONDS.observe(time.monotonic() - began)
         return self._cached[record.version].directory
+
+    async def _check_line(self, version: int, line: str) -> None:
+        """Raises OtherAdapterError where a version is of another adapter than `line`, if any."""
+        if not line:
+            return
+        found = self._engine.status().lines.get(version)
+        if found is None:
+            found = (await self._in_order(self._open, version, False)).line
+        if found != line:
+            whose = f"adapter {found!r}" if found else "no adapter of several"
+            raise OtherAdapterError(
+                f"version {version} is of {whose}, not of {line!r}", version=version, adapter=found
+            )
 
     async def _check_digest(self, version: int, digest: str, *, pin: bool = False) -> StoredVersion:
         """Returns the version, committed or promised, once its manifest has the digest."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from sluice.api.common.v1.sample_pb2 import WeightVersion
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.client import EngineClient, RemoteError
 from sluice.runtime.security import SecurityConfig
@@ -120,3 +121,46 @@ async def test_what_is_replaced_gives_way_before_the_newest_of_anybody(
     assert await furthest(client, model, folders[0], "quiet") < 1e-5
     assert await refusal(client, "busy@2") == "VERSION_UNAVAILABLE"
     assert store.pins().keys() == {1, 3, 4, 5}
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"), [("alice", "bob"), ("alice", "../x"), ("alice", "base"), ("", "alice")]
+)
+async def test_a_version_of_another_adapter_than_the_one_named_is_refused(
+    client: EngineClient,
+    store: WeightStore,
+    folders: list[Path],
+    model: Path,
+    line: str,
+    wrong: str,
+) -> None:
+    weights = named(publish(store, model, folders[0], line))
+    other = WeightVersion(version=weights.version, digest=weights.digest, adapter=wrong)
+
+    async def is_refused(call: Awaitable[float]) -> bool:
+        with pytest.raises(RemoteError) as error:
+            await call
+        whose = error.value.metadata["adapter"]
+        return (error.value.reason, whose) == ("ADAPTER_MISMATCH", line)
+
+    assert await is_refused(client.prepare_weights(other))
+    await client.prepare_weights(weights)
+    assert await is_refused(client.commit_weights(other))
+    assert not (await client.get()).adapters
+    await client.commit_weights(weights)
+    for call in (client.prepare_weights(other), client.commit_weights(other)):
+        assert await is_refused(call)  # also once it is there
+
+
+async def test_the_base_of_an_engine_that_sleeps_is_not_held_and_no_wrong_name(
+    client: EngineClient, store: WeightStore, folders: list[Path], model: Path
+) -> None:
+    await serve(client, publish(store, model, folders[0], "alice"))
+    await client.pause(engine_pb.PAUSE_MODE_ABORT)
+    await client.sleep()
+    for name in ("base", "alice", "alice@1", "policy@0"):
+        assert await refusal(client, name) == "VERSION_UNAVAILABLE"
+    assert await refusal(client, "alice@") == "INVALID_FIELD"
+    await client.wake()
+    await client.resume()
+    assert await furthest(client, model, None, "base") < 1e-5
