@@ -77,21 +77,30 @@ class LeaseDemand:
         return self.min_version, self.exact_version, *self.excluded_engines
 
     def singles(self) -> list[LeaseDemand]:
-        """Returns one demand for each of the leases."""
+        """Returns one demand for each of the leases; those that are alike share one."""
         if self.count == 1:
             return [self]
-        groups = [[(name, 1)] for name, size in self.groups for _ in range(size)]
-        return [
-            replace(
-                self,
-                count=1,
-                groups=groups[index] if groups else (),
-                expected_tokens=self.expected_tokens[index : index + 1],
-                sessions=self.sessions[index : index + 1],
-                cached_tokens=self.cached_tokens[index : index + 1],
-            )
-            for index in range(self.count)
-        ]
+        names = [name for name, size in self.groups for _ in range(size)]
+        columns = (names, self.expected_tokens, self.sessions, self.cached_tokens)
+        kinds = list(zip(*(column or [None] * self.count for column in columns), strict=True))
+        singles = {kind: self._single(*kind) for kind in dict.fromkeys(kinds)}
+        return [singles[kind] for kind in kinds]
+
+    def _single(
+        self,
+        group: str | None,
+        expected_tokens: float | None,
+        session: str | None,
+        cached_tokens: int | None,
+    ) -> LeaseDemand:
+        return replace(
+            self,
+            count=1,
+            groups=() if group is None else [(group, 1)],
+            expected_tokens=() if expected_tokens is None else [expected_tokens],
+            sessions=() if session is None else [session],
+            cached_tokens=() if cached_tokens is None else [cached_tokens],
+        )
 
 
 def join(demands: Sequence[LeaseDemand]) -> LeaseDemand:

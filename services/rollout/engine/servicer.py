@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -113,10 +114,11 @@ def _weight(delta: Delta) -> int:
 
 def count_generation(deltas: Sequence[Delta]) -> None:
     """Counts the samples that ended with these deltas."""
-    for delta in deltas:
-        if delta.finish_reason is not None:
-            metrics.SAMPLES.labels(delta.finish_reason.value).inc()
-            metrics.SAMPLE_TOKENS.observe(len(delta.token_ids))
+    ended = [delta for delta in deltas if delta.finish_reason is not None]
+    for reason, count in Counter(delta.finish_reason for delta in ended).items():
+        metrics.SAMPLES.labels(reason).inc(count)
+    for delta in ended:
+        metrics.SAMPLE_TOKENS.observe(len(delta.token_ids))
 
 
 def pick(engine: Engine, bounds: VersionBounds, adapter: str = "") -> int | None:

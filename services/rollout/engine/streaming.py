@@ -83,8 +83,8 @@ class WeightStream:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-stage-")))
             try:
                 while True:
-                    ended = await asyncio.to_thread(self._store.has, version)
-                    for found in await asyncio.to_thread(self._store.announced, version, [*tasks]):
+                    ended, news = await asyncio.to_thread(self._look, version, [*tasks])
+                    for found in news:
                         work = self._stage(found, scratch)
                         tasks[found.shard.file_name] = asyncio.ensure_future(work)
                     for task in tasks.values():
@@ -99,6 +99,11 @@ class WeightStream:
                 for task in tasks.values():
                     task.cancel()
                 await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    def _look(self, version: int, known: list[str]) -> tuple[bool, list[Announcement]]:
+        """Whether the version is committed, and what has been announced beside what is known."""
+        ended = self._store.has(version)  # first: then all of it is announced
+        return ended, list(self._store.announced(version, known))
 
     async def _stage(self, found: Announcement, scratch: Path) -> int:
         """Has a file staged; returns its bytes, 0 where it is no whole one or gone."""

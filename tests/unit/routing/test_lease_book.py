@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.api.router.v1 import router_service_pb2 as pb
-from sluice.router_client.lease_book import FleetView, Lease, LeaseBook, LeaseDemand, Ticket
+from sluice.router_client.lease_book import (
+    FleetView,
+    Lease,
+    LeaseBook,
+    LeaseDemand,
+    Ticket,
+    join,
+)
 
 
 async def test_waiting_leases_bound_without_the_router_are_given_back_to_it() -> None:
@@ -64,3 +71,18 @@ def test_targets_mean_what_they_did_in_their_own_epoch(
         assert [view.place(epoch, target) for target in targets] == [
             expected[epoch].get(target) for target in targets
         ]
+
+
+def test_single_demands_keep_what_is_of_their_lease():
+    wanted = LeaseDemand(
+        count=4,
+        min_version=2,
+        groups=[("a", 3), ("b", 1)],
+        expected_tokens=[5.0, 5.0, 7.0, 5.0],
+        cached_tokens=[0, 0, 0, 3],
+    )
+    singles = wanted.singles()
+    assert join(singles) == wanted
+    assert [single.count for single in singles] == [1] * 4
+    assert singles[0] is singles[1]  # most siblings are alike
+    assert LeaseDemand(count=2).singles() == [LeaseDemand(count=1)] * 2
