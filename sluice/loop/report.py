@@ -89,7 +89,7 @@ class RunReport:
         """`line` is what the terminal shows of a row."""
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
-        self._path = run_dir / "metrics.jsonl"
+        self.path = run_dir / "metrics.jsonl"
         self._line = line
         self._scores: dict[tuple[str, str, int], float] = {}
         self._steps, self._step = steps, 0
@@ -194,6 +194,10 @@ class RunReport:
             (s for (_, name, _), s in reversed(self._scores.items()) if name == dataset), None
         )
 
+    def has_row(self, step: int) -> bool:
+        """Whether the file has the row of a training step."""
+        return any(row["step"] == step for row in _parse(self.path)[0] if "reward_mean" in row)
+
     def last_scalars(self) -> dict[str, float]:
         """The numbers of the last step; none before the first."""
         return {
@@ -226,7 +230,7 @@ class RunReport:
         """Drop rows after `step`, whose work is done again; rewards of the rows that stay."""
         kept = [row for row in self._read() if row["step"] <= step]
         text = "".join(json.dumps(row) + "\n" for row in kept)
-        replace_file(self._path, text.encode(), temporary=self._run_dir)
+        replace_file(self.path, text.encode(), temporary=self._run_dir)
         evaluated = [row for row in kept if _SCORED | {"evaluation"} <= row.keys()]
         self._scores = {_evaluation_of(row): row["score"] for row in evaluated}
         trained = [row for row in kept if "reward_mean" in row]
@@ -257,13 +261,13 @@ class RunReport:
             return None
 
     def _append(self, row: dict[str, Any]) -> None:
-        with naming(self._path), self._path.open("a") as file:
+        with naming(self.path), self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
     def _read(self) -> list[dict[str, Any]]:
-        rows, damaged = _parse(self._path)
+        rows, damaged = _parse(self.path)
         if damaged:
-            self.note(f"{self._path}: {damaged} damaged lines are left out")
+            self.note(f"{self.path}: {damaged} damaged lines are left out")
         return rows
 
 

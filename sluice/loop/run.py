@@ -838,6 +838,7 @@ class TrainingRun(TrainerRun[RunConfig]):
 
     async def _restore(self, run_checkpoint: RunCheckpoint) -> None:
         """Goes back: groups consumed since are trained on again, none is lost."""
+        self._check_scalars(run_checkpoint.step)
         await self._evaluations.close()
         if self._dispatcher is not None:
             await self._dispatcher.close()
@@ -850,6 +851,21 @@ class TrainingRun(TrainerRun[RunConfig]):
         logger.info("restored step %d; %d groups are trained on again", self.step, group_count)
         await self._publish(run_checkpoint)
         await self._evaluate_in_between()  # if it was not finished
+
+    def _check_scalars(self, step: int) -> None:
+        """A schedule is asked with the row of the step that a run goes back to.
+
+        Raises ConfigError where that is gone and the run is to be deterministic.
+        """
+        if self._schedule is None or not step or self.report.has_row(step):
+            return
+        lost = f"environment_schedule: {self.report.path} has no row of step {step}"
+        if self.config.deterministic:
+            raise ConfigError(
+                f"deterministic: {lost}, so that other weights might be answered: put it back, or "
+                "resume without deterministic"
+            )
+        self.report.note(f"{lost}: it is asked with the one before")
 
     async def _evaluate_in_between(self) -> None:
         if not self._evaluations.is_due(self.step) or self._is_done():

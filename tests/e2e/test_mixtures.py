@@ -11,11 +11,16 @@ STEPS, GROUPS = 6, 4
 PROMPTS = {"name": "prompts", "settings": {"reward": "position_match"}}
 # what a curriculum might do: `late` comes in from the third step on
 SCHEDULE = "tests.e2e.test_mixtures:late_from_the_third_step"
+CALM = "tests.e2e.test_mixtures:always_alike"
 
 
 def late_from_the_third_step(step: int, scalars: dict[str, float]) -> dict[str, float]:
     assert step == 0 or scalars["step"] == step
     return {"early": 3.0, "late": float(step >= 2)}
+
+
+def always_alike(step: int, scalars: dict[str, float]) -> dict[str, float]:
+    return {"early": 3.0, "late": 1.0}
 
 
 def shares_of(stack: Stack, **late: str) -> dict[str, dict]:
@@ -25,7 +30,7 @@ def shares_of(stack: Stack, **late: str) -> dict[str, dict]:
 
 def train_mixture(stack: Stack, name: str, **changes) -> Training:
     settings = {"prompts": None, "environment": None, "environments": shares_of(stack), **changes}
-    return stack.train(name, steps=STEPS, groups_per_step=GROUPS, **settings)
+    return stack.train(name, **{"steps": STEPS, "groups_per_step": GROUPS, **settings})
 
 
 def assert_whole(training: Training) -> dict[str, list[int]]:
@@ -70,3 +75,20 @@ def test_other_tasks_are_refused_when_a_mixture_is_resumed(stack: Stack, tmp_pat
     refused = train_mixture(stack, "changed", environments=changed, resume=True)
     output, _ = refused.process.communicate()
     assert refused.process.returncode == 2 and "prompts: are not those of the run" in output
+
+
+def test_a_schedule_is_not_asked_with_another_row_without_a_word(stack: Stack) -> None:
+    training = train_mixture(stack, "cut", environment_schedule=CALM)
+    training.finish()
+    path = training.run_dir / "metrics.jsonl"
+    *rows, last = path.read_text().splitlines()
+    path.write_text("".join(f"{row}\n" for row in [*rows, last[: len(last) // 2]]))
+    damaged = path.read_bytes()
+    lost = f"environment_schedule: {path} has no row of step {STEPS}"
+    changes = {"environment_schedule": CALM, "resume": True, "steps": STEPS + 1}
+    refused = train_mixture(stack, "cut", **changes, deterministic=True)
+    output, _ = refused.process.communicate()
+    assert refused.process.returncode == 2 and f"deterministic: {lost}" in output
+    assert path.read_bytes() == damaged  # it may still be mended
+    again = train_mixture(stack, "cut", **changes)
+    assert f"{lost}: it is asked with the one before" in again.finish().replace("\n", "")
