@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from services.trainer.backends.fsdp.families import shares_prompts
+from services.trainer.backends.fsdp.families import keeps_rows_apart, shares_prompts
 from services.trainer.config import TrainerConfig
 from services.trainer.controller.state import Batch, PassPlan
 from services.trainer.errors import OversizeSampleError
@@ -60,7 +60,7 @@ class Packing:
 def packing_of(config: TrainerConfig, context_size: int) -> Packing:
     """Return how the configured backend packs on ranks of this context parallelism."""
     if config.backend == "reference":
-        return Packing(shares_prompts=shares_prompts(config.model, windows=False))
+        return Packing(shares_prompts=not keeps_rows_apart(config.model))
     if config.backend == "fsdp" and context_size == 1:
         return Packing(shares_prompts=shares_prompts(config.model))
     kind = config.fsdp.cp_layout if config.backend == "fsdp" else config.megatron.cp_layout

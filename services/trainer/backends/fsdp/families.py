@@ -138,14 +138,19 @@ def check_context(config: Mapping[str, Any]) -> None:
         )
 
 
-def shares_prompts(model: str, *, windows: bool = True) -> bool:
-    """Tell whether rows of the model in a directory share their prompts; of unknown ones, no.
-
-    windows: those of a model with a window do not, whatever its family.
-    """
+def shares_prompts(model: str) -> bool:
+    """Tell whether rows of the model in a directory share their prompts; of unknown ones, no."""
     config = json.loads((Path(model) / "config.json").read_bytes())
-    shared = FAMILIES.get(config["model_type"]) == "shared"
-    return shared and not (windows and _has_window(config))
+    return FAMILIES.get(config["model_type"]) == "shared" and not _has_window(config)
+
+
+def keeps_rows_apart(model: str) -> bool:
+    """Tell whether the family of the model in a directory does; of one that ranks refuse, no."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and FAMILIES.get(config.get("model_type", "")) == "rows"
 
 
 def _has_window(config: Mapping[str, Any]) -> bool:
