@@ -112,8 +112,8 @@ class SamplesConfig(ProcessConfig):
     group: str = Field("", description="Id of a group.")
     contains: str = Field("", description="Text of the prompt or response.")
     finish_reason: Literal["", "stop", "length", "aborted"] = ""
-    min_reward: float | None = Field(None, allow_inf_nan=False)
-    max_reward: float | None = Field(None, allow_inf_nan=False)
+    min_reward: float | None = None
+    max_reward: float | None = None
     limit: int = Field(20, ge=1, description="Listed; with -o all are exported unless it is given.")
     tokenizer: Path | None = Field(
         None, description="Model directory; None is that of the run's rollout services."

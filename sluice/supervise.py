@@ -69,10 +69,10 @@ class ResourcesConfig(Config):
     through all services in their order, and no process may ask for more than the machine has.
     """
 
-    cpus: float = Field(0, ge=0, allow_inf_nan=False, le=1 << 20)
+    cpus: float = Field(0, ge=0, le=1 << 20)
     gpus: int = Field(0, ge=0, le=1 << 20)
     npus: int = Field(0, ge=0, le=1 << 20)
-    memory_gib: float = Field(0, ge=0, allow_inf_nan=False, le=1 << 30)
+    memory_gib: float = Field(0, ge=0, le=1 << 30)
 
     @model_validator(mode="after")
     def _one_kind_of_device(self) -> ResourcesConfig:

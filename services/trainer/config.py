@@ -66,8 +66,8 @@ class VisionConfig(Config):
     frozen_projector: bool = Field(
         False, description="What makes tokens of patches, for deeper layers too."
     )
-    tower_learning_rate: float | None = Field(None, gt=0, allow_inf_nan=False)
-    projector_learning_rate: float | None = Field(None, gt=0, allow_inf_nan=False)
+    tower_learning_rate: float | None = Field(None, gt=0)
+    projector_learning_rate: float | None = Field(None, gt=0)
 
     @model_validator(mode="after")
     def _check_frozen(self) -> Self:
@@ -102,7 +102,7 @@ class LoraConfig(Config):
     """
 
     rank: int = Field(ge=1, le=MAX_RANK)
-    alpha: float | None = Field(None, gt=0, allow_inf_nan=False)
+    alpha: float | None = Field(None, gt=0)
     targets: tuple[str, ...] = DEFAULT_TARGETS
     start: str | None = Field(None, min_length=1, description="None begins adapters at zero.")
     max_adapters: int = Field(64, ge=0, description="By CreateAdapter; then ADAPTER_LIMIT.")

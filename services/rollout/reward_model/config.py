@@ -18,9 +18,7 @@ class ClassifyConfig(Config):
     max_requests: int = Field(256, ge=1, description="At once; then 503.")
     max_texts: int = Field(1024, ge=1, description="Of one request; then 400.")
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Of one request; then 413.")
-    request_seconds: float = Field(
-        60.0, gt=0, allow_inf_nan=False, description="One request; then 504."
-    )
+    request_seconds: float = Field(60.0, gt=0, description="One request; then 504.")
 
 
 class BatchConfig(Config):
@@ -58,7 +56,6 @@ class RewardModelConfig(ProcessConfig):
     stuck_seconds: float = Field(
         120.0,
         gt=0,
-        allow_inf_nan=False,
         description="Of one batch; longer, and it is not ready; after twice as long it ends.",
     )
     batch: BatchConfig = BatchConfig()

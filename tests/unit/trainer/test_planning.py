@@ -237,6 +237,16 @@ def test_the_reference_backend_packs_a_prompt_once(
     assert packing_of(config, 1) == Packing(shares_prompts=shares)
 
 
+@pytest.mark.parametrize("text", [None, "", "{", "[]", "{}", '{"model_type": []}', "\udcff"])
+def test_a_model_that_ranks_will_refuse_is_no_end_of_the_controller(
+    tmp_path: Path, text: str | None
+) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text, errors="surrogateescape")
+    config = TrainerConfig.model_construct(backend="reference", model=str(tmp_path))
+    assert packing_of(config, 1) == Packing()
+
+
 def test_an_empty_selection_is_one_dummy_on_every_rank() -> None:
     planner = Planner(SHAPE, PlanLimits(token_cap=24, data_size=3, micro_batch_multiple=2))
     plan = planner.plan(make_batch(make_samples([[1]])), np.arange(0))

@@ -52,9 +52,9 @@ class JudgeSettings(RemoteSettings):
     model: str = Field(min_length=1)
     prompt: str = PROMPT
     mark: str = Field("Score:", min_length=1)
-    lowest: float = Field(0.0, allow_inf_nan=False)
-    highest: float = Field(10.0, allow_inf_nan=False)
-    temperature: float = Field(0.0, ge=0, allow_inf_nan=False)
+    lowest: float = 0.0
+    highest: float = 10.0
+    temperature: float = Field(0.0, ge=0)
     max_tokens: int = Field(512, ge=1)
     parallel: int = Field(8, ge=1, le=256)
 

@@ -150,7 +150,8 @@ def keeps_rows_apart(model: str) -> bool:
         config = json.loads((Path(model) / "config.json").read_bytes())
     except (OSError, ValueError):
         return False
-    return isinstance(config, dict) and FAMILIES.get(config.get("model_type", "")) == "rows"
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    return isinstance(kind, str) and FAMILIES.get(kind) == "rows"
 
 
 def _has_window(config: Mapping[str, Any]) -> bool:
