@@ -54,7 +54,8 @@ class Faults:
 
 @contextlib.contextmanager
 def running_s3(faults: Faults | None = None) -> Iterator[str]:
-    """Its endpoint."""
+    """Its endpoint. It holds nothing yet: moto's objects are those of its whole process, so that
+    an earlier server of the same tests may have left some."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
@@ -62,8 +63,12 @@ def running_s3(faults: Faults | None = None) -> Iterator[str]:
     application = one_at_a_time(server._server.app)
     server._server.app = application if faults is None else faulty(application, faults)
     host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    reset = urllib.request.Request(f"{endpoint}/moto-api/reset", method="POST")
+    with urllib.request.urlopen(reset, timeout=PATIENCE):
+        pass
     try:
-        yield f"http://{host}:{port}"
+        yield endpoint
     finally:
         server.stop()
 
