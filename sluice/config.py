@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar, cast, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource
 from pydantic_settings.exceptions import SettingsError
 from pydantic_settings.main import SettingsConfigDict
@@ -30,7 +30,15 @@ class ConfigError(ValueError):
 
 
 class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
-    """Base of every part of a configuration. A number is finite: no time is without end."""
+    """Base of every part of a configuration. A number is finite: no time is without end.
+
+    And true is none: pydantic would take it for 1.
+    """
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        return _refuse_truth(cls, value, info)
 
 
 class ProcessConfig(BaseSettings):
@@ -53,6 +61,33 @@ class ProcessConfig(BaseSettings):
         env_nested_delimiter="__",
         env_ignore_empty=True,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        return _refuse_truth(cls, value, info)
+
+
+def _refuse_truth(cls: type[BaseModel], value: Any, info: ValidationInfo) -> Any:
+    """Raises ValueError where a number is asked for and true or false is given."""
+    wanted = cls.model_fields[str(info.field_name)].annotation
+    found = isinstance(value, bool) or (_holds_truth(value) and not any(models_of(wanted)))
+    if found and not _takes_truth(wanted):
+        raise ValueError("is true or false, as YAML reads yes, no, on and off too")
+    return value
+
+
+def _holds_truth(value: Any) -> bool:
+    if isinstance(value, Mapping | list | tuple):
+        return any(map(_holds_truth, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, bool)
+
+
+def _takes_truth(annotation: Any) -> bool:
+    annotation = getattr(annotation, "__value__", annotation)  # of a named type
+    if annotation in (bool, Any, object) or isinstance(annotation, bool):
+        return True
+    return any(map(_takes_truth, get_args(annotation)))
 
 
 class _YamlSource(PydanticBaseSettingsSource):

@@ -11,8 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
+from sluice.config import Config
 from sluice.imports import import_named
 
 Kind = Literal["loss", "advantage", "kl", "correction"]
@@ -100,10 +101,8 @@ PLUGIN_NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASC
 LONGEST_NAME = 256
 
 
-class PluginSettings(BaseModel):
+class PluginSettings(Config):
     """Base of the settings of a loss, an estimator, a KL form or a correction."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class PluginSettingError(ValueError):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr, model_validator
+from pydantic import Field, JsonValue, PrivateAttr, model_validator
 
 from sluice.algo.correction import (
     Correction,
@@ -38,6 +38,7 @@ from sluice.algo.plugins import (
     is_shipped,
 )
 from sluice.algo.surrogate import Loss, LossHead
+from sluice.config import Config
 from sluice.samples.sample import top_columns
 
 Aggregation = Literal["token_mean", "sample_mean", "group_mean", "constant"]
@@ -47,10 +48,8 @@ ImportanceMode = Literal["truncate", "clip", "mask", "reject"]
 RewardColumn = Literal["reward", "raw_reward"]
 Settings = dict[str, JsonValue]
 
-_FROZEN = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-
-class ImportanceSpec(BaseModel):
+class ImportanceSpec(Config):
     """Correction for tokens sampled by another engine or older weights: exp(old - rollout).
 
     For reinforce, which has no old policy, exp(current - rollout) without gradient.
@@ -61,8 +60,6 @@ class ImportanceSpec(BaseModel):
     arXiv 2510.18855); reject drops the same but weighs what it keeps by 1.
     veto: drop a whole sample when any of its tokens has a weight below this.
     """
-
-    model_config = _FROZEN
 
     level: ImportanceLevel = "token"
     mode: ImportanceMode = "truncate"
@@ -83,24 +80,20 @@ class ImportanceSpec(BaseModel):
         return self
 
 
-class CorrectionSpec(BaseModel):
+class CorrectionSpec(Config):
     """A stage, or a preset of several, by name; see `sluice/algo/correction.py`."""
-
-    model_config = _FROZEN
 
     name: str
     settings: Settings = Field(default_factory=dict)
 
 
-class LossSpec(BaseModel):
+class LossSpec(Config):
     """Which loss a token has, and how the losses of a step are weighed.
 
     name: of `sluice/algo/plugins.py`, or `package.module:Name` of a `Loss` that the trainer may
     import. settings: the loss's own; those that have a field of their own below may stand there.
     corrections: applied in order; `importance` and `opsm_delta` are short for two of them.
     """
-
-    model_config = _FROZEN
 
     name: str
     aggregation: Aggregation = "token_mean"
@@ -207,14 +200,12 @@ class LossSpec(BaseModel):
         _check_stages(self)
 
 
-class OverlongSpec(BaseModel):
+class OverlongSpec(Config):
     """Soft punishment of long responses (DAPO, arXiv 2503.14476), added to the reward.
 
     0 up to max_length - buffer tokens of response, from there falling to -penalty at max_length,
     and -penalty beyond.
     """
-
-    model_config = _FROZEN
 
     max_length: int = Field(gt=0, le=1 << 31)
     buffer: int = Field(gt=0, le=1 << 31)
@@ -232,15 +223,13 @@ class OverlongSpec(BaseModel):
         return -self.penalty * min(max(beyond / self.buffer, 0.0), 1.0)
 
 
-class AdvantageSpec(BaseModel):
+class AdvantageSpec(Config):
     """How rewards become per-token advantages (and returns for a critic).
 
     name: of `sluice/algo/plugins.py`, or `package.module:Name` of an `Estimator` that the trainer
     may import. settings: the estimator's own; those that have a field of their own below may stand
     there.
     """
-
-    model_config = _FROZEN
 
     name: str
     reward: RewardColumn | None = None  # None is "reward"
@@ -426,7 +415,7 @@ def _users(names: Mapping[str, tuple[Any, str]]) -> dict[str, str]:
     return {key: name for key, (kind, name) in names.items() if not is_shipped(kind, name)}
 
 
-def _check_names(spec: BaseModel, names: Mapping[str, tuple[Any, str | None]]) -> None:
+def _check_names(spec: Config, names: Mapping[str, tuple[Any, str | None]]) -> None:
     for key, (kind, name) in names.items():
         if name is not None:
             try:
@@ -436,7 +425,7 @@ def _check_names(spec: BaseModel, names: Mapping[str, tuple[Any, str | None]]) -
 
 
 def _build(
-    spec: BaseModel,
+    spec: Config,
     kind: Kind,
     name: str,
     own_fields: Sequence[str],
@@ -498,7 +487,7 @@ def _stages_of(spec: LossSpec, stage: CorrectionSpec, path: str) -> Sequence[Cor
     return preset.stages()
 
 
-def _refuse(spec: BaseModel, names: Iterable[str], where: str) -> None:
+def _refuse(spec: Config, names: Iterable[str], where: str) -> None:
     for name in names:
         if getattr(spec, name) is not None:
             raise ValueError(f"{name} has no effect for {where}; leave it out")

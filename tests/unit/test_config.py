@@ -2,7 +2,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from sluice.config import Config, ConfigError, ProcessConfig, load_config, parse_config
 from sluice.runtime.server import ServerConfig
@@ -21,6 +21,8 @@ class TrainerConfig(ProcessConfig):
     offload: bool = False
     optim: OptimConfig = OptimConfig()
     extra: dict[str, OptimConfig] = Field(default_factory=dict)
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    rates: dict[str, float] = Field(default_factory=dict)
 
 
 def write(tmp_path: Path, text: str) -> list[str]:
@@ -53,10 +55,18 @@ def test_flags_beat_environment_beats_file_beats_defaults(tmp_path, monkeypatch)
     [
         ("model: m\noptim: {beta: 1}", r"optim\.beta: unknown key; did you mean betas\?"),
         ("model: m\nmodle: x", r"modle: unknown key; did you mean model\?"),
-        ("model: m\nzzz: x", "zzz: unknown key; known: backend, extra, model, offload, optim"),
+        (
+            "model: m\nzzz: x",
+            "zzz: unknown key; known: backend, extra, model, offload, opt",
+        ),
         ("model: m\nextra: {a: {rate: 1}}", r"extra\.a\.rate: .*known: betas, lr"),
         ("model: m\nbackend: jax", "backend: .*'transformers' or 'megatron'.*'jax'"),
         ("model: m\noptim: {lr: fast}", r"optim\.lr: .*number.*'fast'"),
+        ("model: m\noptim: {lr: yes}", r"optim\.lr: is true or false.*True"),
+        ("model: m\noptim: {betas: [0.9, off]}", r"optim\.betas: is true or false.*False"),
+        ("model: m\nrates: {a: on}", "rates: is true or false"),
+        ("model: m\nextra: {a: {lr: no}}", r"extra\.a\.lr: is true or false"),
+        ("model: true", "model: is true or false"),
         ("backend: megatron", "model: Field required"),
         ("- a list", "must hold a mapping"),
         ("model: [", "not valid YAML"),
@@ -65,6 +75,13 @@ def test_flags_beat_environment_beats_file_beats_defaults(tmp_path, monkeypatch)
 def test_bad_settings_name_the_key(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         load_config(TrainerConfig, write(tmp_path, text))
+
+
+def test_yes_and_no_are_taken_where_they_are_asked_for(tmp_path):
+    text = "model: m\noffload: yes\noptions: {a: no, b: {c: [on]}}\nextra: {a: {}}"
+    config = load_config(TrainerConfig, write(tmp_path, text))
+    assert config.offload
+    assert config.options == {"a": False, "b": {"c": [True]}}
 
 
 def test_missing_file_is_named(tmp_path):

@@ -81,6 +81,7 @@ def test_a_right_one_of_a_user_passes():
     [
         (f"{PATH}:Right", {"hot": 1.0}, "settings.hot: has no effect .* heat"),
         (f"{PATH}:Right", {"heat": -1.0}, "settings.heat"),
+        (f"{PATH}:Right", {"heat": True}, "settings.heat: is true or false"),
         (f"{PATH}:NoLoss", {}, "names no subclass of sluice.algo.surrogate.Loss"),
         (f"{PATH}:Absent", {}, "names no subclass"),
         ("no_such_module:X", {}, "No module named"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from sluice.config import Config
 
 
-class FsdpConfig(BaseModel):
+class FsdpConfig(Config):
     """Options of the fsdp backend; weights, gradients and optimizer state are always float32.
 
     tensor: ranks over which every layer is cut, by the plan that its family ships; the others are
@@ -23,8 +25,6 @@ class FsdpConfig(BaseModel):
     cp_layout: zigzag gives rank r chunks r and 2*size-1-r of every row, which evens out causal
     attention; contiguous cuts the whole pack into equal runs.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tensor: int = Field(1, ge=1)
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from sluice.config import Config
 
 FP8_TOKENS = 16  # by which the sizes of fp8's products divide
 _REFUSED = {  # options of Megatron that would do nothing here, or go wrong
@@ -23,7 +25,7 @@ _REFUSED = {  # options of Megatron that would do nothing here, or go wrong
 }
 
 
-class MegatronConfig(BaseModel):
+class MegatronConfig(Config):
     """Options of the Megatron backend. Sizes of the five parallel dimensions are rank counts.
 
     tensor, pipeline, context: as in Megatron; what the product leaves over of the world is data
@@ -38,8 +40,6 @@ class MegatronConfig(BaseModel):
     beside its computation; all other attention gathers them first.
     fp8: products in 8 bits, of Transformer Engine's layers; e4m3, or hybrid with gradients in e5m2.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tensor: int = Field(1, ge=1)
     sequence_parallel: bool = False
