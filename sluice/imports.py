@@ -8,6 +8,7 @@ shards models, which transformers imports to mark a few functions, and which not
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import importlib
 import logging
@@ -22,6 +23,7 @@ from typing import Any, NoReturn
 COMPILER = "torch._dynamo"
 AVAILABLE = "is_torch_distributed_available"
 MASKS = f"{COMPILER}._trace_wrapped_higher_order_op"  # transformers takes a name of it
+FOLDERS = "create_import_structure_from_path"  # a function of transformers, of a folder
 
 _sharding = threading.Event()  # set: transformers may shard models in this process
 
@@ -60,11 +62,29 @@ def uncompiled() -> Iterator[None]:
 def _leave_out_shards() -> None:
     if "transformers.modeling_utils" in sys.modules:
         return
-    from transformers import utils
+    with _folders_remembered():
+        from transformers import utils
 
     for name, answer in ((AVAILABLE, _sharding.is_set), ("is_torch_flex_attn_available", _no)):
         for module in (utils, utils.import_utils):
             setattr(module, name, answer)
+
+
+@contextmanager
+def _folders_remembered() -> Iterator[None]:
+    """transformers reads all files of its 500 models twice: it remembers 128 folders of them."""
+    bounded = functools.lru_cache
+
+    def lru_cache(maxsize: Any = 128, typed: bool = False) -> Any:
+        if getattr(maxsize, "__name__", "") == FOLDERS:
+            return bounded(None)(maxsize)
+        return bounded(maxsize, typed)
+
+    functools.lru_cache = lru_cache  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        functools.lru_cache = bounded
 
 
 def with_shards() -> None:

@@ -103,6 +103,19 @@ def test_shards_come_to_transformers_when_they_are_asked_for() -> None:
     subprocess.run([sys.executable, "-c", SHARDS], timeout=PATIENCE, check=True)
 
 
+FOLDERS = """
+import services.trainer.backends.reference.model
+from functools import lru_cache
+from transformers.utils.import_utils import create_import_structure_from_path as read
+assert read.cache_info().misses == read.cache_info().currsize > 128, read.cache_info()
+assert lru_cache(len).cache_info().maxsize == 128
+"""
+
+
+def test_transformers_reads_each_folder_of_its_models_once() -> None:
+    subprocess.run([sys.executable, "-c", FOLDERS], timeout=PATIENCE, check=True)
+
+
 def test_transformers_alone_is_seen_to_import_all_that() -> None:
     module = "transformers.modeling_utils"
     found = importers((module,), TORCH | MODELS | COMPILER)[module]
