@@ -7,9 +7,11 @@ https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 import mmap
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -157,8 +159,9 @@ COMPANION_PATTERNS = (
 
 def companion_files(directory: Path) -> list[Path]:
     """List config, tokenizer, chat template and processor files of a model directory."""
-    paths = {path for pattern in COMPANION_PATTERNS for path in directory.glob(pattern)}
-    return sorted(path for path in paths if path.is_file())
+    listed = os.listdir(directory)
+    names = {name for each in COMPANION_PATTERNS for name in fnmatch.filter(listed, each)}
+    return [path for name in sorted(names) if (path := directory / name).is_file()]
 
 
 @dataclass(frozen=True)

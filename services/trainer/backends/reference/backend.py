@@ -66,6 +66,7 @@ class ReferenceBackend(TrainingBackend):
         self._policy = self._load(config.model, config.head)
         self.operations = self._policy.operations
         self._reference: ScoredModel | None = None
+        self._untrained: tuple[str, ...] | None = None  # of the source, once they were asked for
         world = dist.group.WORLD if mesh.world_size > 1 else None
         self._ranks = create_collectives(world, config.ranks.check_timeout) if world else None
         adamw = self.operations["adamw"]
@@ -168,11 +169,10 @@ class ReferenceBackend(TrainingBackend):
         if self._config.head != "policy":
             return files
         source, mesh = Path(self._config.model), self.mesh
+        if self._untrained is None:
+            self._untrained = untrained_names(source, published)
         untrained = untrained_tensors(
-            source,
-            untrained_names(source, published),
-            rank=mesh.data_rank,
-            world_size=mesh.data_size,
+            source, self._untrained, rank=mesh.data_rank, world_size=mesh.data_size
         )
         return files + _write_untrained(directory, untrained, mesh, write)
 
