@@ -114,8 +114,7 @@ def encode_groups(
         for group, metadata in together:
             rows = slice(first, first + len(group))
             # copied: a file of a view pads with what lies behind it, which is the neighbours'
-            own = [pa.concat_arrays([each]) for each in table.slice(first, len(group)).columns]
-            part = pa.RecordBatch.from_arrays(own, schema=table.schema)
+            part = pa.concat_batches([table.slice(first, len(group))])
             yield _file(part, facts.part(rows), metadata)
             first = rows.stop
 
