@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5  # until the router answers
-OBJECTS_MADE = 5000  # by the samples of a few groups, before garbage is looked for
+OBJECTS_MADE = 50_000  # by the samples of some steps, before garbage is looked for
 ANNOUNCE_SECONDS = 3.0
 HEARTBEATS_PER_INTERVAL = 3
 

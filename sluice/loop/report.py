@@ -335,14 +335,12 @@ def smoothed(values: Sequence[float], width: float) -> np.ndarray:
 
 def draw(rows: list[dict[str, Any]], path: Path, scores: list[dict[str, Any]]) -> Path:
     """Three panels that share the step axis; scores on held-out tasks are in the first."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     steps = [row["step"] for row in rows]
-    figure, axes = pyplot.subplots(3, 1, sharex=True, figsize=(7, 7), layout="constrained")
+    figure = Figure(figsize=(7, 7), layout="constrained")
+    axes = figure.subplots(3, 1, sharex=True)
     rewards = [row["reward_mean"] for row in rows]
     axes[0].plot(steps, rewards, color="0.75", linewidth=1, label="step")
     axes[0].plot(steps, smoothed(rewards, 3), color="C0", label="trend")
@@ -369,5 +367,4 @@ def draw(rows: list[dict[str, Any]], path: Path, scores: list[dict[str, Any]]) -
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
     return path

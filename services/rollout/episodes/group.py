@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -159,7 +159,7 @@ class GroupRunner:
                 group_id=group.group_id,
             ) from None
         metadata = {"environment": settings.environment, "answer": task.answer}
-        metadata["sampling"] = json.dumps(asdict(replace(settings.sampling, seeds=group.seeds)))
+        metadata["sampling"] = json.dumps(vars(settings.sampling) | {"seeds": group.seeds})
         if task.state:
             metadata["state"] = json.dumps(task.state)
         blob = await self._spool.put(settings.request_id, samples, metadata)
@@ -277,12 +277,11 @@ class GroupRunner:
             with metrics.REWARD_SECONDS.time(), waiting:
                 new_rewards = await self._runner.reward(task, [row.response for row in unrewarded])
         try:
-            rest = iter(rewards_from(new_rewards, len(unrewarded)))
-            own = [
-                next(rest) if row.trajectory.reward is None else row.trajectory.reward
-                for row in rows
-            ]
-            rewards = rewards_from(own, len(rows))
+            rewards = rewards_from(new_rewards, len(unrewarded))
+            if len(unrewarded) < len(rows):
+                rest, own = iter(rewards), [row.trajectory.reward for row in rows]
+                merged = [next(rest) if reward is None else reward for reward in own]
+                rewards = rewards_from(merged, len(rows))
         except InvalidRewardError as error:
             raise EnvironmentFailedError(f"{environment}: {error}") from None
         for reward in rewards:

@@ -145,10 +145,13 @@ class DirectoryJournals(Journals):
         The journals go first, so that no record pins behind this and is lost with its journal.
         What a crash or a late record leaves pinned, the next call finds.
         """
-        for owner in self._blobs.owners():
+        owners, seen = self._blobs.owners(), set(os.listdir(self._root))
+        for owner in owners:
             request_id = owner.removeprefix(OWNER)
             paths = (self._path(request_id), self._settled_path(request_id))  # as it is renamed
-            if owner.startswith(OWNER) and not any(path.exists() for path in paths):
+            if not owner.startswith(OWNER) or not seen.isdisjoint(path.name for path in paths):
+                continue
+            if not any(path.exists() for path in paths):  # nor renamed while they were listed
                 self._blobs.unpin(owner)
 
     def _append(self, request_id: str, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -213,9 +213,9 @@ class Trajectory:
 
     def _signal(self, values: Sequence[Sequence[float]]) -> np.ndarray:
         """float32[response] from the values of each answer."""
+        if len(self._parts) == len(values) == 1:
+            return np.asarray(values[0], dtype=np.float32)
         arrays = [np.asarray(part, dtype=np.float32) for part in values]
-        if len(self._parts) == 1 and arrays:
-            return arrays[0]
         mask = self._mask()
         signal = np.zeros(len(mask), dtype=np.float32)
         if arrays:
@@ -246,7 +246,7 @@ class Trajectory:
         spans, offset = list[VersionSpan](), 0
         for delta, tokens in self._parts:
             if delta is not None:
-                spans.extend(span.shifted(offset) for span in delta.spans)
+                spans += [span.shifted(offset) for span in delta.spans]
             offset += len(tokens)
         return tuple(spans)
 

@@ -183,8 +183,8 @@ class VersionLoader:
         names = frozenset() if self.model is None else self.model.parameter_names()
         with reading(0):
             values = self._read(path, shard, names)
-        for name, value in values.items():
-            staged[name] = _Staged(shard.tensors[name], value, not self._is_shared(path))
+        owned = not self._is_shared(path)
+        staged.update((name, _Staged(shard.tensors[name], values[name], owned)) for name in values)
         faults.point("engine.staged")
 
     def serves_as_it_lies(self, path: Path, shard: ShardFile) -> bool:
