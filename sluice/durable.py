@@ -18,7 +18,7 @@ LOCK_POLL_SECONDS = 0.002
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: Path | str) -> Iterator[None]:
     """Errors of the disk name `path`: those of an open file name nothing."""
     try:
         yield
@@ -28,7 +28,7 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def sync_path(path: Path) -> None:
+def sync_path(path: Path | str) -> None:
     """Wait until a file, or the entries of a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -24,6 +24,7 @@ COMPILER = "torch._dynamo"
 AVAILABLE = "is_torch_distributed_available"
 MASKS = f"{COMPILER}._trace_wrapped_higher_order_op"  # transformers takes a name of it
 FOLDERS = "create_import_structure_from_path"  # a function of transformers, of a folder
+OBJECTS_MADE = 50_000  # and not dropped, before garbage is looked for
 
 _sharding = threading.Event()  # set: transformers may shard models in this process
 
@@ -158,10 +159,12 @@ def import_named(name: str) -> Any:
 def keep_loaded() -> None:
     """To be called by a process that has started: what it has now is looked through no more.
 
-    That is a third of all work of an engine, and most of what its end costs.
+    That is a third of all work of an engine, and most of what its end costs. What a step makes
+    and drops is less than OBJECTS_MADE, and is not looked through either.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(OBJECTS_MADE, *gc.get_threshold()[1:])
 
 
 def run_process(main: Callable[[], int]) -> NoReturn:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import time
 import uuid
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5  # until the router answers
-OBJECTS_MADE = 50_000  # by the samples of some steps, before garbage is looked for
 ANNOUNCE_SECONDS = 3.0
 HEARTBEATS_PER_INTERVAL = 3
 
@@ -314,7 +312,6 @@ class RolloutProcess:
             openai.set_ready()
         await self.server.set_serving()
         keep_loaded()
-        gc.set_threshold(OBJECTS_MADE, *gc.get_threshold()[1:])
         self._register(None if engine is None else engine.engine)
         self._leaving = asyncio.create_task(self._leave(episodes, openai), name="leave")
         if engine is not None:

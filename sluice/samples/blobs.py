@@ -256,8 +256,8 @@ class _Draft:
         return len(self._parts)
 
     @property
-    def folders(self) -> set[Path]:
-        return {self._blobs / name for name in {digest[:2] for digest in self._parts}}
+    def folders(self) -> set[str]:
+        return {digest[:2] for digest in self._parts}
 
     def write(self, digest: str, data: bytes | memoryview) -> None:
         """Add a content."""
@@ -469,7 +469,7 @@ class BlobStore(Blobs):
             if draft is not None:
                 draft.discard()
         for folder in draft.folders:
-            self._sync(folder)
+            self._sync(f"{self._blobs}/{folder}")
         for _ in range(len(draft)):
             faults.point("blob.stored")
         return references
@@ -552,7 +552,7 @@ class BlobStore(Blobs):
                 return False
             self._sync(path)  # its writer may not have come so far
             self._sync(path.parent)
-        self._make_durable([path.parent])
+        self._make_durable({digest[:2]})
         return True
 
     def _make_folders(self) -> None:
@@ -583,14 +583,13 @@ class BlobStore(Blobs):
         with locked(self._lock, shared=True):  # the collector may be about to unlink such a path
             draft.name(sync=self.sync)
 
-    def _make_durable(self, folders: Iterable[Path]) -> None:
+    def _make_durable(self, folders: set[str]) -> None:
         """A folder that is there may be one that another process has not synced yet."""
-        new = {folder for folder in folders if folder.name not in self._durable_folders}
-        for folder in new:
-            folder.mkdir(exist_ok=True)
-        if new:
+        if new := folders - self._durable_folders:
+            for folder in new:
+                (self._blobs / folder).mkdir(exist_ok=True)
             self._sync(self._blobs)
-            self._durable_folders.update(folder.name for folder in new)
+            self._durable_folders |= new
 
     def _older(self, oldest: float) -> Iterator[Path]:
         for path in self._blobs.glob("[0-9a-f][0-9a-f]/*"):
@@ -607,7 +606,7 @@ class BlobStore(Blobs):
             raise BlobNotFoundError(digest)
         return Path(f"{self._blobs}/{digest[:2]}/{digest}")
 
-    def _sync(self, path: Path) -> None:
+    def _sync(self, path: Path | str) -> None:
         if self.sync:
             sync_path(path)
 
