@@ -86,30 +86,38 @@ class LoadReports:
             del self._times[0], self._snapshots[0]
 
     def report(
-        self, target: int, rank: RankReport, taken: float, now: float, credit: int = NO_LIMIT
+        self,
+        target: int,
+        rank: RankReport,
+        taken: float,
+        now: float,
+        current: tuple[IntArray, IntArray],
+        credit: int,
     ) -> None:
         """Take a report of the state at time `taken` (<= now); older ones are ignored.
 
+        current: the charges of now, and all charges ever made.
         Beyond twice the credit of the rank more requests say no more than that it is full, and
         would be remembered for long after they have gone, or if they never were.
         """
         if taken <= self._report_time[target]:
             return
         seen = min(rank.running_count + rank.waiting_count, 2 * credit)
-        self._correct(target, seen, taken, now)
+        self._correct(target, seen, taken, now, current)
         self._report_time[target] = taken
         self.kv_limit[target] = _kv_limit(rank)
 
-    def _correct(self, target: int, seen: int, taken: float, now: float) -> None:
+    def _correct(
+        self, target: int, seen: int, taken: float, now: float, current: tuple[IntArray, IntArray]
+    ) -> None:
         """Move the difference towards what the charges around `taken` do not explain."""
         after = bisect.bisect_right(self._times, taken)
         if not after or taken - self._times[after - 1] > _NEAR_SECONDS:
             return  # nothing is remembered of then
         charges, ever = self._snapshots[after - 1]
-        low = high = int(charges[target])
-        if after < len(self._times):
-            later = int(self._snapshots[after][0][target])
-            low, high = min(low, later), max(high, later)
+        later, ever_later = self._snapshots[after] if after < len(self._times) else current
+        made = int(ever_later[target] - ever[target])  # in between, before or after what ended
+        low, high = max(int(later[target]) - made, 0), int(charges[target]) + made
         residual = seen - min(max(seen, low), high)
         before = self._report_time[target]
         elapsed = min(now - before, self._smoothing) if before > -math.inf else _FIRST_SECONDS

@@ -196,9 +196,9 @@ class TargetTable:
         now: float,
     ) -> None:
         """Take an engine's loads (rank by rank) and seconds per token (0 unknown)."""
-        credit = int(self._credit[engine.row])
+        credit, current = int(self._credit[engine.row]), (self.charges, self.charged_ever)
         for rank, report in enumerate(ranks[: engine.spec.dp_size]):
-            self.load_reports.report(engine.first + rank, report, taken, now, credit)
+            self.load_reports.report(engine.first + rank, report, taken, now, current, credit)
         running = max((rank.running_count for rank in ranks), default=0)
         if running:
             self.speed.report(engine.row, latency, running, now)

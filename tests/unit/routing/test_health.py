@@ -126,6 +126,18 @@ def test_reports_never_take_back_younger_charges(make_pool):
     assert pool.tables.targets.load().tolist() == [20, 20]
 
 
+def test_what_came_and_went_between_two_snapshots_is_no_work_of_others(make_pool):
+    pool = make_pool(engines=1, ranks=1, engine_ttl=1000, client_ttl=1000)
+    for second in range(60):
+        pool.expire(float(second))
+        grant = pool.acquire("c", LeaseRequest(count=60), second + 0.05)
+        pool.report_load("e0", [RankReport(running_count=60)], second + 0.1)
+        assert pool.tables.targets.load().tolist() == [60]
+        pool.release("c", grant.first_id + np.arange(60), second + 0.15)
+        pool.report_load("e0", [RankReport(running_count=0)], second + 0.2)
+        assert pool.tables.targets.load().tolist() == [0]
+
+
 def test_reports_show_work_of_others_slowly_and_charges_that_do_nothing(make_pool):
     pool = make_pool(engines=2, ranks=1, engine_ttl=1000, client_ttl=1000)
     pool.acquire("c", LeaseRequest(count=20), 0.0)
