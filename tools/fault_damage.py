@@ -280,11 +280,13 @@ class Disturbing:
             self._undo.append(partial(_send, pid, signal.SIGCONT))
 
     def _damage(self, change: Callable[[bytes], bytes]) -> None:
-        paths = [path for path in FILES[self.disturbance.target](self.scene) if path.is_file()]
-        if not paths:
+        contents = {}
+        for path in FILES[self.disturbance.target](self.scene):
+            with suppress(FileNotFoundError, IsADirectoryError):  # its owner removed it
+                contents[path] = path.read_bytes()
+        if not contents:
             raise NothingToDisturbError(f"there is no file of {self.disturbance.target}")
-        for path in paths:
-            data = path.read_bytes()
+        for path, data in contents.items():
             path.write_bytes(change(data))
             self._undo.append(partial(_restore, path, change(data), data))
 
