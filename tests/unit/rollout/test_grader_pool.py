@@ -90,6 +90,13 @@ async def until_marks(marks: Path, count: int) -> None:
             await asyncio.sleep(0.01)
 
 
+async def until_ended(marks: Path) -> None:
+    """What has been killed is there until init has reaped it, once its keeper is gone."""
+    async with asyncio.timeout(PATIENCE):
+        while any(is_alive(pid) for pid in pids(marks)):
+            await asyncio.sleep(0.01)
+
+
 async def test_tasks_and_rewards_cross_the_process_border(environments: Environments) -> None:
     runner = await grader(environments)
     task = await runner.make_task(TaskRequest(row={"prompt": "ü\n", "deed": "chatter"}))
@@ -200,7 +207,7 @@ async def test_what_a_grader_started_ends_with_it(tmp_path: Path, name: str) -> 
         with pytest.raises((asyncio.CancelledError, GraderCrashedError)):
             await call
     await environments.close()
-    assert not any(is_alive(pid) for pid in pids(tmp_path))
+    await until_ended(tmp_path)
     assert not [folder for folder in folders(tmp_path) if folder.exists()]
 
 
@@ -215,9 +222,7 @@ async def test_what_a_grader_started_ends_though_its_keeper_is_killed(tmp_path: 
     keeper.kill()
     with pytest.raises(GraderCrashedError):
         await call
-    async with asyncio.timeout(PATIENCE):
-        while any(is_alive(pid) for pid in pids(tmp_path)):
-            await asyncio.sleep(0.01)
+    await until_ended(tmp_path)
     await environments.close()
     assert not [folder for folder in folders(tmp_path) if folder.exists()]
 
@@ -234,8 +239,7 @@ async def test_graders_and_what_they_started_die_with_their_parent(
     process.kill()
     async with asyncio.timeout(PATIENCE):
         await process.wait()
-        while any(is_alive(pid) for pid in pids(tmp_path)):
-            await asyncio.sleep(0.01)
+    await until_ended(tmp_path)
 
 
 CALLER = """
