@@ -57,7 +57,7 @@ def test_flags_beat_environment_beats_file_beats_defaults(tmp_path, monkeypatch)
         ("model: m\nmodle: x", r"modle: unknown key; did you mean model\?"),
         (
             "model: m\nzzz: x",
-            "zzz: unknown key; known: backend, extra, model, offload, opt",
+            "zzz: unknown key; known: backend, extra, model, offload, optim, options, rates",
         ),
         ("model: m\nextra: {a: {rate: 1}}", r"extra\.a\.rate: .*known: betas, lr"),
         ("model: m\nbackend: jax", "backend: .*'transformers' or 'megatron'.*'jax'"),
