@@ -90,11 +90,15 @@ def roll_out(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]
 async def roll_out_by(
     backend: TrainingBackend, model: Path, out: Path, sample: Sample | None = None
 ) -> dict[str, Any]:
-    """`sample`: of an engine, a step and a group, its rows; text alone where it is not given."""
+    """`sample`: of an engine, a step and a group, its rows; text alone where it is not given.
+
+    mismatch: the largest difference of log-probs between engine and trainer; stale: the least
+    that an engine would show which is one step behind.
+    """
     sample = sample or _sample
     store = WeightStore(out / "weights", durable=False)
     engine = create_engine("reference", EngineConfig(threads=1, prefill_chunk_tokens=16))
-    mismatches, versions, norms = [], [], []
+    mismatches, stale, versions, norms = [], [], [], []
     await engine.start()
     try:
         for step in range(ROUNDS):
@@ -111,9 +115,17 @@ async def roll_out_by(
             outcome = backend.step(normalizer=PROMPTS * SAMPLES * LENGTH, learning_rate=1e-2)
             norms.append(outcome.grad_norm)
             versions.append(engine.status().version)
+            stepped = backend.compute_logprobs([rows], model="policy", temperature=1.0)
+            moved = [stepped[row.sample_id] - scored[row.sample_id] for row in rows]
+            stale.append(max(float(gap.abs().max()) for gap in moved))
     finally:
         await engine.close()
-    return {"mismatch": max(mismatches), "versions": versions, "norms": norms}
+    return {
+        "mismatch": max(mismatches),
+        "stale": min(stale),
+        "versions": versions,
+        "norms": norms,
+    }
 
 
 def advantages_of(samples: Sequence[Delta]) -> torch.Tensor:

@@ -30,7 +30,9 @@ from tests.rank_pool import Pool
 
 MAX_LOGPROB_DIFF, MAX_GRADIENT_DIFF = 5e-6, 5e-5
 RESULTS = Path("build/models.json")  # of the last runs, for `make models-table`
-MAX_MISMATCH = 1e-5  # the engine's and the trainer's log-probs round in other orders
+# The engine's and the trainer's log-probs round in other orders, and large steps make more of it:
+# up to 1.5e-5 was seen, by machine. An engine that is one step behind is a hundred times this off.
+MAX_MISMATCH = 5e-5
 # which tests/vision builds and proves
 SEEING = (
     Case("qwen3_vl", "Qwen3-VL"),

@@ -89,7 +89,7 @@ def test_a_family_rolls_out_what_it_trains(
         "packing": layout_of(config.to_dict()),
         "whole_rows": bool(foreign_reason(config)),
     }
-    assert answer["mismatch"] <= MAX_MISMATCH
+    assert answer["mismatch"] <= MAX_MISMATCH < answer["stale"] / 100
 
 
 @pytest.mark.parametrize("name", MTP)
@@ -113,7 +113,7 @@ def test_layers_of_multi_token_prediction_go_through_bit_for_bit(
         assert torch.equal(published[kept], tensor)
     (answer,) = pool.run("roll_out", 1, model=str(model.directory), out=str(tmp_path))
     assert answer["versions"] == [1, 2, 3]
-    assert answer["mismatch"] <= MAX_MISMATCH
+    assert answer["mismatch"] <= MAX_MISMATCH < answer["stale"] / 100
 
 
 @pytest.mark.parametrize(
