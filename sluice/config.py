@@ -29,11 +29,8 @@ class ConfigError(ValueError):
     """A setting is unknown, missing or of the wrong type; the message names it."""
 
 
-class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
-    """Base of every part of a configuration. A number is finite: no time is without end.
-
-    And true is none: pydantic would take it for 1.
-    """
+class Numbers(BaseModel):
+    """True is no number: pydantic would take it for 1."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -41,7 +38,11 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         return _refuse_truth(cls, value, info)
 
 
-class ProcessConfig(BaseSettings):
+class Config(Numbers, frozen=True, extra="forbid", allow_inf_nan=False):
+    """Base of every part of a configuration. A number is finite: no time is without end."""
+
+
+class ProcessConfig(Numbers, BaseSettings):
     """Base of a process's whole configuration.
 
     Defaults < `--config file.yaml` < `SLUICE_OPTIM__LR=x` < `--optim.lr x`. An empty variable
@@ -61,11 +62,6 @@ class ProcessConfig(BaseSettings):
         env_nested_delimiter="__",
         env_ignore_empty=True,
     )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        return _refuse_truth(cls, value, info)
 
 
 def _refuse_truth(cls: type[BaseModel], value: Any, info: ValidationInfo) -> Any:
