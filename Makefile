@@ -10,7 +10,8 @@ BIN := $(VENV)/bin
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH" OMP_WAIT_POLICY=passive PYTHONPATH="$(CURDIR)" $(BIN)/python
 TEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q
 TEST_WORKERS ?= $(shell expr $$(nproc) + 1)  # tests mostly wait for processes
-TEST_ALL := $(TEST) --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+APART := megatron lm_eval connectors node compose kubernetes pages trackers vision bucket  # targets of their own
+TEST_ALL := $(TEST) --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(APART:%=--ignore tests/%)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ALGORITHM ?= grpo
 SEED ?= 0
@@ -134,11 +135,14 @@ lint: $(VENV)/.dev  ## style, types, layers, contract, generated files
 	$(BIN)/buf breaking protos --against protos/released.binpb
 
 test: lint  ## what CI runs: lint, unit, service, contract, short end-to-end
-	$(TEST_ALL) --ignore tests/megatron --ignore tests/lm_eval --ignore tests/connectors --ignore tests/node --ignore tests/compose --ignore tests/kubernetes --ignore tests/pages --ignore tests/trackers --ignore tests/vision --ignore tests/bucket
+	$(TEST_ALL) -m "not sglang and not long"
 	$(TEST) tests/megatron tests/vision tests/bucket -m "fast and not sglang"
 	$(MAKE) build/sglang/.installed
 	$(TEST) tests/sglang -m "sglang and fast"
 	$(RUN) -m tools.stress_tests --changed HEAD~1 --load 2 --seconds 60
+
+test-long: $(VENV)/.dev  ## what takes minutes and `make test` leaves out: learning, Ray, the accelerator check, tutorials
+	$(TEST_ALL) -m "long and not sglang"
 
 house: $(VENV)/.dev  ## the grain of the code, and the files that a sample, a tensor and a lease pass
 	$(RUN) -m tools.house
@@ -255,7 +259,7 @@ verify: $(VENV)/.dev  ## the long version: three seeds, every algorithm, faults,
 	for seed in 0 1 2; do $(RUN) -m examples.demo_vision --seed $$seed --run-dir runs/verify-vision-$$seed; done
 	$(MAKE) demo-vision ALGORITHM=ppo
 	$(MAKE) demo-geometry
-	$(MAKE) fault-matrix test-fsdp test-lora test-models test-megatron test-vision test-sglang test-openai demo-smollm2 bench
+	$(MAKE) test-long fault-matrix test-fsdp test-lora test-models test-megatron test-vision test-sglang test-openai demo-smollm2 bench
 
 bench: bench-planner bench-logprob bench-router bench-engine bench-convert bench-sync bench-controller bench-loop bench-fleet bench-demo bench-training bench-checkpoint bench-colocated  ## side by side, one summary line each
 

@@ -397,11 +397,8 @@ SHORT = (
     Fault("trainer", "reply.ForwardBackward", 2),
 )
 SHORT_COLOCATED = (
-    Fault("loop", "engines_asleep", 3, "colocated"),
     Fault("loop", "trainers_asleep", 4, "colocated"),
     Fault("trainer", "rank0.sleep", 3, "colocated"),
-    Fault("trainer", "done.Wake", 3, "colocated"),
-    Fault("rollout", "done.Sleep", 3, "colocated"),
     Fault("rollout", "done.Wake", 3, "colocated", stops=True),
 )
 SHORT_SCHEDULED = (

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.patience import PATIENCE
 from tools.accelerator_check.steps import STEPS
 
@@ -26,6 +28,7 @@ def check(out: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.long
 def test_every_step_runs_on_a_cpu_and_only_once(tmp_path: Path) -> None:
     *steps, last = check(tmp_path)
     assert sorted(line.split()[1] for line in steps) == sorted(step.name for step in STEPS)

@@ -24,6 +24,7 @@ from tests.patience import PATIENCE
 RANK, STEPS = 4, 3
 
 
+@pytest.mark.long
 def test_adapters_train_beside_the_base_that_the_whole_model_learned(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "sluice.cli", "demo", "--run-dir", run_dir]

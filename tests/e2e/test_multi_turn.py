@@ -52,6 +52,7 @@ def test_without_the_observation_the_second_turn_cannot_be_solved() -> None:
         assert solved(task, tuple(map(int, shown.rstrip("=")))) == 1.0, "one that reads"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1500)  # minutes, where others use the machine
 def test_it_is_learned_by_reading(fresh_stack: Stack) -> None:
     def data(**settings: object) -> dict[str, object]:

@@ -27,7 +27,9 @@ BACKENDS = {
 }
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(
+    scope="module", params=["reference", pytest.param("megatron", marks=pytest.mark.long)]
+)
 def npu_stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stack]:

@@ -105,6 +105,7 @@ class Host:
             log.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", STAND_IN)
 def test_what_the_containers_of_an_overlay_run_trains(name: str, tmp_path: Path) -> None:
     host = Host(name, tmp_path)

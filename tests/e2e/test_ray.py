@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.patience import PATIENCE
 
 LAST = (
@@ -14,6 +16,7 @@ LAST = (
 )
 
 
+@pytest.mark.long
 def test_a_stack_on_ray_trains_and_comes_back() -> None:
     command = [sys.executable, "-m", "tools.ray_check"]
     done = subprocess.run(

@@ -73,6 +73,7 @@ def test_the_run_goes_on_and_no_charge_is_left(stack, name):
     wait_until(lambda: charges(stack) == 0, TTL + 60, what="the last charge to end")
 
 
+@pytest.mark.long
 def test_all_of_them_one_after_another(stack):
     rng = random.Random(0)
     training = stack.train("killed-all", steps=12)

@@ -8,6 +8,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from sluice.loop.ledger import read_groups
 from sluice.loop.report import read_metrics
 from tests.tutorials import BLOCK, FILE, PAGES, ROOT, follow
@@ -47,6 +49,7 @@ def test_own_environment(tmp_path: Path) -> None:
     assert "<html" in (tmp_path / "runs" / "echo" / "report.html").read_text()
 
 
+@pytest.mark.long
 def test_own_loss(tmp_path: Path) -> None:
     output = follow("loss", tmp_path)
     assert "my_losses:Soft: keeps the contract" in output
@@ -55,6 +58,7 @@ def test_own_loss(tmp_path: Path) -> None:
     assert "my_losses:Soft" in (tmp_path / "runs" / "soft" / "report.html").read_text()
 
 
+@pytest.mark.long
 def test_agents_over_the_openai_port(tmp_path: Path) -> None:
     output = follow("agents", tmp_path)
     found = [float(text) for text in re.findall(r"^step \d+  reward (\S+)$", output, re.MULTILINE)]

@@ -73,6 +73,7 @@ async def test_tensor_ranks_that_slept_make_the_same_steps(tmp_path: Path) -> No
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_a_run_survives_a_rank_lost_while_it_writes_behind(tmp_path: Path) -> None:
     check_run(tmp_path, {"backend": "fsdp", "fsdp": SETTINGS["fsdp"]})
 

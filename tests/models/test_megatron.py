@@ -150,7 +150,8 @@ def test_a_family_rolls_out_what_it_trains(
     assert answer["versions"] == [1, 2, 3]
     assert all(norm > 0 for norm in answer["norms"])
     summary.megatron_mismatches[case.name] = answer["mismatch"]
-    assert answer["mismatch"] <= LOGPROB_TOLERANCE < answer["stale"] / 100  # three large steps amplify what rounding does
+    # three large steps amplify what rounding does
+    assert answer["mismatch"] <= LOGPROB_TOLERANCE < answer["stale"] / 100
 
 
 def test_every_family_is_here_or_sees() -> None:

@@ -159,7 +159,7 @@ def test_the_loop_finds_the_services_by_their_names(monkeypatch):
 
 SRUN = """\
 #!/bin/bash
-printf '%q ' "$@" >>"$RECORD"; echo >>"$RECORD"
+echo "$(printf '%q ' "$@")" >>"$RECORD"  # a line at once: several run beside each other
 [[ " $* " == *" sluice.cli train "* ]] && exit {loop_code}
 [[ " $* " == *" services.router "* ]] && exit {router_code}
 exec sleep 60

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 
 from sluice.supervise import reserve_port
 from tests.patience import PATIENCE
@@ -63,6 +64,7 @@ async def step_once(trainer: RunningTrainer, restarts: int) -> Outcome:
         return await train_step(client, await upload(client, f"batch-{restarts}", SAMPLES))
 
 
+@pytest.mark.long
 async def test_ranks_of_a_launcher_train_and_come_back_after_one_was_killed(
     tmp_path: Path, model: Path
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from services.trainer.config import TrainerConfig
 from sluice import faults
-from sluice.client import RemoteError
+from sluice.client import RemoteError, TrainerClient
 from sluice.config import ConfigError, parse_config
 from tests.patience import PATIENCE
 from tests.service.trainer.harness import (
@@ -50,14 +50,10 @@ def engines(
 
 
 async def test_engines_take_what_the_store_has_and_go_on_without_one_that_dies(
-    trainer: RunningTrainer, engines: list[RunningEngine]
+    trainer: RunningTrainer, client: TrainerClient, engines: list[RunningEngine]
 ) -> None:
     """The third reads the store; one of those that take dies meanwhile, and the rank after it."""
-    async with (
-        trainer.client() as client,
-        engines[0].client() as first,
-        engines[2].client() as other,
-    ):
+    async with engines[0].client() as first, engines[2].client() as other:
         for engine in engines:
             async with engine.client() as each:
                 await poll(partial(serves, each), interval=0.05)

@@ -344,7 +344,7 @@ async def test_ranks_that_come_back_before_the_group_does_wait_for_it(open_house
     await ranks[0].leave()
     await until(lambda: house.group.state != ACTIVE)
     early = [house.connect(rank) for rank in range(2)]
-    await until(lambda: house.group.state == ACTIVE)
+    await until(lambda: house.group.state == ACTIVE and all(rank.meeting for rank in early))
     assert house.group.restart_count == 1
     assert [rank.error for rank in early] == [None, None]
     names = [{rank.meeting for rank in launch} for launch in (ranks, early)]
