@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
@@ -62,12 +63,13 @@ class RunTrace:
         self._rows.append((lane, name, start, end - start, detail))
 
     def add_group(self, group: pb.FinishedGroup) -> None:
-        """The spans of a group's samples; groups beyond the limit of a step are only counted."""
+        """The spans of a group's samples; of groups beyond the limit of a step, and of what is
+        no whole trace, they are only counted."""
         trace = group.trace
         count = len(trace.kinds)
         if not count:
             return
-        if self._sample_spans + count > self._config.spans_per_step:
+        if not _is_whole(trace) or self._sample_spans + count > self._config.spans_per_step:
             self._left_out += count
             return
         self._sample_spans += count
@@ -163,34 +165,41 @@ def _table(rows: Sequence[Row], groups: Sequence[pb.FinishedGroup]) -> pa.Table:
     """All spans; those of no group come first."""
     lanes, names, ids, details = _Names(), _Names(), _Names(), _Names()
     kinds = names.numbers(KINDS.get(number, "other") for number in range(max(KINDS) + 2))
-    nobody = np.full(len(rows), -1, dtype=np.int32)
-    columns: list[list[np.ndarray]] = [
-        [lanes.numbers(row[0] for row in rows)],
-        [names.numbers(row[1] for row in rows)],
-        [np.array([row[2] for row in rows], dtype=np.float64)],
-        [np.array([row[3] for row in rows], dtype=np.float32)],
-        [nobody],
-        [nobody],
-        [details.numbers(row[4] for row in rows)],
+    own: list[np.ndarray] = [
+        lanes.numbers(row[0] for row in rows),
+        names.numbers(row[1] for row in rows),
+        np.array([row[2] for row in rows], dtype=np.float64),
+        np.array([row[3] for row in rows], dtype=np.float32),
+        np.full(len(rows), -1, dtype=np.int32),
+        np.full(len(rows), -1, dtype=np.int32),
+        details.numbers(row[4] for row in rows),
     ]
-    for group in groups:
-        trace = group.trace
-        episodes = np.array(trace.episodes, dtype=np.int32)
-        begin = seconds_of(trace.start_time)
-        texts = details.numbers([*_details(group), ""])
-        has_text = (episodes >= 0) & (episodes < len(texts) - 1)
-        found: tuple[np.ndarray, ...] = (
-            lanes.numbers(trace.place_names)[np.array(trace.places, dtype=np.int32)],
-            kinds[np.minimum(np.array(trace.kinds, dtype=np.int32), len(kinds) - 1)],
-            begin + np.array(trace.starts, dtype=np.float64),
-            np.array(trace.durations, dtype=np.float32),
-            np.full(len(episodes), ids.number(group.group_id), dtype=np.int32),
-            episodes,
-            texts[np.where(has_text, episodes, -1)],
-        )
-        for column, values in zip(columns, found, strict=True):
-            column.append(values)
-    lane, name, start, duration, of, episode, detail = map(np.concatenate, columns)
+    traces = [group.trace for group in groups]
+    counts = [len(trace.kinds) for trace in traces]
+
+    def of_spans(name: str, dtype: type) -> np.ndarray:
+        values = chain.from_iterable(getattr(trace, name) for trace in traces)
+        return np.fromiter(values, dtype, sum(counts))
+
+    def of_groups(values: Iterable[float], dtype: type) -> np.ndarray:
+        return np.repeat(np.fromiter(values, dtype, len(groups)), counts)
+
+    places = _Parts(lanes.numbers, [trace.place_names for trace in traces])
+    texts = _Parts(details.numbers, [[*_details(group), ""] for group in groups])
+    episodes, last = of_spans("episodes", np.int32), of_groups(texts.lengths, np.int64) - 1
+    has_text = (episodes >= 0) & (episodes < last)
+    found = [
+        places.numbers[of_groups(places.firsts, np.int64) + of_spans("places", np.int32)],
+        kinds[np.minimum(of_spans("kinds", np.int32), len(kinds) - 1)],
+        of_groups((seconds_of(trace.start_time) for trace in traces), np.float64)
+        + of_spans("starts", np.float64),
+        of_spans("durations", np.float32),
+        of_groups(map(ids.number, (group.group_id for group in groups)), np.int32),
+        episodes,
+        texts.numbers[of_groups(texts.firsts, np.int64) + np.where(has_text, episodes, last)],
+    ]
+    columns = map(np.concatenate, zip(own, found, strict=True))
+    lane, name, start, duration, of, episode, detail = columns
     return pa.table(
         [
             lanes.column(lane),
@@ -203,6 +212,25 @@ def _table(rows: Sequence[Row], groups: Sequence[pb.FinishedGroup]) -> pa.Table:
         ],
         schema=SCHEMA,
     )
+
+
+class _Parts:
+    """Numbers of the texts of all groups: how many each has, and where its first one is."""
+
+    def __init__(
+        self, numbers: Callable[[Iterable[str]], np.ndarray], texts: Sequence[Sequence[str]]
+    ) -> None:
+        self.numbers = numbers(chain.from_iterable(texts))
+        self.lengths = [len(each) for each in texts]
+        self.firsts = [0, *accumulate(self.lengths)][: len(texts)]
+
+
+def _is_whole(trace: trace_pb2.GroupTrace) -> bool:
+    """Whether every span has all that is said of one, and a place that has a name."""
+    columns = (trace.kinds, trace.episodes, trace.places, trace.starts, trace.durations)
+    if len({len(column) for column in columns}) > 1:
+        return False
+    return min(trace.places) >= 0 and max(trace.places) < len(trace.place_names)
 
 
 def _details(group: pb.FinishedGroup) -> list[str]:

@@ -108,6 +108,24 @@ def test_groups_beyond_the_limit_of_a_step_are_counted(tmp_path: Path) -> None:
     assert found.left_out == len(group_of("g").trace.kinds)
 
 
+@pytest.mark.parametrize("wrong", ["place below", "place beyond", "episodes missing"])
+def test_what_is_no_whole_trace_is_counted_and_costs_the_others_nothing(
+    tmp_path: Path, wrong: str
+) -> None:
+    run, broken = RunTrace(tmp_path, TraceConfig()), group_of("broken")
+    if wrong == "episodes missing":
+        del broken.trace.episodes[-1]
+    else:
+        broken.trace.places[1] = -1 if wrong == "place below" else 2
+    for group in (group_of("before"), broken, group_of("after", start=200)):
+        run.add_group(group)
+    run.add(LOOP, STEP, 100, 110, "step 1")
+    run.flush(1)
+    found = load(tmp_path)
+    assert {span.group for span in found.samples} == {"before", "after"}
+    assert found.left_out == len(broken.trace.kinds)
+
+
 def test_a_page_shows_the_steps_that_were_asked_for(tmp_path: Path) -> None:
     written(tmp_path, 5)
     assert load(tmp_path, 2, 3).steps == (2, 3)
