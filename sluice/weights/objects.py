@@ -26,6 +26,7 @@ from sluice.weights.manifest import MANIFEST_NAME
 from sluice.weights.staging import Staging, is_owned
 
 _FOLDERS = ("versions", "allocated", "announced", "promised", "staging", "pins", "trash")
+_PASSING = "announced/"  # keys on which nothing depends once the machine has gone down
 
 
 class Objects(ABC):
@@ -59,7 +60,10 @@ class Objects(ABC):
 
     @abstractmethod
     def take_file(self, key: str, path: Path) -> None:
-        """Make a file of this host an object; afterwards `path` is the object, or gone."""
+        """Make a file of this host an object; afterwards `path` is the object, or gone.
+
+        Before it is in a version that is committed, a crash of the machine may damage it.
+        """
 
     @abstractmethod
     def local_file(self, key: str, path: Path) -> Path:
@@ -128,8 +132,10 @@ class DirectoryObjects(Objects):
     def __init__(self, root: Path, *, durable: bool) -> None:
         self._root, self._durable = root, durable
         self.staging = root / "staging"
-        for name in _FOLDERS:
-            (root / name).mkdir(parents=True, exist_ok=True)
+        if missing := [name for name in _FOLDERS if not (root / name).is_dir()]:
+            for name in missing:
+                (root / name).mkdir(parents=True, exist_ok=True)
+            self._sync(root)
 
     def keys(self, folder: str) -> Sequence[str]:
         return [
@@ -149,15 +155,17 @@ class DirectoryObjects(Objects):
             return os.pread(file.fileno(), end - start, start)
 
     def put_new(self, key: str, data: bytes) -> None:
-        path = self._root / key
-        path.parent.mkdir(exist_ok=True)
-        write_new(path, data, sync=self._durable)
-        self._sync(path.parent)
-        self._sync(path.parent.parent)
+        path, durable = self._root / key, self._durable and not key.startswith(_PASSING)
+        folder = path.parent
+        folder.mkdir(exist_ok=True)
+        write_new(path, data, sync=durable)
+        if durable:
+            sync_path(folder)
+            if folder.parent != self._root:  # whose folders are there since it was opened
+                sync_path(folder.parent)
 
     def take_file(self, key: str, path: Path) -> None:
         path.replace(self._root / key)
-        self._sync(self._root / key)
 
     def local_file(self, key: str, path: Path) -> Path:
         self.size(key)
@@ -176,6 +184,8 @@ class DirectoryObjects(Objects):
     def commit(self, staging: Staging, manifest: bytes) -> None:
         path, target = staging.directory / MANIFEST_NAME, self.directory(staging.version)
         path.unlink(missing_ok=True)  # of a commit that failed
+        for file in staging.directory.iterdir():
+            self._sync(file)
         write_new(path, manifest, sync=self._durable)
         self._sync(staging.directory)
         faults.point("weights.manifest")

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.samples.blobs import BlobStore
+from tests.durable_disk import DurableDisk
 
 
 def contents_of(data: bytes) -> dict[str, bytes]:
@@ -29,32 +30,18 @@ def contents_of(data: bytes) -> dict[str, bytes]:
     return found
 
 
-class Disk:
-    """Keeps what each `fsync` has made durable: contents by inode, and the names in folders.
-
-    Whatever else was written may be there after a crash, or not: a name without its content too.
-    """
+class Disk(DurableDisk):
+    """Of a store of blobs."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.contents: dict[int, bytes] = {}
-        self.names: dict[int, dict[str, int]] = {}
-        self.file_syncs = self.folder_syncs = 0
+        super().__init__(root)
         self.sizes_at_first_sync: list[int] = []
 
     def sync(self, descriptor: int) -> None:
-        """What `os.fsync` does; first, what a crash in this moment would leave is looked at."""
-        self.check()
-        inode, path = os.fstat(descriptor).st_ino, Path(f"/proc/self/fd/{descriptor}").readlink()
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            self.folder_syncs += 1
-            self.names[inode] = {entry.name: entry.inode() for entry in os.scandir(path)}
-        else:
-            if not self.file_syncs:
-                drafts = self.root.glob("blobs/tmp/*")
-                self.sizes_at_first_sync = [each.stat().st_size for each in drafts]
-            self.file_syncs += 1
-            self.contents[inode] = path.read_bytes()
+        if not self.file_syncs and stat.S_ISREG(os.fstat(descriptor).st_mode):
+            drafts = self.root.glob("blobs/tmp/*")
+            self.sizes_at_first_sync = [each.stat().st_size for each in drafts]
+        super().sync(descriptor)
 
     def check(self) -> None:
         """No name of a blob is seen, today or after a crash, before its content is durable."""
@@ -64,24 +51,19 @@ class Disk:
             assert digest(contents_of(content)[path.name]) == path.name
 
     def survivors(self) -> dict[str, bytes]:
-        """Blobs by digest, found from the root by durable names alone."""
-        found = {}
-        blobs = self._entries(self.root.stat().st_ino).get("blobs", -1)
-        for folder in self._entries(blobs).values():
-            for name, inode in self._entries(folder).items():
-                if len(name) == 32 and inode in self.contents:
-                    found[name] = contents_of(self.contents[inode])[name]
-        return found
-
-    def _entries(self, inode: int) -> dict[str, int]:
-        return self.names.get(inode, {})
+        """Blobs by digest."""
+        return {
+            name: contents_of(self.contents[inode])[name]
+            for folder in self.entries("blobs")
+            for name, inode in self.entries("blobs", folder).items()
+            if len(name) == 32 and inode in self.contents
+        }
 
 
 @contextmanager
 def watched(root: Path) -> Iterator[Disk]:
     disk = Disk(root)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", disk.sync)
+    with disk.in_use():
         yield disk
 
 
