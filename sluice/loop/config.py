@@ -15,8 +15,8 @@ from sluice.place import Place, StoreCacheConfig, StorePlace
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import ServerConfig
 
-PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-PLAIN_NAME_RULE = "a name has letters, digits, '_', '.' and '-'"
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+PLAIN_NAME_RULE = "a name has letters, digits, '_', '.' and '-', none of the last two first"
 
 
 class PromptsConfig(Config):

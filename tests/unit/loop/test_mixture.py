@@ -190,6 +190,7 @@ HERE = f"{__name__}:schedule_of_tests"
         ({"environments": {"a" * 5000: SHARE}}, "a name has letters"),
         ({"environments": {"a\0": SHARE}}, "a name has letters"),
         ({"environments": {"": SHARE}}, "a name has letters"),
+        ({"environments": {"..": SHARE}}, "a name has letters"),
         ({"environments": {"a": {**SHARE, "weight": 0}}}, "greater than 0"),
         ({"environments": {"a": {**SHARE, "weight": float("nan")}}}, "weight"),
         ({"environments": {"a": {**SHARE, "weight": float("inf")}}}, "weight"),
