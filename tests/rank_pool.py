@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import multiprocessing
 import os
+import signal
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -31,20 +34,23 @@ class Pool:
     """`run` gives a job to ranks 0..world-1; each makes its process group, runs and ends it.
 
     `jobs` is the module that has them, and a function `clean_up` for what one that failed leaves.
+    One process imports it, computes nothing, and becomes a rank as often as one is needed.
     """
 
     def __init__(self, jobs: str) -> None:
         self._module = jobs
-        self._connections: list[Connection] = []
-        self._processes: list[SpawnProcess] = []
+        self._origin: SpawnProcess | None = None
+        self._orders: Connection  # of the origin
+        self._ranks: list[tuple[int, Connection]] = []  # process ids too
         self._jobs = 0
 
     def run(self, job: str, world: int, **arguments: Any) -> list[dict[str, Any]]:
         """What `job` answered on every rank, in rank order. Raises JobError."""
         if self._jobs == JOBS_PER_LIFE:
-            self.close()
+            self._end_ranks()
         self._jobs += 1
-        self._grow(world)
+        while len(self._ranks) < world:
+            self._ranks.append(self._start_rank())
         meeting = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         task = {
             "module": self._module,
@@ -53,39 +59,49 @@ class Pool:
             "port": meeting.port,
             "arguments": arguments,
         }
-        for connection in self._connections[:world]:
-            connection.send_bytes(json.dumps(task).encode())
-        answers = [_receive(connection, JOB_SECONDS) for connection in self._connections[:world]]
+        connections = [connection for _, connection in self._ranks[:world]]
+        for rank, connection in enumerate(connections):
+            connection.send_bytes(json.dumps({**task, "rank": rank}).encode())
+        answers = [_receive(connection) for connection in connections]
         errors = [f"rank {i}: {a['error']}" for i, a in enumerate(answers) if "error" in a]
         if errors:
             raise JobError("\n".join(errors))
         return [answer["result"] for answer in answers]
 
     def close(self) -> None:
-        for connection, process in zip(self._connections, self._processes, strict=True):
+        self._end_ranks()
+        if self._origin is not None:
+            self._orders.close()
+            self._origin.kill()
+            self._origin.join(10)
+            self._origin = None
+
+    def _end_ranks(self) -> None:
+        for process, connection in self._ranks:
             connection.close()
-            process.kill()  # it holds nothing; leaving torch in order takes seconds
-            process.join(10)
-        self._connections, self._processes, self._jobs = [], [], 0
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)  # it holds nothing; leaving takes seconds
+        self._ranks, self._jobs = [], 0
 
-    def _grow(self, world: int) -> None:
-        """Start the missing processes, all at once."""
+    def _start_rank(self) -> tuple[int, Connection]:
         context = multiprocessing.get_context("spawn")
-        started = len(self._processes)
-        for rank in range(started, world):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._module, theirs), daemon=True)
-            process.start()
-            theirs.close()  # so that its end is heard of
-            self._connections.append(mine)
-            self._processes.append(process)
-        for connection in self._connections[started:]:
-            _receive(connection, JOB_SECONDS)
+        if self._origin is None:
+            self._orders, orders = context.Pipe()
+            self._origin = context.Process(
+                target=_originate, args=(self._module, orders), daemon=True
+            )
+            self._origin.start()
+            orders.close()  # so that its end is heard of
+            _receive(self._orders)
+        mine, theirs = context.Pipe()
+        send_handle(self._orders, theirs.fileno(), self._origin.pid)
+        theirs.close()
+        return _receive(self._orders)["process"], mine
 
 
-def _receive(connection: Connection, seconds: float) -> dict[str, Any]:
-    if not connection.poll(seconds):
-        raise JobError(f"no answer within {seconds} s")
+def _receive(connection: Connection) -> dict[str, Any]:
+    if not connection.poll(JOB_SECONDS):
+        raise JobError(f"no answer within {JOB_SECONDS} s")
     try:
         answer: dict[str, Any] = json.loads(connection.recv_bytes())
     except EOFError:
@@ -93,19 +109,41 @@ def _receive(connection: Connection, seconds: float) -> dict[str, Any]:
     return answer
 
 
-def _serve(rank: int, jobs: str, connection: Connection) -> None:
+def _originate(jobs: str, orders: Connection) -> None:
+    """Becomes a rank for every handle that comes, of a pipe on which the rank is to serve."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
     torch.set_num_threads(1)
     importlib.import_module(jobs)
-    connection.send_bytes(b"{}")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ranks that have ended are nobody's
+    orders.send_bytes(b"{}")
+    while True:
+        try:
+            handle = recv_handle(orders)
+        except (EOFError, RuntimeError):  # the tests have ended
+            return
+        if process := os.fork():
+            os.close(handle)
+            orders.send_bytes(json.dumps({"process": process}).encode())
+            continue
+        orders.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        try:
+            _serve(Connection(handle))
+        except FAILURES:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+
+
+def _serve(connection: Connection) -> None:
     while True:
         try:
             task = json.loads(connection.recv_bytes())
         except EOFError:
             return
-        connection.send_bytes(json.dumps(_run(rank, task)).encode())
+        connection.send_bytes(json.dumps(_run(task["rank"], task)).encode())
 
 
 def _run(rank: int, task: dict[str, Any]) -> dict[str, Any]:
