@@ -29,7 +29,7 @@ class ConfigError(ValueError):
     """A setting is unknown, missing or of the wrong type; the message names it."""
 
 
-class Numbers(BaseModel):
+class NumbersOnly(BaseModel):
     """True is no number: pydantic would take it for 1."""
 
     @field_validator("*", mode="before")
@@ -38,11 +38,11 @@ class Numbers(BaseModel):
         return _refuse_truth(cls, value, info)
 
 
-class Config(Numbers, frozen=True, extra="forbid", allow_inf_nan=False):
+class Config(NumbersOnly, frozen=True, extra="forbid", allow_inf_nan=False):
     """Base of every part of a configuration. A number is finite: no time is without end."""
 
 
-class ProcessConfig(Numbers, BaseSettings):
+class ProcessConfig(NumbersOnly, BaseSettings):
     """Base of a process's whole configuration.
 
     Defaults < `--config file.yaml` < `SLUICE_OPTIM__LR=x` < `--optim.lr x`. An empty variable
