@@ -1,8 +1,10 @@
-"""What tests need of the kernel."""
+"""What tests need of the kernel, and how long they keep what they share."""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Generator
+from functools import cache, partial
+from typing import Any
 
 import pytest
 
@@ -26,3 +28,26 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     assert REMEDY in refusal()
     return True
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A plugin of its own: hooks of this file are not asked about fixtures of a session."""
+    config.pluginmanager.register(EndsWithDirectory())
+
+
+class EndsWithDirectory:
+    """What the tests of a directory share ends with the last of them: a stack takes gigabytes.
+
+    Scope `package` says that of a directory with an `__init__.py` alone.
+    """
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[Any], request: Any
+    ) -> Generator[None, object, object]:
+        made = yield
+        if fixturedef.scope == "session":
+            for node in request._pyfuncitem.iter_parents():
+                if isinstance(node, pytest.Dir) and node.nodeid == fixturedef.baseid:
+                    node.addfinalizer(partial(fixturedef.finish, request=request))
+        return made
