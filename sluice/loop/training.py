@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from sluice.loop.metrics import TRAINER_LOST
 from sluice.loop.run_samples import KEPT_COLUMNS
 from sluice.runtime.recovery import NotReadyError, wait_until_ready
 from sluice.runtime.security import SecurityConfig
+from sluice.runtime.wire import seconds_of
 from sluice.samples.blobs import BlobReference
 
 logger = logging.getLogger(__name__)
@@ -100,8 +102,22 @@ async def active_trainer(client: TrainerClient) -> pb.Trainer:
     if trainer.state == pb.Trainer.STATE_FAILED:
         raise TrainerBrokenError(f"trainer failed: {trainer.failure}")
     if trainer.state != pb.Trainer.STATE_ACTIVE:
-        raise NotReadyError(pb.Trainer.State.Name(trainer.state))
+        raise NotReadyError(why_not_active(trainer))
     return trainer
+
+
+def why_not_active(trainer: pb.Trainer) -> str:
+    """What a trainer that takes no work says of itself and its ranks."""
+    said = [pb.Trainer.State.Name(trainer.state)]
+    if trainer.restart_count:
+        said.append(f"its ranks were lost {trainer.restart_count} times: {trainer.failure}")
+    now = time.time()
+    for rank in trainer.ranks:
+        age = max(0.0, now - seconds_of(rank.heartbeat_time))
+        said.append(f"rank {rank.rank} in {rank.activity or 'idle'}, heard of {age:.0f} s ago")
+    if not trainer.ranks:
+        said.append("no rank has reported yet")
+    return "; ".join(said)
 
 
 async def wait_for_trainer(client: TrainerClient, seconds: float) -> pb.Trainer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -20,6 +21,7 @@ from sluice.client import RemoteError, TrainerClient
 from sluice.config import parse_config
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import ServerConfig
+from sluice.supervise import LOOPBACK
 from tests.e2e.conftest import ENVIRONMENT, Stack
 from tests.patience import PATIENCE
 from tests.service.security.ports import (
@@ -157,11 +159,22 @@ async def ask_as_rank(stack: Stack, security: SecurityConfig, directory: Path) -
     file = directory / "config.json"
     file.write_text(config.model_dump_json())
     front = known_ports(stack)[-1].address
-    rank = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.trainer.rank", "--config", str(file), "--front", front),
-        env={**ENVIRONMENT, "RANK": "0", "WORLD_SIZE": "2"},
-        stderr=asyncio.subprocess.PIPE,
-    )
+    # Behind torch it waits for rank 1, which never comes: what it hears of the front ends it.
+    with socket.create_server((LOOPBACK, 0)) as meeting:
+        rank = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.trainer.rank", "--config", str(file)),
+            *("--front", front),
+            env={
+                **ENVIRONMENT,
+                "RANK": "0",
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": LOOPBACK,
+                "MASTER_PORT": str(meeting.getsockname()[1]),
+                "MASTER_LISTEN_FD": str(meeting.fileno()),
+            },
+            pass_fds=[meeting.fileno()],
+            stderr=asyncio.subprocess.PIPE,
+        )
     try:
         _, said = await asyncio.wait_for(rank.communicate(), PATIENCE)
     finally:

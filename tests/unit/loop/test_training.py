@@ -1,0 +1,28 @@
+"""What the loop says of a trainer that it waits for."""
+
+from __future__ import annotations
+
+import time
+
+from sluice.api.trainer.v1 import trainer_service_pb2 as pb
+from sluice.loop.training import why_not_active
+from sluice.runtime.wire import timestamp_of
+
+
+def test_a_trainer_that_loads_is_told_with_its_ranks_and_what_they_do() -> None:
+    trainer = pb.Trainer(state=pb.Trainer.STATE_LOADING)
+    assert why_not_active(trainer) == "STATE_LOADING; no rank has reported yet"
+    for rank, (activity, age) in enumerate([("loading", 3), ("", 200)]):
+        heartbeat = timestamp_of(time.time() - age)
+        trainer.ranks.add(rank=rank, activity=activity, heartbeat_time=heartbeat)
+    loading = "rank 0 in loading, heard of 3 s ago; rank 1 in idle, heard of 200 s ago"
+    assert why_not_active(trainer) == f"STATE_LOADING; {loading}"
+    trainer.restart_count, trainer.failure = 2, "rank 1 was killed by SIGKILL"
+    lost = "its ranks were lost 2 times: rank 1 was killed by SIGKILL"
+    assert why_not_active(trainer) == f"STATE_LOADING; {lost}; {loading}"
+
+
+def test_a_rank_whose_clock_is_ahead_was_not_heard_of_in_the_future() -> None:
+    trainer = pb.Trainer(state=pb.Trainer.STATE_LOADING)
+    trainer.ranks.add(rank=0, activity="loading", heartbeat_time=timestamp_of(time.time() + 60))
+    assert why_not_active(trainer).endswith("rank 0 in loading, heard of 0 s ago")
