@@ -48,6 +48,7 @@ def services(root: Path) -> Iterator[Stack]:
     stop_stack(stack)
 
 
+@pytest.mark.long
 def test_a_run_of_the_first_house_goes_on_where_it_was_killed(root: Path, services: Stack) -> None:
     run_dir = root / "runs" / "old"
     before = Training(run_dir, services.process).groups("consumed")

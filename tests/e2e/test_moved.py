@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.e2e.conftest import Stack, start_stack, stop_stack
 from tests.patience import PATIENCE
@@ -30,6 +31,7 @@ def kill(stack: Stack) -> None:
     assert not alive
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_services_that_all_have_moved(tmp_path: Path) -> None:
     stack = start_stack(tmp_path / "stack")
     training = stack.train("moved", steps=STEPS)

@@ -51,6 +51,7 @@ def train(stack: Stack, name: str, **changes: Any) -> Any:
     )
 
 
+@pytest.mark.long
 def test_the_mean_reward_moves_towards_what_the_head_likes(scored: tuple[Stack, Path]) -> None:
     stack, head = scored
     training = train(stack, "learn")
