@@ -26,7 +26,6 @@ from sluice.weights.manifest import MANIFEST_NAME
 from sluice.weights.staging import Staging, is_owned
 
 _FOLDERS = ("versions", "allocated", "announced", "promised", "staging", "pins", "trash")
-_PASSING = "announced/"  # keys on which nothing depends once the machine has gone down
 
 
 class Objects(ABC):
@@ -132,10 +131,9 @@ class DirectoryObjects(Objects):
     def __init__(self, root: Path, *, durable: bool) -> None:
         self._root, self._durable = root, durable
         self.staging = root / "staging"
-        if missing := [name for name in _FOLDERS if not (root / name).is_dir()]:
-            for name in missing:
-                (root / name).mkdir(parents=True, exist_ok=True)
-            self._sync(root)
+        for name in _FOLDERS:
+            (root / name).mkdir(parents=True, exist_ok=True)
+        self._sync(root)  # whoever made the folders may have died before it did
 
     def keys(self, folder: str) -> Sequence[str]:
         return [
@@ -155,14 +153,12 @@ class DirectoryObjects(Objects):
             return os.pread(file.fileno(), end - start, start)
 
     def put_new(self, key: str, data: bytes) -> None:
-        path, durable = self._root / key, self._durable and not key.startswith(_PASSING)
-        folder = path.parent
-        folder.mkdir(exist_ok=True)
-        write_new(path, data, sync=durable)
-        if durable:
-            sync_path(folder)
-            if folder.parent != self._root:  # whose folders are there since it was opened
-                sync_path(folder.parent)
+        path = self._root / key
+        path.parent.mkdir(exist_ok=True)
+        write_new(path, data, sync=self._durable)
+        self._sync(path.parent)
+        if path.parent.parent != self._root:  # whose folders are durable since it was opened
+            self._sync(path.parent.parent)
 
     def take_file(self, key: str, path: Path) -> None:
         path.replace(self._root / key)

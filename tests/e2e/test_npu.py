@@ -28,7 +28,11 @@ BACKENDS = {
 
 
 @pytest.fixture(
-    scope="module", params=["reference", pytest.param("megatron", marks=pytest.mark.long)]
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name == "reference" else pytest.mark.long)
+        for name in BACKENDS
+    ],
 )
 def npu_stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

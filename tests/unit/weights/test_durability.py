@@ -33,15 +33,18 @@ class Disk(DurableDisk):
 
 
 def publish(store: WeightStore, companions: list[Path], *, promised: bool = False) -> StoredVersion:
-    """Shards that nobody has synced, as those that another process wrote may be."""
-    staging = store.allocate(None)
+    """Shards that nobody has synced, as those that another process wrote may be.
+
+    Ranks announce through a store of theirs that is not durable.
+    """
+    staging, ranks = store.allocate(None), WeightStore(store.location, durable=False)
     tensors = {"a": torch.arange(5.0), "b": torch.ones(3)}
     shards = [
         write_shard(staging.directory, f"{name}.safetensors", {name: tensor}, sync=False)
         for name, tensor in tensors.items()
     ]
     for shard in shards:
-        store.announce(staging.version, shard, staging.directory)
+        ranks.announce(staging.version, shard, staging.directory)
     if promised:
         store.promise(staging, shards, companions, 1)
         return store.fulfil(staging)
@@ -72,6 +75,16 @@ def test_what_commit_has_returned_outlives_the_machine(
         assert disk.entries("pins", "00000001").keys() == {"somebody"}
         store.pin(2, "another")
         assert set(disk.entries("pins")) == {"00000001", "00000002"}
+
+
+def test_folders_whose_maker_died_before_the_disk_had_them_are_durable_too(
+    tmp_path: Path, companions: list[Path]
+) -> None:
+    disk = Disk(tmp_path / "store")
+    with disk.in_use():
+        WeightStore(disk.root, durable=False)
+        publish(WeightStore(disk.root), companions)
+        assert set(disk.entries("versions")) == {"00000001"}
 
 
 def test_a_version_is_synced_once_a_file(tmp_path: Path, companions: list[Path]) -> None:
