@@ -69,7 +69,7 @@ class RunTrace:
         count = len(trace.kinds)
         if not count:
             return
-        if not _is_whole(trace) or self._sample_spans + count > self._config.spans_per_step:
+        if not _is_whole(group) or self._sample_spans + count > self._config.spans_per_step:
             self._left_out += count
             return
         self._sample_spans += count
@@ -198,8 +198,9 @@ def _table(rows: Sequence[Row], groups: Sequence[pb.FinishedGroup]) -> pa.Table:
         episodes,
         texts.numbers[of_groups(texts.firsts, np.int64) + np.where(has_text, episodes, last)],
     ]
-    columns = map(np.concatenate, zip(own, found, strict=True))
-    lane, name, start, duration, of, episode, detail = columns
+    lane, name, start, duration, of, episode, detail = map(
+        np.concatenate, zip(own, found, strict=True)
+    )
     return pa.table(
         [
             lanes.column(lane),
@@ -225,10 +226,13 @@ class _Parts:
         self.firsts = [0, *accumulate(self.lengths)][: len(texts)]
 
 
-def _is_whole(trace: trace_pb2.GroupTrace) -> bool:
-    """Whether every span has all that is said of one, and a place that has a name."""
+def _is_whole(group: pb.FinishedGroup) -> bool:
+    """Whether every span has all that is said of one, a kind, and a place that has a name."""
+    trace = group.trace
     columns = (trace.kinds, trace.episodes, trace.places, trace.starts, trace.durations)
     if len({len(column) for column in columns}) > 1:
+        return False
+    if min(trace.kinds) < 0 or len(group.rewards) != len(group.response_lengths):
         return False
     return min(trace.places) >= 0 and max(trace.places) < len(trace.place_names)
 

@@ -108,13 +108,19 @@ def test_groups_beyond_the_limit_of_a_step_are_counted(tmp_path: Path) -> None:
     assert found.left_out == len(group_of("g").trace.kinds)
 
 
-@pytest.mark.parametrize("wrong", ["place below", "place beyond", "episodes missing"])
+@pytest.mark.parametrize(
+    "wrong", ["place below", "place beyond", "episodes missing", "kind below", "lengths missing"]
+)
 def test_what_is_no_whole_trace_is_counted_and_costs_the_others_nothing(
     tmp_path: Path, wrong: str
 ) -> None:
     run, broken = RunTrace(tmp_path, TraceConfig()), group_of("broken")
     if wrong == "episodes missing":
         del broken.trace.episodes[-1]
+    elif wrong == "kind below":
+        broken.trace.kinds[1] = -(2**31)
+    elif wrong == "lengths missing":
+        del broken.response_lengths[:]
     else:
         broken.trace.places[1] = -1 if wrong == "place below" else 2
     for group in (group_of("before"), broken, group_of("after", start=200)):
