@@ -183,11 +183,17 @@ async def up(arguments: Sequence[str]) -> None:
 
         stack = RayStack(config, address or "auto")
         await stack.start()
-        console.print(f"services are up; addresses in {stack.services_file}", highlight=False)
+        console.print(
+            f"services are up; addresses in {stack.services_file}", highlight=False, soft_wrap=True
+        )
         return
     supervisor = Supervisor(config)
     async with supervised(supervisor):
-        console.print(f"services are up; addresses in {supervisor.services_file}", highlight=False)
+        console.print(
+            f"services are up; addresses in {supervisor.services_file}",
+            highlight=False,
+            soft_wrap=True,
+        )
         await _until_signal()
         console.print("stopping", highlight=False)
 

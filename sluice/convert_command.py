@@ -89,13 +89,13 @@ async def verify(arguments: Sequence[str]) -> None:
     answer = await (_verify_there if config.address else _verify_here)(config, first, second)
     console = Console()
     for name, reason in sorted(answer.different.items()):
-        console.print(f"{name}: {reason}", highlight=False, markup=False)
+        console.print(f"{name}: {reason}", highlight=False, markup=False, soft_wrap=True)
     for where, names in ((first, answer.only_first), (second, answer.only_second)):
         for name in names:
-            console.print(f"{name}: only in {where}", highlight=False, markup=False)
+            console.print(f"{name}: only in {where}", highlight=False, markup=False, soft_wrap=True)
     if not answer.equal:
         raise CheckpointError(f"{first} and {second} differ")
-    console.print(f"equal: {answer.equal_count} tensors, {answer.byte_count} bytes")
+    console.print(f"equal: {answer.equal_count} tensors, {answer.byte_count} bytes", soft_wrap=True)
 
 
 async def _convert_here(
@@ -270,10 +270,10 @@ def _print_report(answer: pb.ConvertCheckpointResponse, validate_only: bool) -> 
     console = Console()
     console.print(table)
     for note in report.notes:
-        console.print(note, highlight=False, markup=False)
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
     verb = "would hold" if validate_only else "holds"
     text = f"{answer.target} {verb} {answer.byte_count} bytes"
-    console.print(text, highlight=False, markup=False)
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 class ConverterClient(Client):

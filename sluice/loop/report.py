@@ -208,7 +208,7 @@ class RunReport:
 
     def note(self, text: str, *, is_kept: bool = True) -> None:
         """Say something, for the journal too."""
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
         if is_kept and self._kind:
             self.journal.write(NOTE, step=self._step, text=text)
 
