@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from itertools import accumulate, chain
 from pathlib import Path
@@ -45,6 +45,7 @@ SCHEMA = pa.schema(
     ]
 )
 _current: ContextVar[RunTrace | None] = ContextVar("trace", default=None)
+_EPISODES = 1 << 32  # more than a group has, for they are int32
 
 
 Row = tuple[str, str, float, float, str]  # lane, name, start, duration, detail; of no sample
@@ -184,19 +185,27 @@ def _table(rows: Sequence[Row], groups: Sequence[pb.FinishedGroup]) -> pa.Table:
     def of_groups(values: Iterable[float], dtype: type) -> np.ndarray:
         return np.repeat(np.fromiter(values, dtype, len(groups)), counts)
 
-    places = _Parts(lanes.numbers, [trace.place_names for trace in traces])
-    texts = _Parts(details.numbers, [[*_details(group), ""] for group in groups])
-    episodes, last = of_spans("episodes", np.int32), of_groups(texts.lengths, np.int64) - 1
-    has_text = (episodes >= 0) & (episodes < last)
+    firsts = list(accumulate((len(trace.place_names) for trace in traces), initial=0))[:-1]
+    places = lanes.numbers(chain.from_iterable(trace.place_names for trace in traces))
+    episodes, no_text = of_spans("episodes", np.int32), details.number("")
+    texts = {
+        _EPISODES * index + episode: details.number(text)
+        for index, group in enumerate(groups)
+        for episode, text in sorted(_details(group).items())
+    }
+    keys = np.fromiter(texts, np.int64, len(texts))
+    sought = _EPISODES * of_groups(range(len(groups)), np.int64) + episodes
+    at = np.searchsorted(keys, sought)
+    has_text = np.append(keys, -_EPISODES)[at] == sought
     found = [
-        places.numbers[of_groups(places.firsts, np.int64) + of_spans("places", np.int32)],
+        places[of_groups(firsts, np.int64) + of_spans("places", np.int32)],
         kinds[np.minimum(of_spans("kinds", np.int32), len(kinds) - 1)],
         of_groups((seconds_of(trace.start_time) for trace in traces), np.float64)
         + of_spans("starts", np.float64),
         of_spans("durations", np.float32),
         of_groups(map(ids.number, (group.group_id for group in groups)), np.int32),
         episodes,
-        texts.numbers[of_groups(texts.firsts, np.int64) + np.where(has_text, episodes, last)],
+        np.where(has_text, np.array([*texts.values(), no_text], dtype=np.int32)[at], no_text),
     ]
     lane, name, start, duration, of, episode, detail = map(
         np.concatenate, zip(own, found, strict=True)
@@ -215,17 +224,6 @@ def _table(rows: Sequence[Row], groups: Sequence[pb.FinishedGroup]) -> pa.Table:
     )
 
 
-class _Parts:
-    """Numbers of the texts of all groups: how many each has, and where its first one is."""
-
-    def __init__(
-        self, numbers: Callable[[Iterable[str]], np.ndarray], texts: Sequence[Sequence[str]]
-    ) -> None:
-        self.numbers = numbers(chain.from_iterable(texts))
-        self.lengths = [len(each) for each in texts]
-        self.firsts = [0, *accumulate(self.lengths)][: len(texts)]
-
-
 def _is_whole(group: pb.FinishedGroup) -> bool:
     """Whether every span has all that is said of one, a kind, and a place that has a name."""
     trace = group.trace
@@ -237,7 +235,7 @@ def _is_whole(group: pb.FinishedGroup) -> bool:
     return min(trace.places) >= 0 and max(trace.places) < len(trace.place_names)
 
 
-def _details(group: pb.FinishedGroup) -> list[str]:
+def _details(group: pb.FinishedGroup) -> dict[int, str]:
     """By episode: what came of it. Of several samples of an episode the last one counts."""
     texts: dict[int, str] = {}
     for index, (reward, length) in enumerate(
@@ -245,4 +243,4 @@ def _details(group: pb.FinishedGroup) -> list[str]:
     ):
         episode = group.details[index].episode if index < len(group.details) else index
         texts[episode] = f"reward {reward:g}, {length} tokens"
-    return [texts.get(episode, "") for episode in range(max(texts, default=-1) + 1)]
+    return texts

@@ -132,6 +132,23 @@ def test_what_is_no_whole_trace_is_counted_and_costs_the_others_nothing(
     assert found.left_out == len(broken.trace.kinds)
 
 
+def test_one_huge_number_of_an_episode_takes_no_memory(tmp_path: Path) -> None:
+    far, run = group_of("far"), RunTrace(tmp_path, TraceConfig())
+    for episode, largest in ((0, -(2**31)), (1, 2**31 - 1)):
+        far.details[episode].episode = largest
+        far.trace.episodes[:] = [
+            largest if each == episode else each for each in far.trace.episodes
+        ]
+    far.rewards[1] = 0.25
+    for group in (far, group_of("near", start=200)):
+        run.add_group(group)
+    run.add(LOOP, STEP, 100, 110, "step 1")
+    run.flush(1)
+    told = {(span.group, span.episode): span.detail for span in load(tmp_path).samples}
+    assert told["far", 2**31 - 1] == "reward 0.25, 7 tokens"
+    assert told["near", 0] == told["near", 1] == "reward 0.5, 7 tokens"
+
+
 def test_a_page_shows_the_steps_that_were_asked_for(tmp_path: Path) -> None:
     written(tmp_path, 5)
     assert load(tmp_path, 2, 3).steps == (2, 3)
