@@ -7,6 +7,7 @@ from functools import cache, partial
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from sluice.sandbox.programs import REMEDY, SandboxUnavailableError, check_sandbox
 
@@ -28,6 +29,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     assert REMEDY in refusal()
     return True
+
+
+# An example takes what it takes on a machine under load; a test is ended by `timeout`.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:

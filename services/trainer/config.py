@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,11 +16,14 @@ from sluice.config import Config, ProcessConfig
 from sluice.operations import OperationsConfig
 from sluice.place import Place, StoreCacheConfig, StorePlace, directory_of, within
 from sluice.runtime.server import ServerConfig
-from sluice.weights.adapter import DEFAULT_TARGETS, MAX_RANK, AdapterSpec
+from sluice.weights.adapter import DEFAULT_TARGETS, MAX_ALPHA, MAX_RANK, AdapterSpec
 from sluice.weights.convert.options import ScaleFormat
 from sluice.weights.errors import InvalidAdapterError
 
 Head = Literal["policy", "value"]
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+MAX_LEARNING_RATE = 100.0  # by about this AdamW moves every weight: above, none is left of it
+MAX_WEIGHT_DECAY = 100.0
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -32,10 +35,10 @@ class OptimConfig(Config):
     step `decay_steps`.
     """
 
-    learning_rate: float = Field(1e-6, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    learning_rate: float = Field(1e-6, gt=0, le=MAX_LEARNING_RATE)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     epsilon: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0, le=MAX_WEIGHT_DECAY)
     max_grad_norm: float = Field(1.0, ge=0, description="0 turns clipping off.")
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
@@ -66,8 +69,8 @@ class VisionConfig(Config):
     frozen_projector: bool = Field(
         False, description="What makes tokens of patches, for deeper layers too."
     )
-    tower_learning_rate: float | None = Field(None, gt=0)
-    projector_learning_rate: float | None = Field(None, gt=0)
+    tower_learning_rate: float | None = Field(None, gt=0, le=MAX_LEARNING_RATE)
+    projector_learning_rate: float | None = Field(None, gt=0, le=MAX_LEARNING_RATE)
 
     @model_validator(mode="after")
     def _check_frozen(self) -> Self:
@@ -102,7 +105,7 @@ class LoraConfig(Config):
     """
 
     rank: int = Field(ge=1, le=MAX_RANK)
-    alpha: float | None = Field(None, gt=0)
+    alpha: float | None = Field(None, gt=0, le=MAX_ALPHA)
     targets: tuple[str, ...] = DEFAULT_TARGETS
     start: str | None = Field(None, min_length=1, description="None begins adapters at zero.")
     max_adapters: int = Field(64, ge=0, description="By CreateAdapter; then ADAPTER_LIMIT.")

@@ -11,7 +11,7 @@ from contextlib import suppress
 import grpc
 from google.longrunning import operations_pb2
 
-from services.trainer.config import Head, TrainerConfig
+from services.trainer.config import MAX_LEARNING_RATE, Head, TrainerConfig
 from services.trainer.controller.checkpoints import check_id, id_of
 from services.trainer.controller.passes import COLUMN_OF_MODEL, GradientsRequest
 from services.trainer.controller.planning import BareRow, DryPlan, PlanOptions
@@ -47,7 +47,7 @@ from sluice.runtime.wire import (
     timestamp_of,
 )
 from sluice.samples.blobs import BlobReference
-from sluice.samples.sample import MOST_TOP
+from sluice.samples.sample import MOST_TOP, TEMPERATURES, is_temperature
 
 ALLOCATION_SECONDS = 0.5  # that an answer waits for the number of a version
 MAX_RESPONSE_BYTES = 1 << 20  # of one message of a stream, unless a row alone is larger
@@ -156,10 +156,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         if request.model not in COLUMN_OF_MODEL:
             raise InvalidFieldError("model", f"{request.model} is unknown")
         temperature = request.temperature if request.HasField("temperature") else 1.0
-        if not 0 < temperature < math.inf:
-            raise InvalidFieldError(
-                "temperature", f"must be positive and finite, got {temperature}"
-            )
+        if not is_temperature(temperature):
+            raise InvalidFieldError("temperature", f"{TEMPERATURES}, got {temperature}")
         most = min(MOST_TOP, self._trainer.batches.limits.vocabulary_size)
         if not 0 <= request.top_count <= most:
             raise InvalidFieldError("top_count", f"must be within 0..{most}")
@@ -320,8 +318,10 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self, request: pb.StepOptimizerRequest, context: grpc.aio.ServicerContext
     ) -> pb.StepOptimizerResponse:
         rate = request.learning_rate if request.HasField("learning_rate") else None
-        if rate is not None and not 0 <= rate < math.inf:
-            raise InvalidFieldError("learning_rate", f"must be finite and not negative, got {rate}")
+        if rate is not None and not 0 <= rate <= MAX_LEARNING_RATE:
+            raise InvalidFieldError(
+                "learning_rate", f"must be from 0 to {MAX_LEARNING_RATE:g}, got {rate}"
+            )
 
         async def run() -> pb.StepOptimizerResponse:
             done = await self._trainer.passes.step(
@@ -450,8 +450,11 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             tuple(request.targets),
         )
         rate = request.learning_rate if request.HasField("learning_rate") else optim.learning_rate
-        if not 0 < rate < math.inf:
-            raise InvalidFieldError("learning_rate", f"must be positive and finite, got {rate}")
+        if not 0 < rate <= MAX_LEARNING_RATE:
+            raise InvalidFieldError(
+                "learning_rate",
+                f"must be positive and at most {MAX_LEARNING_RATE:g}, got {rate}",
+            )
 
         async def run() -> pb.CreateAdapterResponse:
             policy = await adapters.create(request.adapter, settings, rate)

@@ -39,7 +39,7 @@ from sluice.algo.plugins import (
 )
 from sluice.algo.surrogate import Loss, LossHead
 from sluice.config import Config
-from sluice.samples.sample import top_columns
+from sluice.samples.sample import LEAST_TEMPERATURE, MOST_TEMPERATURE, top_columns
 
 Aggregation = Literal["token_mean", "sample_mean", "group_mean", "constant"]
 OldLogprobs = Literal["old", "rollout"]
@@ -98,7 +98,7 @@ class LossSpec(Config):
     name: str
     aggregation: Aggregation = "token_mean"
     constant_length: float | None = Field(None, gt=0)  # tokens per sample, aggregation=constant
-    temperature: float | None = Field(None, gt=0)  # None is 1
+    temperature: float | None = Field(None, ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)  # None is 1
     old_logprobs: OldLogprobs | None = None  # what the ratio compares with; None is "rollout"
     clip_low: float | None = Field(None, gt=0)
     clip_high: float | None = Field(None, gt=0)

@@ -14,6 +14,7 @@ from sluice.loop.trackers import TrackersConfig
 from sluice.place import Place, StoreCacheConfig, StorePlace
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import ServerConfig
+from sluice.samples.sample import MOST_TEMPERATURE, TEMPERATURES, is_temperature
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 PLAIN_NAME_RULE = "a name has letters, digits, '_', '.' and '-', none of the last two first"
@@ -44,10 +45,17 @@ class SamplingConfig(Config):
     """How tokens are drawn. The temperature is the one of every log-prob of a run."""
 
     max_new_tokens: int = Field(gt=0)
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=MOST_TEMPERATURE)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     stop_token_ids: tuple[int, ...] = ()
+
+    @field_validator("temperature")
+    @classmethod
+    def _check_temperature(cls, temperature: float) -> float:
+        if temperature and not is_temperature(temperature):
+            raise ValueError(f"{TEMPERATURES}, or 0")
+        return temperature
 
     @property
     def truncates(self) -> bool:

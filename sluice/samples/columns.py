@@ -16,6 +16,8 @@ import pyarrow as pa
 from sluice.samples.arrow import ADAPTER_SPANS, FIXED, arrow_type
 from sluice.samples.sample import (
     LARGEST_NUMBER,
+    LEAST_TEMPERATURE,
+    MOST_TEMPERATURE,
     SEVERAL,
     RowFacts,
     digest_prompt,
@@ -179,7 +181,8 @@ class RowColumns:
 def _are_numbers(name: str, values: np.ndarray) -> bool:
     right = np.abs(values) <= LARGEST_NUMBER  # NaN neither
     if name == "temperature":
-        right &= (values > 0) | (values == SEVERAL)
+        within = (values >= LEAST_TEMPERATURE) & (values <= MOST_TEMPERATURE)
+        right &= within | (values == SEVERAL)
     elif name == "episode":
         right &= (values >= 0) & (values == np.trunc(values))
     return bool(right.all())

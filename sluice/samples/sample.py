@@ -173,7 +173,10 @@ COLUMNS: Mapping[str, Column] = {
     )
 }
 LARGEST_NUMBER = 1e30  # of one a sample: float32, which advantages are, holds sums over groups
+# Logits over these are float32 numbers, and SGLang draws greedily at less than the first.
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 2.0**-19, 2.0**20
 SEVERAL = -1.0  # a sample's temperature where its answers were sampled at different ones
+TEMPERATURES = f"must be from {LEAST_TEMPERATURE:.2g} to {MOST_TEMPERATURE:.2g}"
 SCORE_PREFIX = "score/"
 _SCORE = re.compile(r"score/[A-Za-z0-9_.-]{1,64}")
 # The width is part of the name: who has a column of that name knows its shape.
@@ -225,6 +228,11 @@ def validate_sample(sample: Sample) -> None:
     _validate_media(sample)
 
 
+def is_temperature(value: float) -> bool:
+    """Whether logits can be divided by it. To draw, 0 does too, which is greedy."""
+    return LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE
+
+
 def _validate_column(sample: Sample, name: str, values: np.ndarray | float) -> None:
     column = find_column(name)
     if column is None:
@@ -233,8 +241,8 @@ def _validate_column(sample: Sample, name: str, values: np.ndarray | float) -> N
     if not column.per_token:
         if not isinstance(values, (int, float, np.number)) or isinstance(values, bool):
             raise InvalidSampleError(sample.sample_id, where, "is not one number")
-        if name == "temperature" and values != SEVERAL and not 0 < values < math.inf:
-            raise InvalidSampleError(sample.sample_id, where, f"is {values}, not positive")
+        if name == "temperature" and values != SEVERAL and not is_temperature(float(values)):
+            raise InvalidSampleError(sample.sample_id, where, f"is {values}: {TEMPERATURES}")
         return
     if column.width:
         if not isinstance(values, np.ndarray) or values.shape[1:] != (column.width,):

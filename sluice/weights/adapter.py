@@ -8,7 +8,6 @@ No torch.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ DEFAULT_TARGETS = (
     "v_proj",
 )
 MAX_RANK = 1 << 16
+MAX_ALPHA = 1e6  # times a sum of float32 numbers it has to stay one
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TAKEN = ("base", "policy")  # what engines call the base, and the adapter of a trainer of one
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -75,8 +75,8 @@ class AdapterSpec:
     def __post_init__(self) -> None:
         if type(self.rank) is not int or not 1 <= self.rank <= MAX_RANK:
             raise InvalidAdapterError(f"the rank of an adapter is {_shown(self.rank)}")
-        is_number = type(self.alpha) in (int, float) and abs(self.alpha) < math.inf
-        if not (is_number and self.alpha > 0):
+        is_number = type(self.alpha) in (int, float)
+        if not (is_number and 0 < self.alpha <= MAX_ALPHA):
             raise InvalidAdapterError(f"alpha of an adapter is {_shown(self.alpha)}")
         bad = [name for name in self.targets if not _is_leaf(name)]
         if bad or not self.targets or len(set(self.targets)) < len(self.targets):

@@ -315,7 +315,7 @@ def test_fp8_out_and_in(origin: Path, trained: Path, tmp_path: Path) -> None:
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     rows=st.integers(1, 300),
     columns=st.integers(1, 300),

@@ -48,6 +48,7 @@ def test_defaults(model: Path) -> None:
         {"rank": 4, "alpha": -1},
         {"rank": 4, "alpha": float("nan")},
         {"rank": 4, "alpha": float("inf")},
+        {"rank": 4, "alpha": 1e7},
         {"rank": 4, "targets": []},
         {"rank": 4, "targets": [""]},
         {"rank": 4, "targets": ["../q_proj"]},

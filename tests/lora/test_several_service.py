@@ -194,6 +194,7 @@ async def test_calls_about_an_unknown_adapter_are_not_found(
         ({"alpha": -1.0}, "alpha"),
         ({"alpha": float("nan")}, "alpha"),
         ({"alpha": float("inf")}, "alpha"),
+        ({"alpha": 1e7}, "alpha"),
         ({"targets": ["q_proj", "q_proj"]}, "targets"),
         ({"targets": ["../q_proj"]}, "targets"),
         ({"targets": ["q" * 5000]}, "targets"),
@@ -201,6 +202,7 @@ async def test_calls_about_an_unknown_adapter_are_not_found(
         ({"learning_rate": 0.0}, "learning_rate"),
         ({"learning_rate": float("nan")}, "learning_rate"),
         ({"learning_rate": float("inf")}, "learning_rate"),
+        ({"learning_rate": 101.0}, "learning_rate"),
     ],
 )
 async def test_numbers_that_are_none_are_refused(

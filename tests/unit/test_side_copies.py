@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice import platform, side_copies
@@ -55,7 +55,6 @@ def every(tree: Tree) -> list[torch.Tensor]:
     return [*tree.tensors, *tree.named.values()]
 
 
-@settings(deadline=None)
 @given(st.lists(trees, max_size=7))
 def test_what_passes_compute_with_is_what_was_made(values: list[Tree]) -> None:
     device = lazy_device()
@@ -117,7 +116,6 @@ def test_another_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         platform.current()
 
 
-@settings(deadline=None)
 @given(st.lists(tensors, max_size=5), st.integers(16, 300))
 def test_memory_of_a_device_is_filled_piece_by_piece(
     values: list[torch.Tensor], piece_bytes: int
@@ -138,7 +136,6 @@ def test_memory_of_a_device_is_filled_piece_by_piece(
         assert torch.equal(memory, value.to(memory.dtype))
 
 
-@settings(deadline=None)
 @given(st.lists(tensors, max_size=6))
 def test_bytes_are_read_one_after_the_other(values: list[torch.Tensor]) -> None:
     device = lazy_device()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.rollout.config import RolloutConfig
@@ -200,7 +200,6 @@ def test_a_value_that_cannot_be_is_told(flags: str, told: str) -> None:
     assert any(told in line for line in left), left
 
 
-@settings(deadline=None)
 @given(st.text(max_size=200))
 def test_no_text_ends_in_a_trace(text: str) -> None:
     for script in (text, f"A=(\n{text}\n)\ntrain.py ${{A[@]}}", f"train.py --lr {text}"):

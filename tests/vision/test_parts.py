@@ -209,6 +209,7 @@ def config(model: Path, vision: dict[str, Any]) -> TrainerConfig:
         {"frozen_projector": True, "projector_learning_rate": 1e-4},
         {"tower_learning_rate": 0},
         {"tower_learning_rate": -1.0},
+        {"tower_learning_rate": 1e30},
         {"projector_learning_rate": float("nan")},
         {"projector_learning_rate": float("inf")},
         {"frozen": True},

@@ -186,9 +186,7 @@ SPANS = st.builds(
 )
 
 
-@settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(spans=st.lists(SPANS, min_size=1, max_size=3))
 def test_no_span_is_a_bug_of_the_trainer(
     qwen3_vl: Model, blobs: BlobStore, spans: list[sample_pb2.MediaSpan]

@@ -19,7 +19,7 @@ from services.rollout.errors import (
 )
 from sluice.imports import import_named
 from sluice.runtime.errors import InvalidFieldError
-from sluice.samples.sample import VersionSpan
+from sluice.samples.sample import TEMPERATURES, VersionSpan, is_temperature
 
 if TYPE_CHECKING:
     from services.rollout.engine.config import EngineConfig
@@ -419,8 +419,8 @@ def check_generation(
         raise MediaUnsupportedError(TEXT_ONLY)
     if sampling.max_new_tokens < 1:
         raise InvalidFieldError("sampling.max_new_tokens", "must be at least 1")
-    if not 0 <= sampling.temperature < float("inf"):
-        raise InvalidFieldError("sampling.temperature", "must be 0 or more, and finite")
+    if sampling.temperature and not is_temperature(sampling.temperature):
+        raise InvalidFieldError("sampling.temperature", f"{TEMPERATURES}, or 0")
     if sampling.top_k < 0:
         raise InvalidFieldError("sampling.top_k", "must be 0 or more")
     if not 0 < sampling.top_p <= 1:

@@ -29,7 +29,7 @@ from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.runtime import wire
 from sluice.runtime.errors import DataLossError, InvalidFieldError, NotFoundError
 from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, Blobs
-from sluice.samples.sample import MediaSpan, VersionSpan
+from sluice.samples.sample import TEMPERATURES, MediaSpan, VersionSpan, is_temperature
 
 PAUSE_MODES = {
     pb.PAUSE_MODE_WAIT: PauseMode.WAIT,
@@ -89,7 +89,7 @@ def sampling_from_proto(
     top_p = message.top_p if message.HasField("top_p") else 1.0
     checks = (
         ("max_new_tokens", message.max_new_tokens >= 1, "must be at least 1"),
-        ("temperature", 0 <= temperature < float("inf"), "must be finite and not negative"),
+        ("temperature", not temperature or is_temperature(temperature), f"{TEMPERATURES}, or 0"),
         ("top_p", 0 < top_p <= 1, "must be in (0, 1]"),
         ("top_k", message.top_k >= 0, "must not be negative"),
         ("seeds", len(message.seeds) in (0, sample_count), f"must be none or {sample_count}"),

@@ -18,6 +18,7 @@ from services.rollout.engine.interface import Sampling
 from services.rollout.engine.wire import VersionBounds
 from services.rollout.environments.environment import LARGEST_REWARD
 from services.rollout.http import ApiError, read_body, read_json
+from sluice.samples.sample import LEAST_TEMPERATURE, MOST_TEMPERATURE
 
 IGNORED = frozenset(  # of no effect on tokens
     {
@@ -100,7 +101,7 @@ class CommonRequest(BaseModel, extra="forbid", strict=True):
     """What chat and text completions share; names beyond OpenAI's are vLLM's, or ours."""
 
     model: str = ""
-    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
+    temperature: float = Field(1.0, ge=0, le=MOST_TEMPERATURE)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, lt=1 << 31)
     n: int = Field(1, ge=1)
@@ -140,7 +141,8 @@ class CommonRequest(BaseModel, extra="forbid", strict=True):
         seeds = () if self.seed is None else tuple(self.seed + index for index in range(self.n))
         return Sampling(
             max_new_tokens=max_new_tokens,
-            temperature=self.temperature,
+            # some clients say greedy by a number next to nothing
+            temperature=self.temperature if self.temperature >= LEAST_TEMPERATURE else 0.0,
             top_k=self.top_k,
             top_p=self.top_p,
             stop_token_ids=tuple(self.stop_token_ids),

@@ -162,6 +162,8 @@ async def test_an_engine_without_weights_refuses(start_engine: StartEngine) -> N
         ("sampling.max_new_tokens", [1], {"max_new_tokens": 0}),
         ("sampling.temperature", [1], {"temperature": -0.1}),
         ("sampling.temperature", [1], {"temperature": float("nan")}),
+        ("sampling.temperature", [1], {"temperature": 1e-40}),  # a quotient would be infinite
+        ("sampling.temperature", [1], {"temperature": 1e38}),
         ("sampling.top_k", [1], {"top_k": -1}),
         ("sampling.top_p", [1], {"top_p": 0.0}),
         ("sampling.top_p", [1], {"top_p": 1.5}),

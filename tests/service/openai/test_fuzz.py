@@ -43,6 +43,7 @@ async def test_no_message_is_an_internal_error_or_hangs(
         ('{"prompt": "1", "temperature": NaN}', "invalid_json", None),
         ('{"prompt": "1", "temperature": 1e999}', "invalid_value", "temperature"),
         ('{"prompt": "1", "temperature": -1}', "invalid_value", "temperature"),
+        ('{"prompt": "1", "temperature": 1e308}', "invalid_value", "temperature"),
         ('{"prompt": "1", "temperature": "1"}', "invalid_value", "temperature"),
         ('{"prompt": "1", "n": 1' + "0" * 5000 + "}", "invalid_json", None),
         ('{"prompt": "1", "n": 2147483647}', "invalid_value", "n"),
@@ -65,6 +66,26 @@ async def test_a_field_out_of_range_is_named(
         answer = await client.post(process.openai.url + "/completions", content=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, code, param), error
+
+
+async def test_numbers_next_to_nothing_are_greedy_and_cost_no_neighbour_anything(
+    process: RolloutProcess,
+) -> None:
+    assert process.openai is not None
+    small = [{"temperature": value} for value in (0, 1e-8, 1e-40, 5e-324)]
+    small += [{"top_p": 1e-30}, {"top_p": 5e-324}]
+    async with httpx2.AsyncClient() as client:
+
+        async def complete(**body: float) -> str:
+            url = f"{process.openai.url}/completions"  # type: ignore[union-attr]
+            answer = await client.post(url, json={"prompt": "12=", "max_tokens": 4, **body})
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"][0]["text"]
+
+        plain = [complete(seed=number) for number in range(8)]
+        texts = await asyncio.gather(*(complete(**each) for each in small), *plain)
+        assert len(set(texts[: len(small)])) == 1
+        assert texts[len(small) :] == [await complete(seed=number) for number in range(8)]
 
 
 async def test_what_a_caller_sent_is_short_and_legible_in_the_refusal(

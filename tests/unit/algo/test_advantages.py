@@ -100,7 +100,7 @@ def loop_gae(rewards, values, gamma, lam):
     return advantages
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(0, 2**31),
     st.integers(1, 400),
@@ -240,7 +240,7 @@ batches = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     batches,
     st.randoms(use_true_random=False),
@@ -290,7 +290,7 @@ def test_merge_is_called_once_and_only_when_whitening():
     assert len(calls) == 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.floats(-100, 100), max_size=8), min_size=1, max_size=5))
 def test_merged_moments_are_those_of_all_values(parts):
     merged = Moments()

@@ -72,7 +72,7 @@ samples = st.lists(
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.aggregation)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(samples, st.randoms(use_true_random=False))
 def test_any_split_and_order_gives_the_same_loss_gradient_and_metrics(spec, drawn, random):
     rows = [make_row(i, *each) for i, each in enumerate(drawn)]

@@ -243,7 +243,7 @@ def test_short_forms_are_stages(short, stages):
     st.sampled_from(["token", "sequence", "geometric", "worst"]),
     st.sampled_from(["k1", "k2", "k3"]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_far_tokens_stay_numbers(logs, level, statistic):
     count = len(logs)
     inputs = LossInputs(

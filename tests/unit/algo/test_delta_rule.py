@@ -64,7 +64,7 @@ def test_chunks_are_the_recurrence(size: int | None) -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-10)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6), size=st.integers(1, 9))
 def test_any_rows_in_any_chunks(lengths: list[int], size: int) -> None:
     parts = inputs_of(sum(lengths))

@@ -71,7 +71,7 @@ def pass_at_k(rewards, k):
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=7), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_pass_at_k_is_the_mean_advantage_of_all_subsets(rewards, data):
     k = data.draw(st.integers(1, len(rewards)))
     found = scores(rows_of({"a": rewards}), name="pass_at_k", settings={"k": k})

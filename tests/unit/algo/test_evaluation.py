@@ -5,13 +5,12 @@ import math
 import statistics
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.algo.evaluation import TaskScores, pass_at_k, summarise
 
 
-@settings(deadline=None)
 @given(st.integers(1, 8), st.data())
 def test_pass_at_k_is_the_share_of_draws_with_a_pass(n: int, data: st.DataObject) -> None:
     passes, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))

@@ -50,7 +50,7 @@ def slots_by_definition(kind, lengths, size, multiple):
     return ranks
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(kinds, lengths, st.sampled_from(SIZES), st.sampled_from([1, 2, 3]))
 def test_every_token_has_its_place_by_definition(kind, lengths, size, multiple):
     layout = SequenceLayout(kind=kind, lengths=lengths, size=size, multiple=multiple)
@@ -70,7 +70,7 @@ def test_every_token_has_its_place_by_definition(kind, lengths, size, multiple):
         assert [s.tolist() for s in layout.assemble(places)] == [s.tolist() for s in names]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(kinds, lengths, st.sampled_from(SIZES))
 def test_pieces_are_runs_of_one_sequence(kind, lengths, size):
     layout = SequenceLayout(kind=kind, lengths=lengths, size=size)
@@ -93,7 +93,7 @@ def draw_responses(seed, size):
     return tuple(lengths), prompts, generator
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(kinds, st.integers(0, 2**31), st.sampled_from(SIZES))
 def test_shares_are_a_partition_of_the_response_tokens(kind, seed, size):
     lengths, prompts, _ = draw_responses(seed, size)
@@ -134,7 +134,7 @@ def gae_over_ranks(kind, size, lengths, prompts, rewards, values, masks):
     return found
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(kinds, st.integers(0, 2**31), st.sampled_from([2, 4, 8]))
 def test_gae_and_its_terminal_reward_do_not_depend_on_the_context_size(kind, seed, size):
     """Also for samples shorter than the context size, where most ranks hold none of a sample."""

@@ -32,7 +32,7 @@ def draw(seed, rows, columns, dtype=torch.float64, size=None):
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(["logits", "linear"]),
     st.integers(0, 2**31),

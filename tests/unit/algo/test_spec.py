@@ -55,6 +55,8 @@ def test_an_advantage_setting_without_effect_is_refused_by_name(settings, named)
         ({"name": "sft", "aggregation": "constant"}, "constant_length is required"),
         ({"name": "sft", "temperature": 0.0}, "temperature"),
         ({"name": "sft", "temperature": float("nan")}, "temperature"),
+        ({"name": "sft", "temperature": 1e-40}, "temperature"),
+        ({"name": "sft", "temperature": 1e9}, "temperature"),
         ({"name": "sft", "clip": 0.2}, "clip"),
     ],
 )

@@ -108,7 +108,7 @@ def check_shape(plan: MicroBatchPlan, limits: PlanLimits) -> None:
             assert sum(map(len, rank)) < len(rank), "a dummy beside a micro-batch of two rows"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data(), limits_strategy)
 def test_every_row_once_under_the_cap_on_equal_ranks(data: st.DataObject, limits: PlanLimits):
     rows = data.draw(any_rows(limits.data_size))
@@ -123,7 +123,7 @@ def test_every_row_once_under_the_cap_on_equal_ranks(data: st.DataObject, limits
     assert plan == plan_micro_batches(rows, limits)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(lengths_strategy, limits_strategy)
 def test_never_more_micro_batches_than_the_better_first_fit(lengths: list[int], limits: PlanLimits):
     plan = plan_micro_batches(PlanRows(lengths=lengths), limits)
@@ -131,7 +131,7 @@ def test_never_more_micro_batches_than_the_better_first_fit(lengths: list[int], 
     assert len(contents(plan)) <= padded(fewest, limits)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data(), limits_strategy)
 def test_a_shared_prompt_counts_once_in_a_micro_batch(data: st.DataObject, limits: PlanLimits):
     rows = data.draw(grouped_rows(limits.data_size))
@@ -187,7 +187,7 @@ def test_the_cost_of_a_shared_prompt_is_paid_once():
     assert plan.statistics.imbalance == pytest.approx(110 / 109)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data(), limits_strategy, st.booleans())
 def test_carried_leftovers_are_all_consumed(data: st.DataObject, limits: PlanLimits, grouped: bool):
     kind = grouped_rows if grouped else any_rows
@@ -285,7 +285,7 @@ class TestOversize:
         rows = PlanRows(lengths=[150, 40, 40, 40], costs=[1.0, 40.0, 40.0, 40.0])
         assert (0,) in contents(plan_micro_batches(rows, limits))
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(st.lists(st.integers(1, 3 * CAP), max_size=40), limits_strategy)
     def test_alone_shares_with_nobody(self, lengths: list[int], limits: PlanLimits):
         limits = PlanLimits(

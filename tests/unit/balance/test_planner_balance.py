@@ -11,7 +11,7 @@ from sluice.balance.planner import PlanLimits, PlanRows, assign_owners, plan_mic
 from sluice.balance.planner_packing import Arrangement, fill_bins, fill_empty_bins, min_bin_count
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.floats(0.1, 1000.0), min_size=1, max_size=80),
     st.integers(1, 9),
@@ -58,7 +58,7 @@ def fewest_bins(sizes: tuple[int, ...], cap: int) -> int:
     return best
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=9))
 def test_the_lower_bound_is_one(sizes: list[int]):
     optimum = fewest_bins(tuple(sorted(sizes, reverse=True)), 20)
@@ -75,7 +75,7 @@ def test_the_lower_bound_sees_more_than_the_sum():
     assert min_bin_count([], 20) == 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 70), max_size=40))
 def test_filled_bins_hold_every_item_under_the_cap(sizes: list[int]):
     bins = fill_bins(sizes, 50)

@@ -40,7 +40,7 @@ def by_token(shape: TransformerShape, start: int, stop: int) -> float:
     return total
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     cached=st.integers(0, 40),
     more=st.integers(0, 40),

@@ -17,9 +17,11 @@ from services.rollout.errors import (
     AdapterBaseError,
     DigestMismatchError,
     MixedWeightsError,
+    NonFiniteLogitsError,
     UnfitAdapterError,
     VersionUnavailableError,
 )
+from sluice.runtime.errors import ServiceError
 from sluice.weights.adapter import ADAPTER_FILE, digest_base
 from sluice.weights.store import StoredVersion, WeightStore
 from tests.adapters import import_adapter, make_adapter, peft_logprobs, publish_adapters
@@ -113,6 +115,39 @@ def test_deterministic_samples_do_not_feel_other_adapters(
     alone, beside = sample([]), sample([0, records[1].version, records[0].version, None, 0])
     assert list(alone.token_ids) == list(beside.token_ids)
     assert list(alone.logprobs) == list(beside.logprobs)
+
+
+def test_an_adapter_that_overflows_fails_its_own_requests_alone(
+    qwen3: Model, create_core: CreateCore, records: list[StoredVersion]
+) -> None:
+    def samples(*, broken: bool) -> dict[int, Delta | ServiceError]:
+        core = create_core(qwen3.directory, max_running=8)
+        for record in records[:2]:
+            commit(core, record)
+        assert core.model is not None
+        bad = core.model.adapters.held[records[1].version]
+        for key, record in enumerate(2 * records[:2], 1):
+            request = request_of(str(key), [*SHARED, key], max_new_tokens=12, seeds=(key,))
+            core.submit(key, replace(request, version=record.version))
+        for _ in range(3):
+            core.step()
+        if broken:
+            for factors in bad.factors.values():
+                factors.b.fill_(float("inf"))
+        ends: dict[int, Delta | ServiceError] = {}
+        while core.has_work:
+            core.step()
+            for key, outcome in core.take_outbox():
+                ends.setdefault(key, outcome)
+        assert core.reserved_tokens == core.running_count == 0
+        return ends
+
+    whole, found = samples(broken=False), samples(broken=True)
+    assert {key for key, end in found.items() if isinstance(end, NonFiniteLogitsError)} == {2, 4}
+    for key in (1, 3):
+        end, expected = found[key], whole[key]
+        assert isinstance(end, Delta) and isinstance(expected, Delta)
+        assert end.token_ids == expected.token_ids
 
 
 def test_scores_are_by_the_weights_that_are_named(

@@ -130,7 +130,7 @@ PROMPTS = st.builds(
 ).filter(len)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     prompts=st.lists(PROMPTS, min_size=4, max_size=20),
     limit=st.sampled_from([0, 70, 130, 10**6]),

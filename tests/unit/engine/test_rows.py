@@ -68,7 +68,7 @@ class Sequences:
             first += block.count
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_rows_hold_their_sequences_through_growth_moves_and_ends(data: st.DataObject) -> None:
     state = Sequences()

@@ -245,7 +245,7 @@ def test_a_group_that_was_generated_again_by_others_is_of_those(promising):
     assert ids(promising.groups("issued")) == ["g1"]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_what_is_dropped_is_what_its_versions_say(tmp_path_factory, data):
     """Any groups, any order of promises kept and broken: against sets."""

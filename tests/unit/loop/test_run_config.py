@@ -50,6 +50,11 @@ def test_the_loss_has_the_temperature_of_the_sampling(temperature):
         (sampling(temperature=0), r"sampling\.temperature: must be above 0"),
         (sampling(temperature=-1), r"sampling\.temperature"),
         (sampling(temperature=float("inf")), r"sampling\.temperature"),
+        (
+            sampling(temperature=1e-40),
+            r"sampling\.temperature: must be from 1.9e-06 to",
+        ),
+        (sampling(temperature=1e9), r"sampling\.temperature"),
         (sampling(temperature=float("nan")), r"sampling\.temperature"),
         (
             {"algorithm": {"advantage": {"name": "provided"}}},

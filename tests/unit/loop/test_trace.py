@@ -239,7 +239,7 @@ intervals = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(intervals)
 def test_bars_of_a_row_do_not_overlap_and_rows_are_few(made: list[tuple[float, float]]) -> None:
     rows = pack(made)

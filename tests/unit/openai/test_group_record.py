@@ -85,7 +85,7 @@ calls = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(calls)
 def test_every_sampled_token_is_trained_on_once(made: list[Call]) -> None:
     group, sampled = record(made, lambda _: None)
@@ -106,7 +106,7 @@ def test_every_sampled_token_is_trained_on_once(made: list[Call]) -> None:
         assert any(row[: len(each)] == each for row in whole)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(calls)
 def test_texts_and_tokens_of_a_conversation_stay_together(made: list[Call]) -> None:
     """What a prompt goes on from by text is what it goes on from by tokens."""

@@ -95,7 +95,7 @@ async def prepare_completion(tokenizer: TextTokenizer, body: Any) -> None:
     sampling_to_proto(request.sampling(3))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(body=BODY | JSON)
 @example(body={"messages": [{"role": "user", "tool_calls": [{"id": []}]}]})
 @example(body={"messages": [{"role": "user", "tool_calls": 5}]})

@@ -44,7 +44,7 @@ def shown(
     return [*pieces, stream.finish()], stream, taken
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 299), max_size=40), st.integers(1, 5))
 def test_pieces_add_up_to_the_decoded_text(
     tokenizer: TextTokenizer, token_ids: list[int], size: int
@@ -55,7 +55,7 @@ def test_pieces_add_up_to_the_decoded_text(
     assert taken == len(token_ids)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.sampled_from(TEXTS),
     st.lists(st.sampled_from(["stop", "op h", "\n\n", "🙂", "= 4", "caf", "zz"]), max_size=3),

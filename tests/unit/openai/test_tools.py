@@ -54,7 +54,7 @@ parts = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(parts, st.integers(1, 7))
 def test_a_stream_says_what_the_whole_answer_says(made: list[str], size: int) -> None:
     text = "".join(made)

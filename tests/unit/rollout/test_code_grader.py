@@ -191,7 +191,7 @@ def test_it_runs_in_a_process_of_its_own() -> None:
 
 
 @given(st.binary(max_size=200) | st.text(max_size=60).map(str.encode))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_what_a_program_writes_never_breaks_the_reader(output: bytes) -> None:
     assert len(read_values(output, 3)) == 3
 

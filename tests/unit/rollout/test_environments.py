@@ -103,7 +103,7 @@ def test_exact_match_takes_nothing_but_the_answer() -> None:
 )
 @example([1, 2], [1, 2, END, 3])
 @example([1, 2], [1, 2, END])
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_position_match_is_the_share_of_right_places(answer: list[int], ids: list[int]) -> None:
     environment = prompts(reward="position_match")
     row = {"prompt": "0=", "answer": "".join(map(str, answer))}

@@ -77,7 +77,7 @@ def test_f1_is_word_overlap_with_the_best_answer() -> None:
 
 
 @given(st.text(alphabet="ab ,.", max_size=12), st.text(alphabet="ab ,.", max_size=12))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_overlap_is_symmetric_and_one_for_the_same_words(a: str, b: str) -> None:
     first, second = words(a), words(b)
     assert overlap(first, second) == pytest.approx(overlap(second, first))

@@ -48,7 +48,7 @@ def delta(tokens: tuple[int, ...], version: int, reason: FinishReason, index: in
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     pieces=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), max_size=8),
     budget=st.integers(1, 24),

@@ -64,7 +64,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(events)
 def test_spans_add_up_to_the_whole_time_of_an_episode(made: list) -> None:
     clock = Clock()

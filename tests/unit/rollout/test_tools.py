@@ -117,7 +117,7 @@ def test_a_call_that_makes_no_sense_is_an_observation(text: str, told: str) -> N
 
 
 @given(st.text(alphabet='<>/tool_call{}"name:argumts[]', max_size=60))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_no_text_breaks_the_parser(text: str) -> None:
     body = parse_calls(f"<tool_call>{text}")
     assert body and all(call.error or call.name or call.arguments is not None for call in body)

@@ -33,7 +33,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(actions)
 @example([("adopt", 0, 0), ("grant", 0, 4), ("release", 0, 139), ("adopt", 0, 0)])
 def test_columns_equal_a_dictionary(steps):

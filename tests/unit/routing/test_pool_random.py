@@ -258,5 +258,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert (len(self.pool.tables.sessions), len(self.pool.tables.groups)) == (0, 0)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40)
 test_pool_random = PoolMachine.TestCase

@@ -199,7 +199,7 @@ def ids(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32), st.booleans())
 def test_no_place_is_given_twice_however_often_the_router_restarts(seed, engines_tell):
     """Clients may take a heartbeat to come back where engines say what they run."""

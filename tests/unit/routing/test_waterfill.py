@@ -72,7 +72,7 @@ def keys_of(fleet: Fleet, added: np.ndarray, *, by_step_time: bool) -> list[tupl
     return sorted(keys)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(fleets(), st.integers(0, 40), st.integers(0, 5))
 def test_step_time_batch_equals_greedy_picks(fleet, count, seed):
     added = place_step_time(fleet, BASE, count, np.random.default_rng(seed))
@@ -85,7 +85,7 @@ def test_step_time_batch_equals_greedy_picks(fleet, count, seed):
     assert keys_of(fleet, again, by_step_time=True) == keys_of(fleet, added, by_step_time=True)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(fleets(), st.integers(0, 40), st.integers(0, 5))
 def test_level_batch_equals_greedy_picks(fleet, count, seed):
     added = place_level(fleet, count, np.random.default_rng(seed))
@@ -94,7 +94,7 @@ def test_level_batch_equals_greedy_picks(fleet, count, seed):
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(fleets(), st.integers(0, 40), st.sampled_from(sorted(POLICIES)))
 def test_every_policy_fills_free_slots_and_no_others(fleet, count, name):
     placed = create_policy(name, BASE).place(fleet, count, np.random.default_rng(1))

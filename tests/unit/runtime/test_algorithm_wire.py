@@ -25,7 +25,7 @@ SETTINGS = st.none() | st.dictionaries(st.text(), JSON, max_size=4)
 
 
 @given(SETTINGS, st.lists(st.dictionaries(st.text(), JSON, max_size=2), max_size=3), SETTINGS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_users_loss_comes_as_it_was_sent(own, stages, form):
     corrections = [{"name": f"a.b:C{i}", "settings": each} for i, each in enumerate(stages)]
     spec = LossSpec(
@@ -39,7 +39,7 @@ def test_a_users_loss_comes_as_it_was_sent(own, stages, form):
 
 
 @given(SETTINGS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_users_estimator_comes_as_it_was_sent(own):
     overlong = {"max_length": 100, "buffer": 20, "penalty": 0.5}
     spec = AdvantageSpec(name="package.module:Name", settings=own, overlong=overlong, gamma=0.5)

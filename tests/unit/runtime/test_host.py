@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY, CollectorRegistry
 
@@ -74,7 +74,6 @@ def test_a_file_system_that_hangs_holds_no_scrape(
     assert shown(registry, "sluice_disk_free_bytes", "store") == 1
 
 
-@settings(deadline=None)
 @example(days=-25_200, seconds=0)  # two digits that are of the last century
 @given(st.integers(-365 * 70, 365 * 75), st.integers(0, 86399))
 def test_ends_are_those_that_cryptography_reads(days: int, seconds: int) -> None:

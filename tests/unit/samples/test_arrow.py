@@ -100,7 +100,7 @@ def samples(draw: st.DrawFn) -> Sample:
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_groups_encoded_together_are_the_bytes_of_each(data: st.DataObject) -> None:
     some = data.draw(st.lists(st.lists(samples(), max_size=3), max_size=4))
@@ -132,7 +132,7 @@ def test_groups_of_a_task_are_encoded_together_up_to_a_size(
     assert encoded == [encode_view(*each) for each in groups]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(group=st.lists(samples(), max_size=5), data=st.data())
 def test_a_group_comes_back_whole_and_by_rows(group: list[Sample], data: st.DataObject) -> None:
     texts = data.draw(st.dictionaries(st.text(max_size=3), st.text(max_size=5), max_size=2))

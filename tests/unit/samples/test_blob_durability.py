@@ -79,7 +79,7 @@ def in_one_folder(count: int) -> list[bytes]:
 CONTENTS = st.binary(min_size=1, max_size=3) | st.sampled_from(in_one_folder(6))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batches=st.lists(st.lists(CONTENTS, max_size=8), max_size=4))
 def test_what_put_all_has_returned_outlives_the_machine(
     tmp_path_factory: pytest.TempPathFactory, batches: list[list[bytes]]

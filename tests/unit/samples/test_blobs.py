@@ -43,7 +43,7 @@ def path_of(store: BlobStore, reference: BlobReference) -> Path:
     return store.root / "blobs" / reference.digest[:2] / reference.digest
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(content=st.binary(max_size=300))
 def test_content_comes_back(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     store = BlobStore(tmp_path_factory.mktemp("blobs"), sync=False)
@@ -83,7 +83,7 @@ def test_read_and_mapped_blobs_are_checked_and_outlive_their_files(
             store.get(reference)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(contents=st.lists(st.binary(max_size=200), max_size=8), kept=st.integers(0, 255))
 def test_contents_put_together_are_blobs_of_their_own(
     tmp_path_factory: pytest.TempPathFactory, contents: list[bytes], kept: int
@@ -397,5 +397,5 @@ class Pins(RuleBasedStateMachine):
 def test_pins_follow_their_model(tmp_path_factory: pytest.TempPathFactory) -> None:
     Pins.directories = tmp_path_factory
     machine = Pins.TestCase()
-    machine.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+    machine.settings = settings(max_examples=20, stateful_step_count=20)
     machine.runTest()

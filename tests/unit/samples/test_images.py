@@ -94,7 +94,7 @@ def test_pixels_are_those_of_transformers_to_the_last_bit(
         assert rules.prepare(prepared.png) == prepared
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.integers(1, 5000),
     st.integers(1, 5000),

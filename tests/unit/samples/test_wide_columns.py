@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import hypothesis
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -51,7 +50,6 @@ def assert_same(found: Sample, wanted: Sample) -> None:
 
 
 @given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5), seed=st.integers(0, 99))
-@hypothesis.settings(deadline=None)
 def test_a_file_holds_them_as_they_are(lengths, seed):
     samples = [taught(f"g/{i}", length, seed + i) for i, length in enumerate(lengths)]
     samples.append(replace(samples[0], sample_id="g/bare", columns={}))

@@ -79,7 +79,7 @@ def take(*messages: dict[str, Any], routing: Routing | None = ROUTING) -> list[D
     return deltas
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 9), st.integers(0, 99))
 def test_layers_of_experts_are_kept_and_dense_ones_left_out(tokens: int, seed: int) -> None:
     sent = table(tokens, seed)

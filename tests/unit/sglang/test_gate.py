@@ -39,7 +39,7 @@ async def test_nobody_enters_a_closed_gate_and_ranks_are_apart() -> None:
     await asyncio.gather(waiting[2], return_exceptions=True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=20))
 def test_whoever_gives_up_takes_no_slot_along(steps: list[tuple[int, bool]]) -> None:
     async def run() -> None:

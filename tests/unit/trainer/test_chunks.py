@@ -39,7 +39,7 @@ def ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 
 
 @given(ranges())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_boxes_are_the_elements_of_a_range_in_their_order(
     case: tuple[tuple[int, ...], int, int],
 ) -> None:
@@ -83,7 +83,7 @@ def _save(
     st.integers(1, 400),
     st.data(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_ranges_wrote_is_read_as_any_boxes(
     shape: tuple[int, ...], cuts: list[int], limit: int, data: st.DataObject
 ) -> None:

@@ -71,7 +71,7 @@ def pasts(layout: PackedLayout) -> list[list[int]]:
     return seen
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(groups=GROUPS)
 def test_every_response_token_is_predicted_from_exactly_its_own_past(
     groups: list[tuple[int, list[int], bool]],
@@ -104,7 +104,7 @@ def check_pasts(rows: list[Row]) -> None:
     assert at == len(layout.targets)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(groups=GROUPS)
 def test_prompts_stand_once_and_padding_is_bounded(
     groups: list[tuple[int, list[int], bool]],
@@ -148,7 +148,7 @@ def test_long_rows_are_attended_as_cheaply_together_as_apart(
     assert all(mask.shape[-2] <= LONG_TOKENS for mask in masks)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(

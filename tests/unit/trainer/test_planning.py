@@ -63,7 +63,7 @@ def loss_of(aggregation: str) -> LossSpec:
     return LossSpec(name="sft", aggregation=aggregation, constant_length=length)  # type: ignore[arg-type]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(groups=GROUPS, data_size=st.integers(1, 4))
 def test_every_selected_row_runs_once_where_it_lies(
     groups: list[list[int]], data_size: int
@@ -102,7 +102,7 @@ def largest_cost(facts: RowFacts, owners: Sequence[int], *, shares: bool) -> flo
     return max(costs.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     groups=st.lists(
         st.tuples(st.integers(1, 60), st.lists(st.integers(1, 60), min_size=1, max_size=4)),
@@ -192,7 +192,7 @@ def test_siblings_stay_together_where_their_prompt_is_most_of_the_work() -> None
 
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(groups=GROUPS, context=st.sampled_from([1, 2, 4]))
 def test_what_is_cut_over_context_ranks_is_under_the_cap(
     backend: str, kind: Any, groups: list[list[int]], context: int
@@ -253,7 +253,7 @@ def test_an_empty_selection_is_one_dummy_on_every_rank() -> None:
     assert plan.ranks == (((), ()),) * 3
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(groups=GROUPS, aggregation=st.sampled_from(AGGREGATIONS), data=st.data())
 def test_weights_and_divisors_do_not_depend_on_the_split(
     groups: list[list[int]], aggregation: str, data: st.DataObject
@@ -275,7 +275,7 @@ def test_weights_and_divisors_do_not_depend_on_the_split(
         np.testing.assert_array_equal(weighed.weights, whole.weights[part])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     cuts=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), min_size=1, max_size=5),
     aggregation=st.sampled_from(AGGREGATIONS),

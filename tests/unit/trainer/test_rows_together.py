@@ -73,6 +73,8 @@ WRONG = {
     "an endless reward": with_column("reward", float("inf")),
     "a huge reward": with_column("reward", -1e31),
     "a cold sample": with_column("temperature", 0.0),
+    "a sample all but cold": with_column("temperature", 1e-40),
+    "a sample without bounds": with_column("temperature", 1e9),
     "a negative temperature": with_column("temperature", -2.0),
     "an episode below 0": with_column("episode", -1.0),
     "half an episode": with_column("episode", 0.5),

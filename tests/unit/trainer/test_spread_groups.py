@@ -170,7 +170,7 @@ def by_hand(samples: Sequence[Sample], spec: AdvantageSpec) -> list[np.ndarray]:
 @pytest.mark.parametrize(
     "spec", SPECS, ids=lambda spec: f"{spec.name}-{spec.has_kl}-{spec.whitens}"
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(case=spread_groups())
 def test_advantages_do_not_depend_on_where_rows_lie(
     case: tuple[list[Sample], list[int], int], spec: AdvantageSpec

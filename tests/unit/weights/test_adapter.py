@@ -121,6 +121,7 @@ def test_what_peft_writes_is_read_and_what_we_write_peft_reads(tmp_path: Path) -
         ("lora_alpha", -1.0),
         ("lora_alpha", float("nan")),
         ("lora_alpha", float("inf")),
+        ("lora_alpha", 1e308),
         ("lora_alpha", "2"),
         ("base_model_name_or_path", "sluice:"),
         ("base_model_name_or_path", "sluice:" + "g" * 32),

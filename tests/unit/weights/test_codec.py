@@ -25,7 +25,7 @@ def applied(old: np.ndarray, payload: bytes, width: int) -> bytes:
     step=st.sampled_from([1, 255, 2**63]),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_any_two_arrays_differ_losslessly(
     width: int, count: int, share: float, step: int, seed: int
 ) -> None:

@@ -179,7 +179,7 @@ def test_nothing_is_promised_twice_nor_for_a_delta(
         store.fulfil(store.allocate(None))  # for which nothing is promised
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_memory_that_is_filled_again_holds_the_new_version(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

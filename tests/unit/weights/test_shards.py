@@ -58,7 +58,7 @@ def test_tensors_come_back_bit_for_bit(store: WeightStore, tensors: Tensors) -> 
     assert all(equal(loaded[name], tensors[name]) for name in tensors)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_other_readers_see_the_same(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -118,7 +118,7 @@ def test_uneven_shares_are_refused() -> None:
         source_slices(embedding, Partition(0, 2, 8))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     groups=st.integers(1, 4),
     queries=st.integers(1, 4),
@@ -156,7 +156,6 @@ def test_any_grouping_round_trips(
         assert torch.equal(v, tensors["v"][group * head : (group + 1) * head])
 
 
-@settings(deadline=None)
 @given(rows=st.integers(1, 10_000), multiple=st.integers(1, 256), size=st.integers(1, 64))
 def test_padding_is_the_least_that_divides(rows: int, multiple: int, size: int) -> None:
     padded = padded_rows(rows, multiple=multiple, size=size)

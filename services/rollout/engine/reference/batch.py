@@ -271,6 +271,7 @@ class DecodeBatch:
         """`pad_rows`: the cache has memory for so many rows of a size as it makes of theirs."""
         self.lanes: list[Lane] = []
         self.streaming = False  # some lane wants its tokens as they come
+        self._broken = set[int]()  # requests with logits that are not finite, by key
         self._device, self._fixed_rows = shape.device, fixed_rows
         self._rows = CacheRows(shape, max_length, pad_rows)
         self._outputs = Outputs(shape.device)
@@ -310,7 +311,8 @@ class DecodeBatch:
         """
         assert self._columns is not None
         columns, full = self._columns, False
-        drawn = self._draw(logits[: len(self)], columns.settings, columns.positions + 1)
+        positions = columns.positions + 1
+        drawn = self._draw(logits[: len(self)], columns.settings, positions, self.lanes)
         self._outputs.write(columns.slots, columns.counts, drawn)
         columns.advance(drawn.tokens)
         for block in self._blocks:
@@ -331,7 +333,7 @@ class DecodeBatch:
         logits = torch.stack([r.prompt.logits for r in requests if r.prompt.logits is not None])
         lengths = torch.tensor([request.prompt.length for request in requests])
         positions = lengths.to(self._device).repeat_interleave(repeats)
-        drawn = self._draw(logits.repeat_interleave(repeats, 0), settings, positions)
+        drawn = self._draw(logits.repeat_interleave(repeats, 0), settings, positions, lanes)
         slots = self._outputs.reserve(len(lanes), max(request.budget for request in requests))
         now = time.monotonic()
         for lane, slot in zip(lanes, slots, strict=True):
@@ -376,10 +378,26 @@ class DecodeBatch:
                 if lane.versions[-1][1] != lane.request.prompt.served:
                     lane.mark(count, lane.request.prompt.served)
 
-    def _draw(self, logits: torch.Tensor, settings: DrawSettings, positions: torch.Tensor) -> Drawn:
+    def take_broken(self) -> set[int]:
+        """Return keys of requests whose logits were not finite, once: what they drew is nothing."""
+        broken, self._broken = self._broken, set()
+        return broken
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        settings: DrawSettings,
+        positions: torch.Tensor,
+        lanes: Sequence[Lane],
+    ) -> Drawn:
         if self._fixed_rows:
-            return draw_fixed(logits, settings, positions, self._fixed_rows)
-        return draw(logits, settings, positions)
+            drawn = draw_fixed(logits, settings, positions, self._fixed_rows)
+        else:
+            drawn = draw(logits, settings, positions)
+        if drawn.broken is not None:
+            rows = drawn.broken.nonzero()[:, 0].tolist()
+            self._broken |= {lanes[row].request.key for row in rows}
+        return drawn
 
     def _read(self, rows: list[int], reasons: Sequence[FinishReason | None]) -> Deltas:
         if self._columns is None or not rows:

@@ -45,7 +45,12 @@ from services.rollout.engine.reference.drawing import Written
 from services.rollout.engine.reference.graphs import DecodeGraphs, bucket, obstacle
 from services.rollout.engine.reference.loading import PreparedWeights
 from services.rollout.engine.reference.model import ServingModel
-from services.rollout.errors import NotQuietError, NoWeightsError, VersionUnavailableError
+from services.rollout.errors import (
+    NonFiniteLogitsError,
+    NotQuietError,
+    NoWeightsError,
+    VersionUnavailableError,
+)
 from sluice.algo.likeliest import find_likeliest
 from sluice.runtime.errors import QueueFullError, ServiceError
 
@@ -580,12 +585,6 @@ class EngineCore:
         """Ends all requests that have begun; what waits goes on waiting, scorings go on."""
         self._drop([item for item in self._begun() if isinstance(item, Request)])
 
-    def fail_running(self, error: ServiceError) -> None:
-        """Ends all that has begun with an error."""
-        begun = self._begun()
-        self.outbox += [(item.key, error) for item in begun]
-        self._drop(begun)
-
     def discard(self, key: int) -> None:
         """Ends what `key` stands for, if it has not ended."""
         if key in self._live:
@@ -608,12 +607,21 @@ class EngineCore:
             del self._live[scoring.key]
             scores = TokenScores(logprobs=tuple(scoring.logprobs), top=tuple(scoring.top))
             self.outbox.append((scoring.key, scores))
-        if self._start_lanes() or unsettled:
+        unsettled |= self._start_lanes()
+        if broken := self._batch.take_broken():
+            self._fail_broken(broken)
+        if unsettled:
             self._hand_out(self._batch.settle())
         if self._batch.streaming:
             self._hand_out(self._batch.stream())
         if len(self.model.adapters.held) > self.config.max_adapters:
             self._release_adapters()
+
+    def _fail_broken(self, keys: Collection[int]) -> None:
+        """End requests whose logits are not finite; others may be of other adapters."""
+        error = NonFiniteLogitsError("the weights give logits that are not finite")
+        self.outbox += [(key, error) for key in sorted(keys)]
+        self._drop([self._live[key] for key in sorted(keys)])
 
     def _serving(self) -> ServingModel:
         if self.model is None or self.version is None:

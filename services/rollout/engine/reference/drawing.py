@@ -7,13 +7,12 @@ counter-based hash, not from a generator with state, so neighbours and order do 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import pad
 
 from services.rollout.engine.interface import Numbers, Sampling
-from services.rollout.errors import NonFiniteLogitsError
 
 SEGMENT = 256  # vocabulary entries per segment of the two-level search
 FEW = 128  # most likely tokens that a nucleus is first looked for in
@@ -21,11 +20,15 @@ FEW = 128  # most likely tokens that a nucleus is first looked for in
 
 @dataclass(frozen=True)
 class Drawn:
-    """tokens int64[B]; log-probabilities float32[B], of the tempered distribution and at 1."""
+    """tokens int64[B]; log-probabilities float32[B], of the tempered distribution and at 1.
+
+    broken: bool[B], rows whose logits are not finite, which say nothing; None where there is none.
+    """
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
     logprobs_t1: torch.Tensor
+    broken: torch.Tensor | None = None
 
 
 class DrawSettings:
@@ -95,14 +98,15 @@ def draw(logits: torch.Tensor, settings: DrawSettings, positions: torch.Tensor) 
     """Draws one token per row of `logits` float32[B, V], to stand at `positions` int64[B].
 
     Log-probabilities are before truncation. A greedy row reports those at temperature 1.
-    Raises NonFiniteLogitsError, before anything is indexed with what they would give.
+    Rows that are not finite are told, and index nothing with what they would give.
     """
     scaled = logits if settings.divisor is None else logits / settings.divisor
     top = scaled.amax(-1, keepdim=True)
     weights = (scaled - top).exp_()
     normalizer = top[:, 0] + weights.sum(-1).log_()
-    if not bool(normalizer.isfinite().all()):
-        raise NonFiniteLogitsError("the weights give logits that are not finite")
+    if not bool((finite := normalizer.isfinite()).all()):
+        even = logits.masked_fill(~finite[:, None], 0.0)
+        return replace(draw(even, settings, positions), broken=~finite)
     if settings.all_greedy:
         tokens = logits.argmax(-1)
     else:
@@ -136,7 +140,8 @@ def draw_fixed(
     """Draws for B rows filled up to `rows`, so that its shapes do not depend on B."""
     more, count = rows - len(logits), len(logits)
     drawn = draw(pad(logits, (0, 0, 0, more)), settings.padded(rows), pad(positions, (0, more)))
-    return Drawn(drawn.tokens[:count], drawn.logprobs[:count], drawn.logprobs_t1[:count])
+    broken = None if drawn.broken is None else drawn.broken[:count]
+    return Drawn(drawn.tokens[:count], drawn.logprobs[:count], drawn.logprobs_t1[:count], broken)
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -204,6 +209,7 @@ def _thresholds(
         wanted = top_p[:, None] * total
         rank = torch.arange(largest, device=scaled.device)
         counts = ((rank < limits) & (sums - heights < wanted)).sum(-1, keepdim=True)
+        counts = counts.clamp_(min=1)  # of a top_p that is 0 as a float32, the likeliest
         short = (limits > largest) & (top_p[:, None] < 1) & (sums[:, -1:] < wanted)
         if largest == width or not bool(short.any()):
             break

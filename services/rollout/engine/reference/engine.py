@@ -197,10 +197,7 @@ class DeviceThread:
 
     def _step(self) -> None:
         self._doing = "a step", time.monotonic()
-        try:
-            self._core.step()
-        except ServiceError as error:  # of the weights or the requests, not of the engine
-            self._core.fail_running(error)
+        self._core.step()
         self._doing = None
 
     def _take(self) -> list[Command]:
