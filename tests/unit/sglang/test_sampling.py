@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
+
 from services.rollout.engine.interface import Generation, Sampling
 from services.rollout.engine.sglang.samples import sampling_parameters
 
@@ -40,6 +42,8 @@ def test_every_parameter_reaches_it() -> None:
     names = {field.name for field in fields(Sampling)}
     assert names == found.keys() - {"sampling_seed", "no_stop_trim"} | {"seeds"}
     assert told(Sampling(max_new_tokens=5))["top_k"] == -1, "off"
+    least = told(Sampling(max_new_tokens=5, top_p=5e-324))["top_p"]
+    assert 0 < least < 1 / 1_000_000 and least == np.float32(least), "not 0 as a float32"
 
 
 def test_a_token_that_stands_for_an_image_ends_a_sample() -> None:

@@ -104,6 +104,7 @@ def parse_experts(text: str, routing: Routing, tokens: int) -> np.ndarray:
     return np.ascontiguousarray(table, dtype=np.int16)
 
 
+_LEAST_TOP_P = 2.0**-20  # keeps the likeliest token alone, as all below do: kernels divide by it
 QUIET_INTERVAL = 64  # tokens between the messages of a sample that nobody follows
 
 _FINISH = {
@@ -240,7 +241,7 @@ def sampling_parameters(
         "max_new_tokens": budget,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k or -1,
-        "top_p": sampling.top_p,
+        "top_p": max(sampling.top_p, _LEAST_TOP_P),
         "stop_token_ids": [*sampling.stop_token_ids, *unsampled],
         "no_stop_trim": True,  # the stop token belongs to the sample
         "stream_interval": 1 if generation.stream else QUIET_INTERVAL,
