@@ -78,8 +78,8 @@ class Record(BaseModel, extra="forbid", frozen=True, strict=True):
 
     group: Name
     session: Name
-    min_version: int | None = Field(None, ge=0)  # of the weights that answer
-    exact_version: int | None = Field(None, ge=0)
+    min_version: int | None = Field(None, ge=0, lt=1 << 63)  # of the weights that answer
+    exact_version: int | None = Field(None, ge=0, lt=1 << 63)
 
     @property
     def bounds(self) -> VersionBounds:

@@ -56,6 +56,18 @@ async def test_no_message_is_an_internal_error_or_hangs(
         ('{"prompt": "1", "seed": ""}', "invalid_value", "seed"),
         ('{"prompt": "1", "stream": "no"}', "invalid_value", "stream"),
         ('{"prompt": ""}', "invalid_value", None),
+        (
+            '{"prompt": "1", "sluice_record": '
+            '{"group": "g", "session": "s", "min_version": 9223372036854775808}}',
+            "invalid_value",
+            "sluice_record.min_version",
+        ),
+        (
+            '{"prompt": "1", "sluice_record": '
+            '{"group": "g", "session": "s", "exact_version": 9223372036854775808}}',
+            "invalid_value",
+            "sluice_record.exact_version",
+        ),
     ],
 )
 async def test_a_field_out_of_range_is_named(
