@@ -32,7 +32,7 @@ class TextStream:
         self, tokenizer: TextTokenizer, stops: Sequence[str], *, special: bool, keep_stop: bool
     ) -> None:
         """`special`: show special tokens; `keep_stop`: the stop string belongs to the text."""
-        self._tokenizer, self._stops = tokenizer, tuple(stops)
+        self._tokenizer, self._stops = tokenizer, [_StopMatch(stop) for stop in stops]
         self._special, self._keep_stop = special, keep_stop
         self._decode = tokenizer.decoder(special=special)
         self._token_ids: list[int] = []
@@ -48,7 +48,8 @@ class TextStream:
                 self._grow(piece)
             if self.stopped:
                 return self._show(len(self.text)), count
-        return self._show(len(self.text) - _overlap(self.text, self._stops)), len(token_ids)
+        begun = max((stop.matched for stop in self._stops), default=0)
+        return self._show(len(self.text) - begun), len(token_ids)
 
     def finish(self) -> str:
         """Returns the rest, once no token follows."""
@@ -59,13 +60,15 @@ class TextStream:
         return self._show(len(self.text))
 
     def _grow(self, piece: str) -> None:
-        longest = max(map(len, self._stops), default=1)
-        first = max(0, len(self.text) - longest + 1)
+        ends = [
+            (len(self.text) + end - len(stop.text), stop.text)
+            for stop in self._stops
+            if (end := stop.find(piece))
+        ]
         self.text += piece
-        found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, first)) >= 0]
-        if found:
-            at, stop = min(found)
-            self.text = self.text[: at + len(stop) if self._keep_stop else at]
+        if ends:
+            at, found = min(ends)
+            self.text = self.text[: at + len(found) if self._keep_stop else at]
             self.stopped = True
 
     def _show(self, end: int) -> str:
@@ -73,13 +76,33 @@ class TextStream:
         return self.text[start : self._shown]
 
 
-def _overlap(text: str, stops: Sequence[str]) -> int:
-    """Characters at the end of `text` with which one of `stops` begins."""
-    longest = max(map(len, stops), default=1) - 1
-    for size in range(min(longest, len(text)), 0, -1):
-        if any(stop.startswith(text[-size:]) for stop in stops):
-            return size
-    return 0
+class _StopMatch:
+    """Finds one stop string in a text that comes in pieces, in time that does not depend on how
+    long the string is (Knuth, Morris and Pratt, 1977)."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0  # characters of it with which what came so far ends
+        self._borders = [0, 0]  # by length: of the longest beginning that this one ends with, too
+
+    def find(self, piece: str) -> int:
+        """Returns where in the piece the string ends for the first time; 0: nowhere."""
+        for end, character in enumerate(piece, 1):
+            self.matched = self._extended(self.matched, character)
+            if self.matched == len(self.text):
+                return end
+        return 0
+
+    def _extended(self, size: int, character: str) -> int:
+        while size and self.text[size] != character:
+            size = self._border(size)
+        return size + (self.text[size] == character)
+
+    def _border(self, size: int) -> int:
+        while len(self._borders) <= size:  # only as far as the text got
+            last = len(self._borders) - 1
+            self._borders.append(self._extended(self._borders[last], self.text[last]))
+        return self._borders[size]
 
 
 class ToolCalls:
@@ -137,7 +160,7 @@ class CallFilter:
         self._text += text
         end = self._text.find(OPEN)
         if end < 0:
-            end = len(self._text) - _overlap(self._text, [OPEN])
+            end = len(self._text) - _overlap(self._text, OPEN)
         # White space before a call is not said.
         end = max(self._shown, len(self._text[:end].rstrip()))
         start, self._shown = self._shown, end
@@ -147,6 +170,12 @@ class CallFilter:
         """Returns the rest of what is said, and the calls."""
         said, calls = self._calls.split(self._text)
         return said[self._shown :], calls
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Characters at the end of `text` with which a short `marker` begins."""
+    sizes = range(min(len(marker) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if text.endswith(marker[:size])), 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,3 +103,54 @@ def test_special_tokens_are_shown_on_demand(tokenizer: TextTokenizer) -> None:
     for special, expected in ((False, "a"), (True, "a<end>")):
         stream = TextStream(tokenizer, [], special=special, keep_stop=False)
         assert stream.add(token_ids)[0] + stream.finish() == expected
+
+
+@settings(max_examples=200)
+@given(
+    st.text("ab", max_size=30),
+    st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3),
+    st.integers(1, 5),
+)
+def test_a_text_ends_at_the_first_stop_and_shows_all_that_cannot_become_one(
+    tokenizer: TextTokenizer, text: str, stops: list[str], size: int
+) -> None:
+    stream = TextStream(tokenizer, stops, special=False, keep_stop=False)
+    token_ids = [token for character in text for token in tokenizer.encode(character, special=False)]
+    said = came = ""
+    for first in range(0, len(token_ids), size):
+        said += stream.add(token_ids[first : first + size])[0]
+        came = text[: first + size]
+        ends = [came.find(stop) + len(stop) for stop in stops if stop in came]
+        assert stream.stopped == bool(ends)
+        if ends:
+            came = text[: min(ends)]
+            assert said == stream.text == came[: min(map(came.find, filter(came.count, stops)))]
+            return
+        begun = [n for stop in stops for n in range(len(stop)) if came.endswith(stop[:n])]
+        assert said == came[: len(came) - max(begun)]
+    assert said + stream.finish() == text
+
+
+def test_a_stop_string_costs_no_more_the_longer_it_and_the_text_are(
+    tokenizer: TextTokenizer,
+) -> None:
+    def calls(tokens: int, stop: str) -> int:
+        (letter,) = tokenizer.encode("a", special=False)
+        stream, counted = TextStream(tokenizer, [stop], special=False, keep_stop=False), 0
+
+        def count(*_: object) -> None:
+            nonlocal counted
+            counted += 1
+
+        sys.setprofile(count)
+        try:
+            for _ in range(tokens):
+                stream.add([letter])
+        finally:
+            sys.setprofile(None)
+        assert not stream.stopped
+        return counted
+
+    for stop in ("z" * 100_000, "a" * 100_000, "b" + "a" * 100_000):
+        calls(100, stop)  # what is done once
+        assert calls(400, stop) < 5 * calls(100, stop)
