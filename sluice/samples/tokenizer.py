@@ -54,7 +54,11 @@ class TextTokenizer:
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Token ids; `special` adds what the model expects around a text."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        if len(text) <= THREAD_SIZE:
+            encoding = self._tokenizer.encode(text, add_special_tokens=special)
+        else:  # a batch alone lets other threads run meanwhile
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        ids: list[int] = encoding.ids
         return ids
 
     def encode_chat(

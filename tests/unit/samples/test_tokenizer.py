@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,27 @@ def test_a_directory_without_tokenizer_is_an_error_of_the_configuration(tmp_path
     (tmp_path / "tokenizer.json").write_text("{ not json")
     with pytest.raises(ConfigError):
         TextTokenizer(tmp_path)
+
+
+def test_a_long_text_is_encoded_as_a_short_one_and_holds_up_no_other_thread(chatty: Path) -> None:
+    tokenizer = TextTokenizer(chatty)
+    text = "12=3 " * 40_000
+    per_short = tokenizer.encode(text[:5], special=False)
+    passed, ended = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal passed
+        while not ended.is_set():
+            passed += 1
+            ended.wait(0.001)
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    tokenizer.encode("1", special=False)
+    before = passed
+    ids = tokenizer.encode(text, special=True)
+    during = passed - before
+    ended.set()
+    counter.join()
+    assert ids == [tokenizer.encode("", special=True)[0], *per_short * 40_000]
+    assert during > 5, "the interpreter was held all the while"
