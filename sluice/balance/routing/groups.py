@@ -46,6 +46,17 @@ class _KeyedTable:
             self._forget(slot)
         return len(idle)
 
+    def forget_unused(self, slots: IntArray) -> None:
+        """Forget those of `slots` (negative ones aside) that never had a lease: a caller who was
+        refused may come back under other keys."""
+        for slot in np.unique(slots[slots >= 0]).tolist():
+            if self._keys[slot] is not None and not self.live[slot] and self._is_new(slot):
+                self._forget(slot)
+
+    def _is_new(self, slot: int) -> bool:
+        """Whether nothing was learnt of the slot by leases."""
+        raise NotImplementedError
+
     def _take(self, keys: Sequence[str]) -> list[int]:
         """Returns slots for new keys."""
         while len(self._free) < len(keys):
@@ -232,6 +243,9 @@ class GroupTable(_KeyedTable):
         if length > 0 and age > 0 and self.finished[slot] == 0:
             self.seconds_per_token += _PACE_SHARE * (age / length - self.seconds_per_token)
 
+    def _is_new(self, slot: int) -> bool:
+        return not self.finished[slot] and math.isnan(self.started[slot])
+
     def _idles(self, slot: int) -> None:
         self._idle[slot] = None
         self._idle.move_to_end(slot)
@@ -321,6 +335,9 @@ class SessionTable(_KeyedTable):
         moved = np.flatnonzero((self._target >= first) & (self._target < stop))
         self._target[moved] = UNPLACED
         self.active[first:stop] = 0
+
+    def _is_new(self, slot: int) -> bool:
+        return self.target(slot) == UNPLACED
 
     def _forget(self, slot: int) -> None:
         self.place(slot, UNPLACED)

@@ -28,6 +28,7 @@ from sluice.balance.routing.tables import Tables
 from sluice.balance.routing.types import FloatArray, IntArray, LeaseRequest, full_of
 from sluice.balance.routing.waterfill import Fleet, deal, pick_step_time, place_level
 
+_MOST_BASE = 1 << 20  # keys of the search have 63 bits; so many requests outweigh all others
 _TURN_TOKENS = 256.0  # of a session's turn, when nothing is known
 
 
@@ -51,7 +52,8 @@ class TargetSelector:
         self._groups = tables.groups
         self._leases = tables.leases
         self._rng = rng
-        self._base = max(round(config.step_base / config.step_per_request), 1)
+        base = round(config.step_base / config.step_per_request)
+        self._base = min(max(base, 1), _MOST_BASE)
         self._policy = create_policy(config.policy, self._base)
         self.goes_by_key = config.policy == "cache_aware"
 

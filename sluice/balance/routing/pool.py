@@ -34,7 +34,7 @@ from sluice.balance.routing.types import (
     any_true,
     full_of,
 )
-from sluice.balance.routing.waiting import PendingQueues
+from sluice.balance.routing.waiting import MOST_NEEDS, PendingQueues
 
 _FIRST_FAILURE, _LAST_FAILURE = int(Outcome.CONNECT_ERROR), int(Outcome.TIMEOUT)
 _FORGET_AFTER = 10  # engine TTLs without a heartbeat
@@ -168,7 +168,12 @@ class Pool:
         sticky = self._placement.sticky(request, expected, now)
         targets = sticky.targets
         followed = int((targets != QUEUED).sum()) if request.sessions else 0
-        admit(self.tables, self.waiting, row, request, request.count - followed)
+        try:
+            admit(self.tables, self.waiting, row, request, request.count - followed)
+        except LeaseRefusedError:
+            self.tables.groups.forget_unused(groups)
+            self.tables.sessions.forget_unused(sticky.sessions)
+            raise
         if followed:
             self.tables.charge(targets, groups, now)
         if self._goes_at_once(request, request.count - followed):
@@ -470,3 +475,7 @@ def admit(
         raise LeaseRefusedError(Refusal.NO_CREDIT, f"{missing} leases exceed the credits", 0.5)
     if missing > 0 and waiting.count + missing > config.max_queued:
         raise LeaseRefusedError(Refusal.QUEUE_FULL, f"{config.max_queued} leases wait", 1.0)
+    if missing > 0 and not waiting.takes(row.name, request.needs):
+        raise LeaseRefusedError(
+            Refusal.QUEUE_FULL, f"{row.name} waits for {MOST_NEEDS} versions already", 1.0
+        )

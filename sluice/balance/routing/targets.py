@@ -29,6 +29,7 @@ from sluice.balance.routing.types import (
 from sluice.balance.routing.waterfill import Fleet
 
 _SLOW = 1.1
+_MOST_FLEETS = 64  # kept at once; each is brought in line with every charge
 
 
 @dataclass
@@ -273,7 +274,7 @@ class TargetTable:
         if cached is not None:
             return cached
         load = self.load()
-        limit = self._limit(needs, unlimited)
+        limit = own_limit = self._limit(needs, unlimited)
         if load is not self.charges:  # a place is taken by its lease, whether it runs yet or not
             limit = limit - np.maximum(self.charges - load, 0)
         if self._half_open:
@@ -284,7 +285,10 @@ class TargetTable:
         fleet = Fleet.create(
             load, limit, self.engine_of, self.starts, speed.slowdown, speed.is_even
         )
+        if len(self._fleets) >= _MOST_FLEETS:  # as many different versions were asked for
+            self._forget_fleets()
         self._fleets[needs, unlimited] = fleet
+        self._limits[needs, unlimited] = own_limit
         return fleet
 
     def fleet_without(self, needs: Needs, excluded: frozenset[str]) -> Fleet:

@@ -39,10 +39,14 @@ class PoolConfig(Config):
 
     policy: Policy = "step_time"
     late_binding: bool = Field(True, description="Leases beyond the credits wait in the router.")
-    credit_factor: float = Field(1.0, gt=0, description="Credit of a rank, in its max_running.")
-    step_base: float = Field(0.020, gt=0, description="Seconds of an engine step with no request.")
+    credit_factor: float = Field(
+        1.0, gt=0, le=1000, description="Credit of a rank, in its max_running."
+    )
+    step_base: float = Field(
+        0.020, gt=0, le=60, description="Seconds of an engine step with no request."
+    )
     step_per_request: float = Field(
-        0.0002, gt=0, description="Seconds one more request on the fullest rank adds."
+        0.0002, ge=1e-6, description="Seconds one more request on the fullest rank adds."
     )
     prefill_rate: float = Field(20_000.0, gt=0, description="Prompt tokens per second of a rank.")
     break_margin: float = Field(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,6 +27,7 @@ _TOKENS_PER_SECOND = 50.0  # what a second of waiting weighs; the same for all, 
 _BATCH = 1024
 _STALE_SHARE = 8  # a sweep is due when one in so many has been given back
 _CAUTION = 2.0  # an unknown duration is taken for this many mean ones
+MOST_NEEDS = 64  # different versions that the leases of one client wait for
 _VOID_LIMIT = 1024  # entries of a heap beyond four per entry that waits
 _Key = tuple[int, int]  # group, and the lease where there is no group
 
@@ -54,8 +55,9 @@ class QueueTail:
 class PendingQueue:
     """Orders the leases that wait for the same versions."""
 
-    def __init__(self, groups: GroupTable) -> None:
+    def __init__(self, groups: GroupTable, opener: str = "") -> None:
         self._groups = groups
+        self.opener = opener  # the client whose lease was the first
         self._waiting: dict[_Key, _PendingGroup] = {}
         self._heap: list[tuple[float, int, _Key]] = []  # longest expected first
         self._shortest: list[tuple[float, int, _Key]] = []
@@ -231,12 +233,18 @@ class PendingQueues:
         self._tables = tables
         self._placement = placement
         self._lanes: dict[Needs, PendingQueue] = {}
+        self._opened: Counter[str] = Counter()  # of them, by client
         self.woken: set[str] = set()  # clients whose `bound` has news
 
     @property
     def count(self) -> int:
         """How many leases wait."""
         return self._tables.clients.queued
+
+    def takes(self, client: str, needs: Needs) -> bool:
+        """Whether a lease of the client may wait for these versions: every change of the pool
+        looks at each queue, so no client opens many."""
+        return needs in self._lanes or self._opened[client] < MOST_NEEDS
 
     def has(self, needs: Needs) -> bool:
         lane = self._lanes.get(needs)
@@ -254,7 +262,8 @@ class PendingQueues:
         """Queue leases ids[i] of groups[i] with expected[i] tokens (NaN unknown)."""
         lane = self._lanes.get(needs)
         if lane is None:
-            lane = self._lanes[needs] = PendingQueue(self._tables.groups)
+            lane = self._lanes[needs] = PendingQueue(self._tables.groups, row.name)
+            self._opened[row.name] += 1
         for lease, group, tokens in zip(
             ids.tolist(), groups.tolist(), expected.tolist(), strict=True
         ):
@@ -286,7 +295,7 @@ class PendingQueues:
         for needs, lane in list(self._lanes.items()):
             lane.keep(lambda lease: target_of(lease) == QUEUED)
             if not lane.count:
-                del self._lanes[needs]
+                self._close(needs)
 
     def dispatch(self, now: float) -> int:
         """Bind as many waiting leases as there are free slots; returns how many."""
@@ -299,8 +308,14 @@ class PendingQueues:
             if lane.count:
                 count += self._fill_slow(needs, lane, now)
             if not lane.count:
-                del self._lanes[needs]
+                self._close(needs)
         return count
+
+    def _close(self, needs: Needs) -> None:
+        opener = self._lanes.pop(needs).opener
+        self._opened[opener] -= 1
+        if not self._opened[opener]:
+            del self._opened[opener]
 
     def _fill(self, needs: Needs, lane: PendingQueue, now: float) -> int:
         """Bind those in front, one for every free slot that is not a slow engine's."""

@@ -115,7 +115,9 @@ def test_a_text_ends_at_the_first_stop_and_shows_all_that_cannot_become_one(
     tokenizer: TextTokenizer, text: str, stops: list[str], size: int
 ) -> None:
     stream = TextStream(tokenizer, stops, special=False, keep_stop=False)
-    token_ids = [token for character in text for token in tokenizer.encode(character, special=False)]
+    token_ids = [
+        token for character in text for token in tokenizer.encode(character, special=False)
+    ]
     said = came = ""
     for first in range(0, len(token_ids), size):
         said += stream.add(token_ids[first : first + size])[0]

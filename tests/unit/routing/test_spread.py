@@ -6,8 +6,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
-from sluice.balance.routing import EngineSpec, LeaseRequest, Needs
+from sluice.balance.routing import EngineSpec, LeaseRequest, Needs, PoolConfig, RankReport
 
 
 @pytest.mark.parametrize("batch", [1, 8, 64])
@@ -72,3 +73,27 @@ def test_version_bounds_choose_engines(make_pool):
     assert engines_of(Needs()) == {"e0", "e1", "e2", "e3"}
     assert engines_of(Needs(minimum=2)) == {"e1", "e2", "e3"}
     assert engines_of(Needs(exact=2)) == {"e1", "e2"}
+
+
+def test_speeds_count_whatever_an_empty_step_costs(make_pool):
+    for base, each in [(0.02, 0.0002), (60.0, 1e-6), (1e-300, 60.0)]:
+        pool = make_pool(3, max_running=100, step_base=base, step_per_request=each)
+        for second in range(1, 30):
+            pool.tables.targets.snapshot(float(second))
+            for engine, latency in [("e0", 0.02), ("e1", 0.02), ("e2", 20.0)]:
+                report = [RankReport(running_count=1)]
+                pool.report_load(engine, report, float(second), seconds_per_token=latency)
+        targets = [
+            pool.acquire("c", LeaseRequest(count=1, sessions=[f"s{n}"]), 30.0).targets[0]
+            for n in range(10)
+        ]
+        assert set(targets) == {0, 1}, (base, each)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"step_base": 61.0}, {"step_per_request": 1e-7}, {"credit_factor": 1001.0}],
+)
+def test_settings_beyond_what_placing_reckons_with_are_refused(setting):
+    with pytest.raises(ValidationError):
+        PoolConfig(**setting)

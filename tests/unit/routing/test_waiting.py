@@ -7,6 +7,7 @@ import pytest
 
 from sluice.balance.routing import QUEUED, EngineSpec, LeaseRequest, Needs, RankReport, Refusal
 from sluice.balance.routing.types import LeaseRefusedError
+from sluice.balance.routing.waiting import MOST_NEEDS
 
 
 def ask(pool, groups, expected=None, now=0.0, **fields):
@@ -251,3 +252,52 @@ def test_a_lease_alone_goes_where_it_would_go_the_long_way(make_pool, policy):
     assert short.tables.targets.charges.tolist() == long.tables.targets.charges.tolist()
     assert short.tables.groups.live.tolist() == long.tables.groups.live.tolist()
     np.testing.assert_array_equal(short.tables.groups._state, long.tables.groups._state)
+
+
+def test_one_client_waits_for_so_many_versions_and_no_other_pays_for_it(make_pool):
+    pool = make_pool(max_running=1)
+
+    def wait(client: str, version: int) -> int:
+        request = LeaseRequest(count=1, needs=Needs(minimum=version), may_wait=True)
+        return pool.acquire(client, request, 0.0).first_id
+
+    held = [wait("many", version) for version in range(1, MOST_NEEDS + 1)]
+    with pytest.raises(LeaseRefusedError) as caught:
+        wait("many", MOST_NEEDS + 1)
+    assert caught.value.reason is Refusal.QUEUE_FULL
+    wait("many", 1)  # where others wait already
+    wait("other", MOST_NEEDS + 1)
+    assert pool.release("many", np.array(held), 0.0) == MOST_NEEDS
+    pool.expire(0.0)
+    wait("many", MOST_NEEDS + 2)
+
+
+def test_what_is_kept_of_the_versions_asked_for_does_not_grow(make_pool):
+    pool = make_pool()
+    pool.register(EngineSpec(name="e0", version=10_000), 0.0)
+    for version in range(1000):
+        needs = Needs(minimum=version)
+        assert pool.acquire("c", LeaseRequest(count=1, needs=needs), 0.0).targets[0] == 0
+    targets = pool.tables.targets
+    assert max(len(targets._fleets), len(targets._limits), len(targets._prompt)) <= 64
+
+
+def test_who_is_refused_leaves_nothing_and_takes_nothing_away(make_pool):
+    pool = make_pool(max_running=2)
+
+    def wanted(group: str, session: str) -> LeaseRequest:
+        return LeaseRequest(count=1, groups=[(group, 1)], sessions=[session])
+
+    first = pool.acquire("c", wanted("g", "s"), 0.0).first_id
+    pool.release("c", np.array([first]), 1.0, output_tokens=np.array([77]))
+    pool.acquire("c", LeaseRequest(count=2), 1.0)
+    for number in range(100):
+        with pytest.raises(LeaseRefusedError):
+            pool.acquire("c", wanted(f"g{number}", f"s{number}"), 1.0)
+    request = LeaseRequest(count=2, groups=[("g", 1), ("h", 1)], sessions=["s", "t"])
+    with pytest.raises(LeaseRefusedError):
+        pool.acquire("c", request, 1.0)
+    groups, sessions = pool.tables.groups, pool.tables.sessions
+    assert (len(groups), len(sessions)) == (1, 1)
+    assert groups.expected_of(groups.slot("g", 1.0)) == 77
+    assert sessions.target(sessions.open("s", 1.0)) == 0
