@@ -22,6 +22,7 @@ from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReferen
 from sluice.samples.columns import RowColumns
 from sluice.samples.images import FILE, ImageRules, InvalidImageError, processor_digest
 from sluice.samples.sample import (
+    LARGEST_EPISODE,
     LARGEST_NUMBER,
     TOP_IDS,
     ColumnLengthError,
@@ -199,7 +200,7 @@ def _check_number(sample: Sample, name: str, value: float) -> None:
     if not abs(value) <= LARGEST_NUMBER:  # NaN neither
         detail = f"is {value}, not a finite number up to {LARGEST_NUMBER:g}"
         raise InvalidSampleError(sample.sample_id, where, detail)
-    if name == "episode" and (value < 0 or value != int(value)):
+    if name == "episode" and not (0 <= value <= LARGEST_EPISODE and value == int(value)):
         raise InvalidSampleError(sample.sample_id, where, f"is {value}, no index")
 
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from sluice.samples.arrow import ADAPTER_SPANS, FIXED, arrow_type
 from sluice.samples.sample import (
+    LARGEST_EPISODE,
     LARGEST_NUMBER,
     LEAST_TEMPERATURE,
     MOST_TEMPERATURE,
@@ -184,7 +185,7 @@ def _are_numbers(name: str, values: np.ndarray) -> bool:
         within = (values >= LEAST_TEMPERATURE) & (values <= MOST_TEMPERATURE)
         right &= within | (values == SEVERAL)
     elif name == "episode":
-        right &= (values >= 0) & (values == np.trunc(values))
+        right &= (values >= 0) & (values <= LARGEST_EPISODE) & (values == np.trunc(values))
     return bool(right.all())
 
 

@@ -173,6 +173,7 @@ COLUMNS: Mapping[str, Column] = {
     )
 }
 LARGEST_NUMBER = 1e30  # of one a sample: float32, which advantages are, holds sums over groups
+LARGEST_EPISODE = float(1 << 53)  # numbers beyond are no longer all different
 # Logits over these are float32 numbers, and SGLang draws greedily at less than the first.
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 2.0**-19, 2.0**20
 SEVERAL = -1.0  # a sample's temperature where its answers were sampled at different ones

@@ -438,6 +438,7 @@ def spoil(row: Sample, name: str, value: float, **columns: Any) -> Sample:
         ("episode", NAN),
         ("episode", -1.0),
         ("episode", 0.5),
+        ("episode", 1e19),
         ("advantages", NAN),
         ("advantages", INF),
         ("returns", NAN),
