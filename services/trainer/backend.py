@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from services.trainer.config import MAX_GRAD_NORM
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
 from sluice.algo.logprobs import TopLogprobs
@@ -22,6 +24,7 @@ from sluice.weights.shards import ShardWrite
 if TYPE_CHECKING:
     from services.trainer.config import LoraConfig, TrainerConfig
 
+NON_FINITE = "non-finite gradient norm"
 ModelName = Literal["policy", "reference"]
 
 BACKENDS = {  # nothing heavy is imported until chosen
@@ -103,6 +106,15 @@ class StepOutcome:
     skipped_reason: str = ""
 
 
+def refuse_norm(norm: float, *, clips: bool) -> str:
+    """Return why gradients of this norm are not applied; empty where they are."""
+    if not math.isfinite(norm):
+        return NON_FINITE
+    if not clips and norm > MAX_GRAD_NORM:
+        return f"gradient norm above {MAX_GRAD_NORM:g}, and optim.max_grad_norm is off"
+    return ""
+
+
 class TrainingBackend(ABC):
     """One policy's share on one rank. Every rank gets the same calls in the same order.
 
@@ -145,7 +157,7 @@ class TrainingBackend(ABC):
     def step(self, *, normalizer: float, learning_rate: float | None) -> StepOutcome:
         """Reduce gradients over ranks, divide by `normalizer`, clip, apply, and clear them.
 
-        A non-finite gradient norm skips the update on every rank alike.
+        A gradient norm that `refuse_norm` refuses skips the update on every rank alike.
         """
 
     @abstractmethod

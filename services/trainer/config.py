@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -24,6 +25,9 @@ Head = Literal["policy", "value"]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 MAX_LEARNING_RATE = 100.0  # by about this AdamW moves every weight: above, none is left of it
 MAX_WEIGHT_DECAY = 100.0
+MAX_GRAD_NORM = 1e18  # AdamW keeps squares of gradients, in float32: one that is infinite stays so
+MIN_GRAD_NORM = 1e-8
+MAX_STEPS = 1 << 53
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -37,16 +41,29 @@ class OptimConfig(Config):
 
     learning_rate: float = Field(1e-6, gt=0, le=MAX_LEARNING_RATE)
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
-    epsilon: float = Field(1e-8, gt=0)
+    epsilon: float = Field(1e-8, ge=1e-20, le=1e6)  # it divides, in float32
     weight_decay: float = Field(0.0, ge=0, le=MAX_WEIGHT_DECAY)
-    max_grad_norm: float = Field(1.0, ge=0, description="0 turns clipping off.")
+    max_grad_norm: float = Field(1.0, ge=0, le=MAX_GRAD_NORM, description="0 turns clipping off.")
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
-    decay_steps: int = Field(0, ge=0, description="Needed by linear and cosine.")
+    warmup_steps: int = Field(0, ge=0, le=MAX_STEPS)
+    decay_steps: int = Field(0, ge=0, le=MAX_STEPS, description="Needed by linear and cosine.")
     minimum_ratio: float = Field(0.0, ge=0, le=1)
     max_consecutive_skips: int = Field(
         10, ge=0, description="Then no more gradients are taken; 0 = no limit."
     )
+
+    @property
+    def highest_rate(self) -> float:
+        """Above, a step takes more of a weight by decay than there is of it."""
+        return min(MAX_LEARNING_RATE, 1 / self.weight_decay if self.weight_decay else math.inf)
+
+    @model_validator(mode="after")
+    def _check_decay(self) -> Self:
+        if self.learning_rate > self.highest_rate:
+            raise ValueError("learning_rate x weight_decay is above 1, all there is of a weight")
+        if 0 < self.max_grad_norm < MIN_GRAD_NORM:
+            raise ValueError(f"max_grad_norm is below {MIN_GRAD_NORM:g}: no weight would move")
+        return self
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:

@@ -11,7 +11,7 @@ from contextlib import suppress
 import grpc
 from google.longrunning import operations_pb2
 
-from services.trainer.config import MAX_LEARNING_RATE, Head, TrainerConfig
+from services.trainer.config import Head, TrainerConfig
 from services.trainer.controller.checkpoints import check_id, id_of
 from services.trainer.controller.passes import COLUMN_OF_MODEL, GradientsRequest
 from services.trainer.controller.planning import BareRow, DryPlan, PlanOptions
@@ -318,10 +318,9 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self, request: pb.StepOptimizerRequest, context: grpc.aio.ServicerContext
     ) -> pb.StepOptimizerResponse:
         rate = request.learning_rate if request.HasField("learning_rate") else None
-        if rate is not None and not 0 <= rate <= MAX_LEARNING_RATE:
-            raise InvalidFieldError(
-                "learning_rate", f"must be from 0 to {MAX_LEARNING_RATE:g}, got {rate}"
-            )
+        highest = self._trainer.config.optim.highest_rate
+        if rate is not None and not 0 <= rate <= highest:
+            raise InvalidFieldError("learning_rate", f"must be from 0 to {highest:g}, got {rate}")
 
         async def run() -> pb.StepOptimizerResponse:
             done = await self._trainer.passes.step(
@@ -450,10 +449,10 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             tuple(request.targets),
         )
         rate = request.learning_rate if request.HasField("learning_rate") else optim.learning_rate
-        if not 0 < rate <= MAX_LEARNING_RATE:
+        if not 0 < rate <= optim.highest_rate:
             raise InvalidFieldError(
                 "learning_rate",
-                f"must be positive and at most {MAX_LEARNING_RATE:g}, got {rate}",
+                f"must be positive and at most {optim.highest_rate:g}, got {rate}",
             )
 
         async def run() -> pb.CreateAdapterResponse:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from services.trainer.backend import Mesh, StepOutcome
+from services.trainer.backend import Mesh, StepOutcome, refuse_norm
 from services.trainer.config import OptimConfig, VisionConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import LiveTensors, StagedCheckpoint
@@ -21,7 +20,6 @@ from sluice.vision import part_of
 from sluice.weights.manifest import FileEntry, digest_file
 from sluice.weights.shards import write_shard
 
-NON_FINITE = "non-finite gradient norm"
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 MODEL_FILE, OPTIMIZER_FILE = "policy.safetensors", "optimizer.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -95,9 +93,9 @@ class FlatOptimizer:
         """
         reduce(self.gradients)
         measured = norm(self.gradients) / normalizer
-        if not math.isfinite(measured):
+        if refused := refuse_norm(measured, clips=bool(self._max_norm)):
             self.clear()
-            return StepOutcome(grad_norm=measured, learning_rate=rate, skipped_reason=NON_FINITE)
+            return StepOutcome(grad_norm=measured, learning_rate=rate, skipped_reason=refused)
         clip = min(1.0, self._max_norm / (measured + CLIP_EPSILON)) if self._max_norm else 1.0
         self.gradients.mul_(clip / normalizer)
         for group in self.adam.param_groups:

@@ -153,6 +153,25 @@ def test_a_non_finite_norm_skips_the_step(
     assert any(not torch.equal(moved[name], before[name]) for name in before)
 
 
+def test_gradients_that_moments_cannot_hold_skip_the_step(
+    start_backend: StartBackend, qwen3: Model, tmp_path: Path
+) -> None:
+    """Their squares would be infinite in float32, and what they are of would never move again."""
+    rows = ragged_rows()
+    optim = {"learning_rate": 1e-2, "epsilon": 1e-5, "max_grad_norm": 0.0}
+    plain, backend = (start_backend(qwen3, optim=optim) for _ in range(2))
+    backend.forward_backward([[replace(rows[0], loss_weight=1e25)]], PPO)
+    outcome = step(backend)
+    assert "max_grad_norm" in outcome.skipped_reason
+    assert math.isfinite(outcome.grad_norm)
+    moved = []
+    for index, each in enumerate((plain, backend)):
+        each.forward_backward([rows], PPO)
+        assert step(each).skipped_reason == ""
+        moved.append(published(each, tmp_path / f"moved-{index}"))
+    assert all(torch.equal(moved[0][name], tensor) for name, tensor in moved[1].items())
+
+
 def test_only_dummies_still_step(start_backend: StartBackend, qwen3: Model) -> None:
     backend = start_backend(qwen3)
     sums = backend.forward_backward([[], []], PPO)

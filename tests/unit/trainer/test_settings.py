@@ -56,6 +56,12 @@ def test_linear_and_cosine_fall_to_the_minimum_and_stay() -> None:
         ({"optim": {"lr": 1.0}}, "optim.lr"),
         ({"optim": {"learning_rate": 101.0}}, "optim.learning_rate"),
         ({"optim": {"weight_decay": 1e30}}, "optim.weight_decay"),
+        ({"optim": {"learning_rate": 0.5, "weight_decay": 3.0}}, "learning_rate x weight_decay"),
+        ({"optim": {"epsilon": 1e-46}}, "optim.epsilon"),  # nought as a float32
+        ({"optim": {"epsilon": 1e39}}, "optim.epsilon"),
+        ({"optim": {"max_grad_norm": 1e-30}}, "max_grad_norm is below"),
+        ({"optim": {"max_grad_norm": 1e30}}, "optim.max_grad_norm"),
+        ({"optim": {"warmup_steps": 10**400}}, "optim.warmup_steps"),
         ({"optim": {"betas": [0.9, 1.0]}}, "optim.betas"),
         ({"optim": {"betas": [-0.1, 0.95]}}, "optim.betas"),
         ({"ranks": {"count": 0}}, "ranks.count"),

@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from services.trainer.backend import StepOutcome
+from services.trainer.backend import StepOutcome, refuse_norm
 from services.trainer.config import OptimConfig
 from services.trainer.parking import HeldTensors
 from sluice import operations
 from sluice.algo.collectives import Collectives
 from sluice.vision import part_of
 
-NON_FINITE = "non-finite gradient norm"
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -72,9 +71,9 @@ class ShardedOptimizer:
         self._ranks.all_reduce(total, "sum")
         self._ranks.end_step()
         norm = math.sqrt(total.item()) / normalizer if total.item() >= 0 else math.nan
-        if not math.isfinite(norm):
+        if refused := refuse_norm(norm, clips=bool(self._max_norm)):
             self.clear()
-            return StepOutcome(grad_norm=norm, learning_rate=rate, skipped_reason=NON_FINITE)
+            return StepOutcome(grad_norm=norm, learning_rate=rate, skipped_reason=refused)
         clip = min(1.0, self._max_norm / (norm + CLIP_EPSILON)) if self._max_norm else 1.0
         torch._foreach_mul_(gradients, clip / normalizer)
         for group in self.adam.param_groups:

@@ -17,7 +17,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from services.trainer.backend import StepOutcome
+from services.trainer.backend import NON_FINITE, StepOutcome, refuse_norm
 from services.trainer.backends.megatron import upstream
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.model import PolicyModel
@@ -28,7 +28,6 @@ from sluice.vision import part_of
 from sluice.weights.rules.common import PREDICTION
 
 FLOAT16_SCALE = 2.0**12  # losses are sums: the usual 2**32 would skip the first forty steps
-NON_FINITE = "non-finite gradient norm"
 
 
 def _own_rates(scales: Mapping[str, float]) -> dict[ParamKey, Any]:
@@ -111,8 +110,9 @@ class Stepper:
                 norms.append(float(self.optimizer.get_grad_norm()))
         # Ranks agree, whatever part of the norm each has seen. Left alone, Megatron steps on
         # non-finite gradients unless it scales losses, as it only does in float16.
-        finite = all(math.isfinite(norm) for norm in norms)
-        applied = not self._groups.any_rank(overflow or not finite)
+        clips = bool(self._settings.max_grad_norm)
+        refused = next(filter(None, (refuse_norm(norm, clips=clips) for norm in norms)), "")
+        applied = not self._groups.any_rank(overflow or bool(refused))
         rate = self._settings.learning_rate if learning_rate is None else learning_rate
         if applied:
             for keeps, norm in zip(self._sets, norms, strict=True):
@@ -123,7 +123,9 @@ class Stepper:
             self.optimizer.step_with_ready_grads()
         self.clear()
         return StepOutcome(
-            grad_norm=norms[0], learning_rate=rate, skipped_reason="" if applied else NON_FINITE
+            grad_norm=norms[0],
+            learning_rate=rate,
+            skipped_reason="" if applied else refused or NON_FINITE,
         )
 
     def reduce(self, normalizer: float) -> None:
