@@ -17,6 +17,7 @@ from sluice.algo.aggregation import Moments, relate_siblings
 from sluice.algo.estimator import Sibling
 from sluice.algo.losses import check_columns
 from sluice.algo.spec import AdvantageSpec, required_columns
+from sluice.samples.sample import LARGEST_NUMBER
 
 CHUNK = 128  # a triangular product inside, one carry between: 128 times fewer Python steps
 
@@ -87,6 +88,15 @@ def generalized_advantages(
 
 WHITEN_EPSILON = 1e-8
 
+
+class InvalidAdvantageError(ValueError):
+    """What columns and settings come to for a sample is no number to train on."""
+
+    def __init__(self, sample_id: str, problem: str) -> None:
+        self.sample_id = sample_id
+        super().__init__(f"sample {sample_id!r}: {problem}")
+
+
 MergeMoments = Callable[[Moments], Moments]
 FloatList = list[float]
 
@@ -136,7 +146,8 @@ def compute_advantages(
     `spec.whitens` and never otherwise, also on a rank without rows, so it may be a collective.
     A row without trained tokens gets zeros, but its reward counts in its group. A group of one
     has advantage 0 under estimators that compare siblings.
-    Raises MissingColumnError, PluginSettingError, and ValueError naming the sample.
+    Raises MissingColumnError, PluginSettingError, InvalidAdvantageError, and ValueError naming the
+    sample.
     """
     needed = required_columns(spec)
     for row in rows:
@@ -149,6 +160,9 @@ def compute_advantages(
     if gap_T is not None:
         coefficient = 1.0 if spec.teacher_coefficient is None else spec.teacher_coefficient
         advantages_T = advantages_T + coefficient * gap_T
+    packed.check(advantages_T, "an advantage")
+    if returns_T is not None:
+        packed.check(returns_T, "a return")
     moments = Moments.of_tensor(advantages_T[packed.mask]) if rows else Moments()
     metrics = {"advantage": (moments.mean * moments.count, moments.count)}
     if spec.has_kl:
@@ -190,6 +204,20 @@ class PackedRows:
     def split(self, values_T: torch.Tensor) -> list[torch.Tensor]:
         """Returns the values of each row."""
         return list(values_T.split(self.lengths)) if self.rows else []
+
+    def check(self, values_T: torch.Tensor, what: str) -> None:
+        """Raises InvalidAdvantageError where that of a trained token is no float32."""
+        wrong_T = ~values_T.float().isfinite() & self.mask
+        if not wrong_T.any():
+            return
+        for row, own_T, found_T in zip(
+            self.rows, self.split(values_T), self.split(wrong_T), strict=True
+        ):
+            if found_T.any():
+                token = int(found_T.int().argmax())
+                found = f"{own_T[token].item():g}, no float32,"
+                problem = f"has {what} of {found} at response token {token}"
+                raise InvalidAdvantageError(row.sample_id, problem)
 
     def trained_counts(self) -> list[int]:
         """Returns how many tokens of each row are trained on."""
@@ -281,8 +309,8 @@ def _teacher_gap(packed: PackedRows, spec: AdvantageSpec) -> torch.Tensor | None
 def score_rows(rows: Sequence[AdvantageRow], spec: AdvantageSpec) -> FloatList:
     """Returns the scores of each sample in turn, before its siblings count.
 
-    `spec.estimator.width` numbers a sample. Raises MissingColumnError and ValueError naming the
-    sample.
+    `spec.estimator.width` numbers a sample. Raises MissingColumnError, InvalidAdvantageError and
+    ValueError naming the sample.
     """
     needed = required_columns(spec)
     for row in rows:
@@ -300,10 +328,16 @@ def _scores(packed: PackedRows, kl_T: torch.Tensor, spec: AdvantageSpec) -> list
     if spec.has_kl and spec.estimator.kl_in_score:  # one score: the whole sample's KL
         parts = packed.split(kl_T)
         rewards = [r - part_T.sum().item() for r, part_T in zip(rewards, parts, strict=True)]
-    return [
+    scores = [
         spec.estimator.scores(reward, row.rewards)
         for row, reward in zip(packed.rows, rewards, strict=True)
     ]
+    for row, own in zip(packed.rows, scores, strict=True):
+        for score in own:
+            if not abs(score) <= LARGEST_NUMBER:  # NaN neither
+                problem = f"has a score of {score:g}, not a finite number up to {LARGEST_NUMBER:g}"
+                raise InvalidAdvantageError(row.sample_id, problem)
+    return scores
 
 
 def _relative(packed: PackedRows, kl_T: torch.Tensor, spec: AdvantageSpec) -> FloatList:

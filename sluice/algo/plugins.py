@@ -11,10 +11,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import ValidationError
+from pydantic import ValidationError, field_validator
 
 from sluice.config import Config
 from sluice.imports import import_named
+from sluice.samples.sample import LARGEST_NUMBER
 
 Kind = Literal["loss", "advantage", "kl", "correction"]
 
@@ -101,8 +102,31 @@ PLUGIN_NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASC
 LONGEST_NAME = 256
 
 
-class PluginSettings(Config):
+class AlgorithmSettings(Config):
+    """Base of what a caller sets of an algorithm: numbers of float32, which tensors are."""
+
+    @field_validator("*")
+    @classmethod
+    def _is_moderate(cls, value: Any) -> Any:
+        return _check_size(value)
+
+
+class PluginSettings(AlgorithmSettings):
     """Base of the settings of a loss, an estimator, a KL form or a correction."""
+
+    @field_validator("*")
+    @classmethod
+    def _are_moderate(cls, value: Any) -> Any:
+        if isinstance(value, Mapping | list | tuple):
+            for each in value.values() if isinstance(value, Mapping) else value:
+                _check_size(each)
+        return value
+
+
+def _check_size(value: Any) -> Any:
+    if isinstance(value, int | float) and abs(value) > LARGEST_NUMBER:
+        raise ValueError(f"is {value:g}, beyond {LARGEST_NUMBER:g}")
+    return value
 
 
 class PluginSettingError(ValueError):

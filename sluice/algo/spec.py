@@ -30,6 +30,7 @@ from sluice.algo.estimator import Estimator
 from sluice.algo.kl import KlForm
 from sluice.algo.plugins import (
     SHIPPED,
+    AlgorithmSettings,
     Kind,
     PluginSettingError,
     build,
@@ -49,7 +50,7 @@ RewardColumn = Literal["reward", "raw_reward"]
 Settings = dict[str, JsonValue]
 
 
-class ImportanceSpec(Config):
+class ImportanceSpec(AlgorithmSettings):
     """Correction for tokens sampled by another engine or older weights: exp(old - rollout).
 
     For reinforce, which has no old policy, exp(current - rollout) without gradient.
@@ -80,14 +81,14 @@ class ImportanceSpec(Config):
         return self
 
 
-class CorrectionSpec(Config):
+class CorrectionSpec(AlgorithmSettings):
     """A stage, or a preset of several, by name; see `sluice/algo/correction.py`."""
 
     name: str
     settings: Settings = Field(default_factory=dict)
 
 
-class LossSpec(Config):
+class LossSpec(AlgorithmSettings):
     """Which loss a token has, and how the losses of a step are weighed.
 
     name: of `sluice/algo/plugins.py`, or `package.module:Name` of a `Loss` that the trainer may
@@ -97,7 +98,8 @@ class LossSpec(Config):
 
     name: str
     aggregation: Aggregation = "token_mean"
-    constant_length: float | None = Field(None, gt=0)  # tokens per sample, aggregation=constant
+    # Tokens per sample, aggregation=constant; at its ends gradients are still float32 numbers.
+    constant_length: float | None = Field(None, ge=1e-9, le=1e9)
     temperature: float | None = Field(None, ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)  # None is 1
     old_logprobs: OldLogprobs | None = None  # what the ratio compares with; None is "rollout"
     clip_low: float | None = Field(None, gt=0)
@@ -200,7 +202,7 @@ class LossSpec(Config):
         _check_stages(self)
 
 
-class OverlongSpec(Config):
+class OverlongSpec(AlgorithmSettings):
     """Soft punishment of long responses (DAPO, arXiv 2503.14476), added to the reward.
 
     0 up to max_length - buffer tokens of response, from there falling to -penalty at max_length,
@@ -223,7 +225,7 @@ class OverlongSpec(Config):
         return -self.penalty * min(max(beyond / self.buffer, 0.0), 1.0)
 
 
-class AdvantageSpec(Config):
+class AdvantageSpec(AlgorithmSettings):
     """How rewards become per-token advantages (and returns for a critic).
 
     name: of `sluice/algo/plugins.py`, or `package.module:Name` of an `Estimator` that the trainer

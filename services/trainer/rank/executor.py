@@ -43,6 +43,7 @@ from services.trainer.rank.table import (
 )
 from services.trainer.rows import RowLimits
 from sluice import faults, platform
+from sluice.algo.advantages import InvalidAdvantageError
 from sluice.algo.collectives import is_disconnected
 from sluice.algo.plugins import PluginSettingError
 from sluice.algo.spec import advantage_traits, loss_traits
@@ -384,6 +385,9 @@ def answered(result: pb.CommandResult, name: str) -> Iterator[None]:
             yield
     except ServiceError as error:
         result.error.CopyFrom(error.to_status())
+    except InvalidAdvantageError as error:
+        wrong = InvalidFieldError("advantage", str(error), sample_id=error.sample_id)
+        result.error.CopyFrom(wrong.to_status())
     except PluginSettingError as error:  # what only the rows show to be wrong
         result.error.CopyFrom(invalid_setting(error, "advantage").to_status())
     except FAILURES as error:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class SapoSettings(PluginSettings):
     """Temperatures of the gate: the higher, the narrower."""
 
-    tau_positive: float = Field(1.0, gt=0, description="Where A > 0.")
-    tau_negative: float = Field(1.05, gt=0, description="Elsewhere.")
+    tau_positive: float = Field(1.0, ge=1e-6, description="Where A > 0.")
+    tau_negative: float = Field(1.05, ge=1e-6, description="Elsewhere.")
 
 
 class Sapo(Loss):

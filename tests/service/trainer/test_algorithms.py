@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from sluice.algo.spec import AdvantageSpec, LossSpec
@@ -172,6 +173,7 @@ async def refused(clients: list[TrainerClient], spec: Any) -> RemoteError:
         (LossSpec(name=f"{OWN}:Soft"), "loss.settings.heat", "is required"),
         (LossSpec(name=f"{OWN}:Soft", settings={"heat": 0}), "loss.settings.heat", "greater"),
         (LossSpec(name=f"{OWN}:Soft", settings={"heat": 1, "hot": 1}), "loss.settings.hot", "heat"),
+        (LossSpec(name=f"{OWN}:Soft", settings={"heat": 1e39}), "loss.settings.heat", "1e+30"),
         (LossSpec(name=f"{OWN}:Absent"), "loss.name", "names no subclass"),
         (LossSpec(name=f"{OWN}:Ranked"), "loss.name", "names no subclass"),
         (LossSpec(name="tests.service.no_module:X"), "loss.name", "No module"),
@@ -198,6 +200,43 @@ async def test_what_is_wrong_is_refused_by_the_field_that_has_it(
     assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"), error
     assert error.metadata["field"] == field
     assert message.partition("\\")[0] in str(error)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"name": "rloo", "overlong": {"max_length": 1, "buffer": 1, "penalty": 1e30}}, "-2e+30"),
+        ({"name": "distillation"}, "an advantage of 6e+38, no float32, at response token 0"),
+    ],
+)
+async def test_what_comes_to_no_number_is_no_advantage(
+    clients: list[TrainerClient], spec: dict[str, Any], message: str
+) -> None:
+    groups = make_groups("far", count=3)
+    samples = [with_far_numbers(row) if row.group_id == "far-1" else row for row in groups]
+    samples = [with_teacher(row) for row in samples]
+    for client in clients:
+        batch = await upload(client, "far", samples)
+        with pytest.raises(RemoteError) as caught:
+            await client.compute_advantages(batch, AdvantageSpec(**spec))
+        assert (caught.value.reason, caught.value.metadata["field"]) == (
+            "INVALID_FIELD",
+            "advantage",
+        )
+        assert caught.value.metadata["sample_id"].startswith("far-1/")
+        assert message in str(caught.value)
+        await client.delete_batch(batch)
+
+
+def with_far_numbers(sample: Sample) -> Sample:
+    """At the ends of what columns take."""
+    far = np.full(sample.response_length, -3e38, dtype=np.float32)
+    return replace(sample, columns={**sample.columns, "reward": -1e30, "rollout_logprobs": far})
+
+
+def with_teacher(sample: Sample) -> Sample:
+    near = -sample.columns["rollout_logprobs"]
+    return replace(sample, columns={**sample.columns, "teacher_logprobs": near})
 
 
 async def test_a_column_that_a_users_loss_reads_is_missed_by_name(

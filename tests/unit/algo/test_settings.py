@@ -11,8 +11,8 @@ from sluice.algo.advantages import AdvantageRow, compute_advantages
 from sluice.algo.aggregation import weigh_samples
 from sluice.algo.logprobs import token_logprobs
 from sluice.algo.losses import LossInputs, compute_loss
-from sluice.algo.plugins import SHIPPED, find
-from sluice.algo.spec import AdvantageSpec, Aggregation, ImportanceSpec, LossSpec
+from sluice.algo.plugins import SHIPPED, PluginSettingError, build, find
+from sluice.algo.spec import AdvantageSpec, Aggregation, ImportanceSpec, LossSpec, OverlongSpec
 from sluice.samples.sample import top_columns
 from tests.unit.algo.loss_inputs import COLUMNS
 from tests.unit.algo.test_corrections import measure
@@ -286,13 +286,52 @@ def test_a_kl_whose_gradient_is_not_of_a_kl_is_refused(settings, message):
         LossSpec(name="ppo_clip", clip_low=0.2, kl_coefficient=0.1, **settings)
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf"), 1e39, -1e39])
 @pytest.mark.parametrize("spec", [LossSpec, ImportanceSpec, AdvantageSpec])
 def test_a_number_that_is_none_is_refused_by_name(spec, number):
     for name, field in spec.model_fields.items():
         if "float" in str(field.annotation) and "Json" not in str(field.annotation):
             with pytest.raises(ValidationError, match=name):
                 spec(**{"name": "grpo" if spec is AdvantageSpec else "ppo_clip", name: number})
+
+
+def of_float32(kind, name):
+    """Settings of a name that are numbers, and what it needs besides."""
+    fields = find(kind, name).settings_type.model_fields
+    needed = {**NEEDED, "weight": {"high": 2.0}, "opsm": {"delta": 0.1}, "pass_at_k": {"k": 2}}
+    return [
+        (kind, name, {**needed.get(name, {}), key: 3e38})
+        for key, field in fields.items()
+        if float in (field.annotation, *get_args(field.annotation))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "settings"),
+    [
+        case
+        for kind in ("loss", "advantage", "correction")
+        for name in SHIPPED[kind]
+        for case in of_float32(kind, name)
+    ],
+)
+def test_a_number_that_leaves_nothing_of_float32_is_refused_by_name(kind, name, settings):
+    with pytest.raises(PluginSettingError, match=f"^{list(settings)[-1]}"):
+        build(find(kind, name), settings, name)
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        (lambda: LossSpec(name="sapo", settings={"tau_positive": 1e-46}), "tau_positive"),
+        (lambda: LossSpec(name="gpg", aggregation="constant", constant_length=1e-39), "length"),
+        (lambda: AdvantageSpec(name="gdpo", settings={"rewards": {"reward": -1e39}}), "rewards"),
+        (lambda: OverlongSpec(max_length=2, buffer=1, penalty=1e39), "penalty"),
+    ],
+)
+def test_a_number_that_float32_has_not_is_refused_by_name(spec, named):
+    with pytest.raises(ValidationError, match=named):
+        spec()
 
 
 def test_distillation_without_its_teacher_is_refused():
