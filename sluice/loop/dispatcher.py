@@ -350,7 +350,12 @@ class RolloutDispatcher:
         over-sampling that is the surplus, and only what was spared has to be waited for.
         """
         config = self._config
-        for later in range(1 if config.over_sampling > 1 else config.max_staleness + 1):
+        first = max(0, config.max_staleness - step)  # nothing was issued before step 0
+        held = len(self._awaited) + len(self._usable)
+        last = min(config.max_staleness, held // config.groups_per_step)  # later steps take all
+        if config.over_sampling > 1:
+            last = 0
+        for later in range(first, last + 1):
             oldest = step + later - config.max_staleness
             in_flight = self._awaited.count_until(oldest)
             left = max(0, self._usable.count_until(oldest) - config.groups_per_step)

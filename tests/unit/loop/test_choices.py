@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -333,4 +333,33 @@ async def test_choices_are_those_of_scans_over_all_groups(tmp_path, seed, monkey
         sizes[row.consumed_step] += 1
         assert row.consumed_step - 1 - row.oldest_step <= play.config.max_staleness
     assert sizes == {step: play.config.groups_per_step for step in range(1, STEPS + 1)}
+    ledger.close()
+
+
+async def test_a_staleness_beyond_all_steps_is_not_counted_through(tmp_path, monkeypatch) -> None:
+    """Every finished group asks whether others would grow too old: that looks at what is there."""
+    monkeypatch.setattr(dispatcher, "TOGETHER_SECONDS", 0)
+    looks, count_until = itertools.count(), dispatcher.GroupsByStep.count_until
+
+    def counted(groups: dispatcher.GroupsByStep, step: int) -> int:
+        next(looks)
+        return count_until(groups, step)
+
+    monkeypatch.setattr(dispatcher.GroupsByStep, "count_until", counted)
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    play = Play(0, ledger)
+    play.trouble, size = 0.0, 2
+    play.config = replace(
+        play.config, max_staleness=100_000, groups_per_step=size, over_sampling=1.0
+    )
+    play.live()
+    await play.feed.fill(0)
+    play.plain.fill(0)
+    taking = asyncio.create_task(play.feed.take(0))
+    while not taking.done():
+        play.finish(play.plain.flying()[0])
+        await play.turns()
+    assert len(taking.result()) == size
+    assert next(looks) < 1000
+    await play.feed.close()
     ledger.close()
