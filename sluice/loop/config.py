@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -18,6 +18,10 @@ from sluice.samples.sample import MOST_TEMPERATURE, TEMPERATURES, is_temperature
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 PLAIN_NAME_RULE = "a name has letters, digits, '_', '.' and '-', none of the last two first"
+
+
+LARGEST_COUNT = 2**31  # and above, of what a call can say
+LARGEST_STALENESS = 10_000  # steps; more groups than that many steps have are no run's
 
 
 class PromptsConfig(Config):
@@ -44,11 +48,11 @@ class EnvironmentConfig(Config):
 class SamplingConfig(Config):
     """How tokens are drawn. The temperature is the one of every log-prob of a run."""
 
-    max_new_tokens: int = Field(gt=0)
+    max_new_tokens: int = Field(gt=0, lt=LARGEST_COUNT)
     temperature: float = Field(1.0, ge=0, le=MOST_TEMPERATURE)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    stop_token_ids: tuple[int, ...] = ()
+    top_k: int = Field(0, ge=0, lt=LARGEST_COUNT)
+    stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=LARGEST_COUNT)], ...] = ()
 
     @field_validator("temperature")
     @classmethod
@@ -202,7 +206,9 @@ class EvaluationConfig(Config):
     datasets: dict[str, EvaluationSetConfig] = Field(min_length=1)
     every_steps: int = Field(0, ge=0, description="0 is before and after only.")
     beside_training: bool = True
-    max_running_groups: int = Field(32, gt=0, description="Per episode worker.")
+    max_running_groups: int = Field(
+        32, gt=0, lt=LARGEST_COUNT, description="Per episode worker."
+    )
 
     @model_validator(mode="after")
     def _names_are_plain(self) -> EvaluationConfig:
@@ -346,7 +352,9 @@ class RunConfig(CommonRunConfig):
     deterministic: bool = Field(
         False, description="The same weights to the bit, however often it was resumed."
     )
-    max_staleness: int = Field(0, ge=0, description="Steps; 0 is synchronous.")
+    max_staleness: int = Field(
+        0, ge=0, le=LARGEST_STALENESS, description="Steps; 0 is synchronous."
+    )
     max_mismatch: float = Field(
         0.2,
         ge=0,

@@ -55,6 +55,11 @@ def test_the_loss_has_the_temperature_of_the_sampling(temperature):
             r"sampling\.temperature: must be from 1.9e-06 to",
         ),
         (sampling(temperature=1e9), r"sampling\.temperature"),
+        (sampling(max_new_tokens=2**31), r"sampling\.max_new_tokens"),
+        (sampling(top_k=2**31), r"sampling\.top_k"),
+        (sampling(stop_token_ids=[2**31]), r"sampling\.stop_token_ids\.0"),
+        (sampling(stop_token_ids=[7, -1]), r"sampling\.stop_token_ids\.1"),
+        ({"max_staleness": 10_001}, r"max_staleness"),
         (sampling(temperature=float("nan")), r"sampling\.temperature"),
         (
             {"algorithm": {"advantage": {"name": "provided"}}},
@@ -112,6 +117,8 @@ def test_what_only_just_works_is_taken():
     assert configured(algorithm=GAE, critic={"warmup_steps": 6}, steps=7)
     assert configured(algorithm={"loss": {"name": "sft"}})
     assert configured(stop_window=3, stop_at_reward=0.5)
+    most = 2**31 - 1
+    assert configured(**sampling(max_new_tokens=most, top_k=most, stop_token_ids=[0, most]))
     assert configured(max_mismatch=0).max_mismatch == 0
     assert configured().max_mismatch > 0
 
