@@ -12,13 +12,13 @@ from pydantic import Field, model_validator
 from services.rollout.engine.config import EngineConfig
 from sluice.config import Config, ProcessConfig
 from sluice.place import StoreCacheConfig, StorePlace, directory_of, is_bucket, within
-from sluice.runtime.server import ServerConfig
+from sluice.runtime.server import LAST_PORT, ServerConfig
 
 
 class OpenAIConfig(Config):
     """HTTP beside gRPC: the host, the TLS files and the token (the API key) of `server`."""
 
-    port: int = Field(0, ge=0, description="0 takes a free one.")
+    port: int = Field(0, ge=0, le=LAST_PORT, description="0 takes a free one.")
     model_name: str = Field("", description="What callers name; default: the pool.")
     max_running: int = Field(256, ge=1, description="Requests at once; then 429.")
     max_body_bytes: int = Field(4 << 20, ge=1024, description="Of a request; then 413.")

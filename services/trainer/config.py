@@ -16,7 +16,7 @@ from sluice.balance.planner import OversizePolicy
 from sluice.config import Config, ProcessConfig
 from sluice.operations import OperationsConfig
 from sluice.place import Place, StoreCacheConfig, StorePlace, directory_of, within
-from sluice.runtime.server import ServerConfig
+from sluice.runtime.server import LAST_PORT, ServerConfig
 from sluice.weights.adapter import DEFAULT_TARGETS, MAX_ALPHA, MAX_RANK, AdapterSpec
 from sluice.weights.convert.options import ScaleFormat
 from sluice.weights.errors import InvalidAdapterError
@@ -28,6 +28,8 @@ MAX_WEIGHT_DECAY = 100.0
 MAX_GRAD_NORM = 1e18  # AdamW keeps squares of gradients, in float32: one that is infinite stays so
 MIN_GRAD_NORM = 1e-8
 MAX_STEPS = 1 << 53
+MAX_SEED = 2**63 - 1  # that every generator takes
+MAX_THREADS = 4096
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -155,7 +157,7 @@ class RanksConfig(Config):
     count: int = Field(1, ge=1)
     launch: Literal["local", "external"] = "local"
     listen_host: str = "127.0.0.1"
-    listen_port: int = 0
+    listen_port: int = Field(0, ge=0, le=LAST_PORT)
     heartbeat_seconds: float = Field(2.0, gt=0)
     silent_seconds: float = Field(
         6.0, gt=0, description="ListWaits names a rank silent for longer."
@@ -177,6 +179,15 @@ class RanksConfig(Config):
         description="Compare what ranks exchange before they do, to find one that differs: slow.",
     )
 
+    @model_validator(mode="after")
+    def _check_silence(self) -> Self:
+        if self.lost_seconds <= self.heartbeat_seconds:
+            raise ValueError(
+                f"lost_seconds {self.lost_seconds:g} is not above heartbeat_seconds "
+                f"{self.heartbeat_seconds:g}: every rank would be lost between two heartbeats"
+            )
+        return self
+
     @property
     def check_timeout(self) -> timedelta | None:
         """How long ranks wait for each other before a checked collective; None checks none."""
@@ -195,6 +206,12 @@ class PublishConfig(Config):
     delta: bool = False
     chain: int = Field(8, ge=1)
     quantization: Literal["", "fp8", "fp8_ue8m0"] = ""
+
+    @model_validator(mode="after")
+    def _check_chain(self) -> Self:
+        if not self.delta and self.chain != PublishConfig.model_fields["chain"].default:
+            raise ValueError("chain has no effect without delta; leave it out")
+        return self
 
     @property
     def scale_format(self) -> ScaleFormat | None:
@@ -243,11 +260,11 @@ class TrainerConfig(ProcessConfig):
     store: StorePlace
     store_cache: StoreCacheConfig = StoreCacheConfig()
     weights: str = ""
-    name: str = Field("trainer", min_length=1)
+    name: str = Field("trainer", pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")
     reference_model: str | None = None
     backend: Literal["reference", "fsdp", "megatron"] = "reference"
     head: Head = Field("policy", description="Logits, or one value a token: a critic.")
-    seed: int = 0
+    seed: int = Field(0, ge=0, le=MAX_SEED)
     optim: OptimConfig = OptimConfig()
     vision: VisionConfig = VisionConfig()
     lora: LoraConfig | None = Field(None, description="None trains the model itself.")
@@ -278,7 +295,7 @@ class TrainerConfig(ProcessConfig):
         description="Logits of a bfloat16 model in float32; else rounded, and log-probs with them.",
     )
     operations: OperationsConfig = OperationsConfig()
-    threads: int = Field(1, ge=1, description="Of a rank on a CPU.")
+    threads: int = Field(1, ge=1, le=MAX_THREADS, description="Of a rank on a CPU.")
     durable: bool = Field(
         True, description="False: what a crash of the machine leaves in the store is undefined."
     )

@@ -206,9 +206,7 @@ class EvaluationConfig(Config):
     datasets: dict[str, EvaluationSetConfig] = Field(min_length=1)
     every_steps: int = Field(0, ge=0, description="0 is before and after only.")
     beside_training: bool = True
-    max_running_groups: int = Field(
-        32, gt=0, lt=LARGEST_COUNT, description="Per episode worker."
-    )
+    max_running_groups: int = Field(32, gt=0, lt=LARGEST_COUNT, description="Per episode worker.")
 
     @model_validator(mode="after")
     def _names_are_plain(self) -> EvaluationConfig:

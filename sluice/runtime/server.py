@@ -58,6 +58,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 WAIT_SERVICE = "sluice.api.common.v1.WaitService"
 OPERATIONS_SERVICE = "google.longrunning.Operations"
+LAST_PORT = 65_535  # gRPC would take a larger number for another port
 REWARD_MODEL = "sluice.RewardModel"  # over HTTP: health of gRPC tells whether it is ready
 
 
@@ -76,8 +77,8 @@ class ServerConfig(Config):
     """Where a server listens and what it accepts. Port 0 takes a free one."""
 
     host: str = "127.0.0.1"
-    port: int = 0
-    metrics_port: int = 0
+    port: int = Field(0, ge=0, le=LAST_PORT)
+    metrics_port: int = Field(0, ge=0, le=LAST_PORT)
     address_file: Path | None = Field(
         None, description="JSON {address, metrics_address, pid}, written when open."
     )
@@ -85,7 +86,9 @@ class ServerConfig(Config):
     advertise: str = Field(
         "", description="host:port under which others reach it; empty means host:port."
     )
-    max_message_bytes: int = Field(1 << 26, ge=1024, description="Of one message; then refused.")
+    max_message_bytes: int = Field(
+        1 << 26, ge=1024, lt=1 << 31, description="Of one message; then refused."
+    )
     max_held_bytes: int = Field(
         1 << 31, ge=1024, description="Of requests received or served at once; then QUEUE_FULL."
     )

@@ -174,11 +174,20 @@ class SglangConfig(Config):
         """Processes of the engine, each on a node: the first serves."""
         return self.nnodes + (self.prefill.nnodes if self.prefill is not None else 0)
 
+    def _changed(self, *names: str) -> str:
+        """The first of these settings that is not as by default; none is empty."""
+        default = SglangConfig.model_construct()
+        return next((n for n in names if getattr(self, n) != getattr(default, n)), "")
+
     @model_validator(mode="after")
     def _arguments_are_for_the_server_alone(self) -> SglangConfig:
         _check_arguments("server_args.", self.server_args)
         if self.url and (self.server_args or self.encoders or self.lora):
             raise ValueError("url: a running server takes no server_args, encoders or lora")
+        if self.url and (own := self._changed("python", "environment", "host")):
+            raise ValueError(f"url: a running server takes no {own}, which is to start one")
+        if not self.encoders and (own := self._changed("encoder_args", "encoder_backend")):
+            raise ValueError(f"{own}: has no effect without encoders")
         if self.url and self.speculative_steps:
             raise ValueError("url: a running server takes no speculative_steps")
         if self.url and self.node_count > 1:
@@ -287,6 +296,13 @@ class EngineConfig(Config):
             raise ValueError("routed_experts: takes one server for prefill and decode")
         if self.backend != "sglang" and self.sglang.node_count > 1:
             raise ValueError("sglang.nnodes: the reference engine runs on one node")
+        if self.backend != "sglang" and self.sglang != SglangConfig():
+            raise ValueError(f"sglang: has no effect with backend {self.backend}; leave it out")
+        if self.deterministic and self.sglang.url:
+            raise ValueError(
+                "deterministic: has no effect on a server that runs; start that one with "
+                "enable_deterministic_inference"
+            )
         return self
 
     @property

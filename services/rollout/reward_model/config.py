@@ -8,13 +8,13 @@ from typing import Literal
 from pydantic import Field
 
 from sluice.config import Config, ProcessConfig
-from sluice.runtime.server import ServerConfig
+from sluice.runtime.server import LAST_PORT, ServerConfig
 
 
 class ClassifyConfig(Config):
     """HTTP beside gRPC: the host, the TLS files and the token (the API key) of `server`."""
 
-    port: int = Field(0, ge=0, le=65535, description="0 takes a free one.")
+    port: int = Field(0, ge=0, le=LAST_PORT, description="0 takes a free one.")
     max_requests: int = Field(256, ge=1, description="At once; then 503.")
     max_texts: int = Field(1024, ge=1, description="Of one request; then 400.")
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Of one request; then 413.")

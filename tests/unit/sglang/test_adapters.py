@@ -63,7 +63,9 @@ def read(
 
 def test_a_server_is_started_for_the_adapters_of_the_settings() -> None:
     config = EngineConfig(
-        max_adapters=3, sglang=SglangConfig(lora={"max_rank": 32, "targets": ("q_proj", "o_proj")})
+        backend="sglang",
+        max_adapters=3,
+        sglang=SglangConfig(lora={"max_rank": 32, "targets": ("q_proj", "o_proj")}),
     )
     words = " ".join(flags(engine_arguments(config, "cpu")))
     for part in (

@@ -1,0 +1,56 @@
+"""Settings of an engine that would do nothing are refused by their key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.rollout.config import RolloutConfig
+from sluice.config import ConfigError, parse_config
+
+RUNNING: dict[str, Any] = {"url": "http://127.0.0.1:30000"}
+
+
+def sglang(**settings: Any) -> dict[str, Any]:
+    return {"backend": "sglang", "sglang": settings}
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"sglang": RUNNING}, r"engine: sglang: has no effect with backend reference"),
+        ({"sglang": {"server_args": {"tp_size": 2}}}, r"sglang: has no effect with backend"),
+        (sglang(**RUNNING, python="/python"), r"a running server takes no python"),
+        (sglang(**RUNNING, environment={"A": "1"}), r"a running server takes no environment"),
+        (sglang(**RUNNING, host="10.0.0.1"), r"a running server takes no host"),
+        (sglang(**RUNNING) | {"deterministic": True}, r"deterministic: has no effect on a server"),
+        (sglang(encoder_args={"tp_size": 1}), r"encoder_args: has no effect without encoders"),
+        (sglang(encoder_backend="mooncake"), r"encoder_backend: has no effect without encoders"),
+    ],
+)
+def test_what_has_no_effect_is_refused_by_its_key(engine: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(RolloutConfig, {"store": "s", "roles": ["engine"], "engine": engine})
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        sglang(**RUNNING),
+        sglang() | {"deterministic": True},
+        sglang(encoders=1, encoder_args={"tp_size": 1}, encoder_backend="mooncake"),
+        sglang(python="/python", environment={"A": "1"}, host="10.0.0.1"),
+    ],
+)
+def test_what_has_one_is_taken(engine: dict[str, Any]) -> None:
+    config = parse_config(RolloutConfig, {"store": "s", "roles": ["engine"], "engine": engine})
+    for name, value in engine["sglang"].items():
+        assert str(getattr(config.engine.sglang, name)) == str(value)
+
+
+@pytest.mark.parametrize("port", [-1, 65_536])
+def test_a_port_that_is_none_is_refused(port: int) -> None:
+    values = {"store": "s", "roles": ["engine"], "engine": {"model": "m"}, "openai": {"port": port}}
+    with pytest.raises(ConfigError, match=r"openai\.port"):
+        parse_config(RolloutConfig, values)
