@@ -140,20 +140,41 @@ def _unknown_flag(flag: str, known: Collection[str]) -> ConfigError:
 C = TypeVar("C", bound=ProcessConfig)
 
 
+class _YamlLoader(yaml.SafeLoader):
+    """Refuses keys that are given twice, of which the last would win, and what holds itself."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.deep_construct = True  # finds a value that holds itself
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[tuple[str, str]]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+                what = f"the key {key.value!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
+            seen.add((key.tag, str(key.value)))
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """A YAML mapping. Raises ConfigError for a file that cannot be read, bad YAML or no mapping."""
     try:
-        values = yaml.safe_load(Path(path).read_text())
+        values = yaml.load(Path(path).read_text(), _YamlLoader)
     except FileNotFoundError:
         raise ConfigError(f"config file {path} does not exist") from None
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid YAML: it is nested too deep") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a mapping, not a {type(values).__name__}")
+    if strange := [key for key in values if not isinstance(key, str)]:
+        raise ConfigError(f"{path}: {strange[0]!r} is no key of a setting, which is text")
     return values
 
 

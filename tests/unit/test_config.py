@@ -70,11 +70,23 @@ def test_flags_beat_environment_beats_file_beats_defaults(tmp_path, monkeypatch)
         ("backend: megatron", "model: Field required"),
         ("- a list", "must hold a mapping"),
         ("model: [", "not valid YAML"),
+        ("model: m\nbackend: x\nmodel: n", r"the key 'model' is given twice(.|\n)*line 3"),
+        ("model: m\noptim: {lr: 1, lr: 2}", "the key 'lr' is given twice"),
+        ("model: m\noptions: &a {b: *a}", "not valid YAML: .*recursive"),
+        ("model: " + "[" * 20_000, "not valid YAML: it is nested too deep"),
+        ("model: m\n1: 2", "1 is no key of a setting"),
     ],
 )
 def test_bad_settings_name_the_key(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         load_config(TrainerConfig, write(tmp_path, text))
+
+
+def test_what_is_merged_into_a_mapping_may_be_given_anew(tmp_path):
+    text = "model: m\nextra: {a: &a {lr: 1, betas: [0, 0]}, b: {<<: *a, lr: 2}}"
+    extra = load_config(TrainerConfig, write(tmp_path, text)).extra
+    assert (extra["a"].lr, extra["b"].lr) == (1, 2)
+    assert extra["b"].betas == extra["a"].betas
 
 
 def test_yes_and_no_are_taken_where_they_are_asked_for(tmp_path):
