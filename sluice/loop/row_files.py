@@ -51,8 +51,9 @@ def _read_parquet(path: Path) -> list[tuple[str, Any]]:
     import pyarrow.parquet
 
     try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowInvalid as error:
+        rows = pyarrow.parquet.read_table(path, page_checksum_verification=True).to_pylist()
+    # what is damaged may also be no text, or no date
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise PromptFileError(f"{path}: not Parquet: {error}") from None
     return [(f"{path}: row {number}", _as_json(row)) for number, row in enumerate(rows, 1)]
 

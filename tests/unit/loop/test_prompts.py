@@ -89,6 +89,25 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path):
         load_prompts(PromptsConfig(file=path), 0)
 
 
+@pytest.mark.parametrize("compression", ["none", "snappy", "gzip"])
+def test_no_flipped_bit_of_a_parquet_file_changes_a_prompt(tmp_path, compression):
+    path = tmp_path / "prompts.parquet"
+    table = pyarrow.Table.from_pylist(ROWS)
+    pyarrow.parquet.write_table(table, path, compression=compression, write_page_checksum=True)
+    data, refused = path.read_bytes(), 0
+    (end,) = [
+        column.total_compressed_size + (column.dictionary_page_offset or column.data_page_offset)
+        for column in [pyarrow.parquet.read_metadata(path).row_group(0).column(1)]
+    ]
+    for position in range(4, end):
+        path.write_bytes(data[:position] + bytes([data[position] ^ 0x80]) + data[position + 1 :])
+        try:
+            assert tasks(path, 10, shuffle=False) == ROWS, position
+        except PromptFileError:
+            refused += 1
+    assert refused > (end - 4) / 2
+
+
 @pytest.mark.parametrize("key", ["prompt_key", "messages_key"])
 def test_rows_have_the_keys_that_the_environment_reads(tmp_path, key):
     path = tmp_path / "questions.jsonl"
