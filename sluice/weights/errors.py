@@ -152,7 +152,7 @@ class TargetExistsError(WeightStoreError):
 
     def __init__(self, target: Path) -> None:
         self.target = target
-        super().__init__(f"{target.name!r} exists already")
+        super().__init__(f"{target.name or str(target)!r} exists already")
 
 
 class BusyTargetError(WeightStoreError):

@@ -133,6 +133,12 @@ def test_a_finished_conversion_is_not_done_again(qwen3: Path, tmp_path: Path) ->
         convert(qwen3, tmp_path / "target", ConvertOptions(sync=False))
 
 
+@pytest.mark.parametrize("target", ["", "/"])
+def test_a_target_without_a_name_exists_already(target: str, qwen3: Path) -> None:
+    with pytest.raises(TargetExistsError, match="exists already"):
+        convert(qwen3, Path(target), TO_MEGATRON)
+
+
 def test_every_file_is_on_the_disk_before_the_target_appears(
     qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

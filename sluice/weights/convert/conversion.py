@@ -65,7 +65,10 @@ def staging_of(target: Path) -> Path:
 
 @contextlib.contextmanager
 def locked_target(target: Path) -> Iterator[None]:
-    """Keep others from `target`. Raises BusyTargetError."""
+    """Keep others from `target`. Raises BusyTargetError, or TargetExistsError for one without a
+    name, such as `.` or `/`."""
+    if not target.name:
+        raise TargetExistsError(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     path = target.with_name(f".{target.name}.lock")
     with contextlib.ExitStack() as stack:
