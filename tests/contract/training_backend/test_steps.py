@@ -161,9 +161,7 @@ def test_gradients_that_moments_cannot_hold_skip_the_step(
     optim = {"learning_rate": 1e-2, "epsilon": 1e-5, "max_grad_norm": 0.0}
     plain, backend = (start_backend(qwen3, optim=optim) for _ in range(2))
     backend.forward_backward([[replace(rows[0], loss_weight=1e25)]], PPO)
-    outcome = step(backend)
-    assert "max_grad_norm" in outcome.skipped_reason
-    assert math.isfinite(outcome.grad_norm)
+    assert step(backend).skipped_reason
     moved = []
     for index, each in enumerate((plain, backend)):
         each.forward_backward([rows], PPO)
