@@ -22,6 +22,8 @@ from sluice.samples.messages import MessageError, template_messages
 from sluice.samples.sample import MediaSpan
 from sluice.samples.tokenizer import TextTokenizer, off_loop
 
+MESSAGE_CHARACTERS = 100  # that take a tokenizer as long as a message takes a template
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -54,20 +56,33 @@ async def chat_prompt(
     that was sampled is never tokenised again. Raises ApiError and ServiceError.
     """
     tools = request.tools if request.shows_tools else []
-    text = chat_text(tokenizer, messages, tools, request.chat_template_kwargs)
+    text = await chat_text(tokenizer, messages, tools, request.chat_template_kwargs)
     shown = await images.show(messages)
     begun = _begun(text, earlier, [image.blob.digest for image in shown])
     rest = await encode(tokenizer, text[len(begun.text) :], special=False)
     return _followed(begun, text, images.images.expand(rest, shown[len(begun.media) :]))
 
 
-def chat_text(
+async def chat_text(
     tokenizer: TextTokenizer,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] = (),
     options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Writes the conversation by the model's chat template. Raises ApiError."""
+    """Writes the conversation by the model's chat template; a long one in a thread.
+
+    Raises ApiError.
+    """
+    size = MESSAGE_CHARACTERS * (len(messages) + len(tools))
+    return await off_loop(size, lambda: _rendered(tokenizer, messages, tools, options))
+
+
+def _rendered(
+    tokenizer: TextTokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any] | None,
+) -> str:
     plain = [_message(message, index) for index, message in enumerate(messages)]
     try:
         return tokenizer.chat_template.render(plain, tools=tools or None, options=options)
@@ -175,7 +190,7 @@ class Tokenization:
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await parse(request, TokenizeRequest, self._seconds)
         if body.messages is not None:
-            text, special = chat_text(self._tokenizer, body.messages), False
+            text, special = await chat_text(self._tokenizer, body.messages), False
         else:
             text, special = body.prompt or "", body.add_special_tokens
         token_ids = await encode(self._tokenizer, text, special=special)

@@ -71,13 +71,16 @@ def calling(arguments: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
-    directory: Path = tmp_path_factory.mktemp("tokenizer")
+    return create_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
+
+
+def create_tokenizer(directory: Path, template: str) -> TextTokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.save(str(directory / "tokenizer.json"))
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    (directory / "chat_template.jinja").write_text(template)
     return TextTokenizer(directory)
 
 
@@ -114,3 +117,16 @@ def test_no_body_is_an_internal_error(tokenizer: TextTokenizer, body: Any) -> No
             asyncio.run(work(tokenizer, body))
         except (ApiError, ValidationError) as error:
             assert str(error)
+
+
+async def test_a_long_conversation_holds_up_no_other_call(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{% if m.role == 'x' %}x{% endif %}{% endfor %}a"
+    tokenizer = create_tokenizer(tmp_path, template)
+    request = ChatRequest(messages=[{"role": "user", "content": "a"}] * 50_000)
+    work = asyncio.create_task(chat_prompt(tokenizer, request, request.messages))
+    turns = 0
+    while not work.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert work.result().text == "a"
+    assert turns > 10
