@@ -43,6 +43,7 @@ from sluice.loop.status import (
     StatusConfig,
     is_directory,
     no_target_text,
+    placed,
 )
 from sluice.loop.training import Critic, MismatchError, TrainerBrokenError, TrainerLostError
 from sluice.loop.workers import NoWorkerError, RolloutFailedError
@@ -416,9 +417,10 @@ async def waits(arguments: Sequence[str]) -> None:
 def _address_to_ask(given: str) -> str:
     """The address, or that of the loop of a run directory. Raises ConfigError if none is there."""
     if not is_directory(given):
-        if not ADDRESS.fullmatch(given):
+        address = placed(given)
+        if not ADDRESS.fullmatch(address):
             raise ConfigError(f"waits: {no_target_text(given)}")
-        return given
+        return address
     run_dir = Path(given)
     try:
         return str(json.loads((run_dir / LOOP_ADDRESS).read_text())["address"])

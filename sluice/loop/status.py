@@ -26,6 +26,7 @@ from sluice.client import Client, EngineClient, RemoteError, RouterClient, Train
 from sluice.config import ConfigError, ProcessConfig
 from sluice.loop.journal import END, NOTE, START, read_journal
 from sluice.loop.report import RECENT, read_metrics, seconds_left, tokens_per_second
+from sluice.runtime.addresses import address_of
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.wire import seconds_of
 
@@ -64,8 +65,8 @@ async def read_status(target: str, config: StatusConfig) -> dict[str, Any]:
         run = _run_status(run_dir, events)
         security = config.security or _security(events)
         services = _addresses(run_dir, events)
-    elif ADDRESS.fullmatch(target):
-        services = {target: ("", target)}
+    elif ADDRESS.fullmatch(address := placed(target)):
+        services = {target: ("", address)}
     else:
         raise ConfigError(f"status: {no_target_text(target)}")
     found = await asyncio.gather(
@@ -94,7 +95,15 @@ async def read_status(target: str, config: StatusConfig) -> dict[str, Any]:
 
 def no_target_text(target: str) -> str:
     """What to say of a text that names neither a run nor a server."""
-    return f"{target[:200]!r} is neither a run directory nor host:port"
+    return f"{target[:200]!r} is neither a run directory nor host:port, nor services.json#NAME"
+
+
+def placed(target: str) -> str:
+    """An address for `services.json#NAME`; what else is given, as it is. Raises ConfigError."""
+    file, mark, name = target.rpartition("#")
+    if not (mark and file and name) or is_directory(target) or ADDRESS.fullmatch(target):
+        return target
+    return address_of(Path(file), name)
 
 
 def is_directory(target: str) -> bool:

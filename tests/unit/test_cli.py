@@ -112,6 +112,8 @@ def test_help_is_no_error_and_names_every_command(sluice):
         (["trace", "gone", "--steps", "x" * 5000], "neither FIRST-LAST nor all"),
         (["waits", "nowhere"], "neither a run directory nor host:port"),
         (["waits", "x" * 5000], "neither a run directory nor host:port"),
+        (["waits", "absent.json#trainer"], "absent.json does not exist"),
+        (["status", "absent.json#trainer"], "absent.json does not exist"),
         (["waits", "127.0.0.1:99999"], "a port is 1 to 65535"),
         (["waits", "127.0.0.1:0"], "a port is 1 to 65535"),
         (["status", "127.0.0.1:65536"], "a port is 1 to 65535"),

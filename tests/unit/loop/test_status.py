@@ -121,6 +121,16 @@ async def test_why_nobody_answers_is_told_in_few_words(tmp_path: Path) -> None:
     assert "a port is 1 to 65535" in told["router"]["detail"]  # 34463 is not asked
 
 
+async def test_a_service_is_asked_for_by_its_name_in_a_services_json(tmp_path: Path) -> None:
+    services = tmp_path / "services.json"
+    services.write_text(json.dumps({"first": {"kind": "trainer", "address": "127.0.0.1:9"}}))
+    for name in ("first", "trainer"):
+        found = await read_status(f"{services}#{name}", QUICK)
+        assert [service["address"] for service in found["services"]] == ["127.0.0.1:9"]
+    with pytest.raises(ConfigError, match="has no second, or several; known: first, trainer"):
+        await read_status(f"{services}#second", QUICK)
+
+
 async def test_a_note_at_no_time_is_shown(tmp_path: Path) -> None:
     begun(tmp_path)
     path = tmp_path / "journal.jsonl"
