@@ -120,6 +120,8 @@ def test_math_compares_values() -> None:
     assert graded("math", "1/2", texts[:3], boxed=True) == [0, 0, 1]
     assert graded("math", "$x^2$", [r"$x \cdot x$", "$2x$"]) == [1, 0]
     assert place_grader("math") is Placement.PROCESS
+    with pytest.raises(SettingError, match="3600"):
+        graded("math", "2", ["2"], seconds=2**31)
     with pytest.raises(TaskError, match="cannot be read as mathematics"):
         graded("math", "", ["1"])
 

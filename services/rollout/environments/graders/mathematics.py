@@ -23,7 +23,7 @@ from services.rollout.environments.graders.grader import AnswerSettings, Grader,
 class MathSettings(AnswerSettings):
     """`seconds`: for reading or comparing one answer; then it is wrong."""
 
-    seconds: int = Field(5, ge=1)
+    seconds: int = Field(5, ge=1, le=3600)  # an alarm of the system takes no 2**31
 
 
 class Mathematics(Grader):
