@@ -304,7 +304,7 @@ class TrainerConfig(ProcessConfig):
         description="Modules and packages whose losses, estimators, KL forms and corrections "
         "requests may name; ranks import them.",
     )
-    log_level: str = "INFO"
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
     fsdp: FsdpConfig = FsdpConfig()
     megatron: MegatronConfig = MegatronConfig()
     server: ServerConfig = ServerConfig()

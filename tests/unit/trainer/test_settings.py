@@ -69,6 +69,7 @@ def test_linear_and_cosine_fall_to_the_minimum_and_stay() -> None:
         ({"threads": 10**12}, "threads"),
         ({"name": "../weights", "head": "value"}, "name"),
         ({"name": "a/b"}, "name"),
+        ({"log_level": "debg"}, "log_level"),
         ({"publish": {"chain": 3}}, "publish: chain has no effect without delta"),
         ({"ranks": {"heartbeat_seconds": 120.0}}, "ranks: lost_seconds 120 is not above"),
         ({"ranks": {"listen_port": -1}}, "ranks.listen_port"),
