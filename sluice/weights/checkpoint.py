@@ -13,7 +13,8 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def parse_extents(data: Buffer, *, file_name: str) -> dict[str, Extent]:
             raise DamagedFileError(file_name, "is cut short or is no safetensors file")
         text = bytes(view[8:start])
     try:
-        document = load_json(text)
+        document = load_json(text, pairs=_each_once)
         extents = {
             name: Extent(entry["dtype"], tuple(entry["shape"]), *_absolute(entry, start))
             for name, entry in document.items()
@@ -125,7 +126,9 @@ def data_start(data: Buffer) -> int:
 def _size(extent: Extent) -> int:
     if extent.dtype not in BITS:
         raise ValueError(f"unknown dtype {extent.dtype!r}")
-    if not all(type(length) is int and 0 <= length < 1 << 63 for length in extent.shape):
+    lengths = all(type(length) is int and length >= 0 for length in extent.shape)
+    # strides of a tensor without elements have to be numbers too
+    if not lengths or math.prod(length or 1 for length in extent.shape) >= 1 << 63:
         raise ValueError(f"shape {str(list(extent.shape))[:80]}")
     return math.prod(extent.shape) * BITS[extent.dtype] // 8
 
@@ -230,10 +233,23 @@ def is_plain_name(name: str) -> bool:
     return plain and len(name.encode()) < 256
 
 
-def load_json(data: bytes) -> Any:
-    """Parse JSON of any origin. Raises ValueError, also for what is nested too deep or no text."""
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # of two, each reader would take another one
+        (twice, _), *_ = (Counter(key for key, _ in pairs)).most_common(1)
+        raise ValueError(f"{twice[:80]!r} is there twice")
+    return found
+
+
+def load_json(
+    data: bytes, *, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None
+) -> Any:
+    """Parse JSON of any origin; `pairs` makes an object of its keys and values.
+
+    Raises ValueError, also for what is nested too deep or no text.
+    """
     try:
-        document = json.loads(data.decode())
+        document = json.loads(data.decode(), object_pairs_hook=pairs)
         if SURROGATE.search(data):  # half of a pair is a name that could be written nowhere
             json.dumps(document, ensure_ascii=False).encode()
     except RecursionError as error:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from sluice.weights.checkpoint import describe_shard, parse_header
 from sluice.weights.errors import (
+    DamagedFileError,
     FileDigestError,
     InvalidCheckpointError,
     ManifestError,
@@ -320,3 +321,27 @@ def test_transformers_loads_a_version(store: WeightStore, tmp_path: Path) -> Non
     assert all(equal(state[name], tensor) for name, tensor in expected.items())
     ids = torch.arange(6)[None]  # files are mapped: not aligned, and not equal to the bit
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+
+
+ENTRY = '{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
+NONE = '{"dtype":"F32","shape":[0,4611686018427387904,4],"data_offsets":[0,0]}'
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (f'{{"a":{ENTRY},"a":{ENTRY}}}', "'a' is there twice"),
+        (f'{{"a":{{"dtype":"I32",{ENTRY[1:]}}}', "'dtype' is there twice"),
+        (f'{{"a":{ENTRY},"b":{NONE.replace("[0,0]", "[8,8]")}}}', r"shape \[0, "),
+        (f'{{"a":{ENTRY}}}', None),
+    ],
+)
+def test_a_header_that_readers_take_differently_is_refused(
+    header: str, message: str | None
+) -> None:
+    data = len(header).to_bytes(8, "little") + header.encode() + bytes(8)
+    if message is None:
+        assert list(parse_header(data, file_name="a")) == ["a"]
+        return
+    with pytest.raises(DamagedFileError, match=message):
+        parse_header(data, file_name="a")
