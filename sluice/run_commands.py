@@ -96,6 +96,7 @@ def plain_lines(text: str) -> str:
     return "\n".join(plain_text(line, 1000) for line in text.split("\n"))
 
 
+LISTED = 20  # samples, unless `limit` says otherwise
 SAMPLES_USAGE = "sluice samples RUN_DIR [-o FILE.parquet|FILE.jsonl] [--key value ...]"
 
 
@@ -114,7 +115,9 @@ class SamplesConfig(ProcessConfig):
     finish_reason: Literal["", "stop", "length", "aborted"] = ""
     min_reward: float | None = None
     max_reward: float | None = None
-    limit: int = Field(20, ge=1, description="Listed; with -o all are exported unless it is given.")
+    limit: int | None = Field(
+        None, ge=1, lt=1 << 63, description="None is 20 that are listed, and all with -o."
+    )
     tokenizer: Path | None = Field(
         None, description="Model directory; None is that of the run's rollout services."
     )
@@ -168,8 +171,7 @@ async def samples(arguments: Sequence[str]) -> None:
             if wanted.takes(seen, lambda seen=seen: "\0".join(texts(seen))):  # type: ignore[misc]
                 yield seen, *texts(seen)
 
-    given = any(flag.partition("=")[0] == "--limit" for flag in flags)
-    limit = config.limit if given or output is None else None
+    limit = LISTED if config.limit is None and output is None else config.limit
     found = islice(chosen(), limit)
     console = Console()
     if output is None:

@@ -275,9 +275,23 @@ def test_samples_are_filtered_and_exported(tmp_path: Path) -> None:
             assert rows[0]["rollout_logprobs"] == [-0.5, -1.0, -2.0]
             assert rows[0]["advantages"] is None
             assert rows[0]["weight_versions"] == [3]
-    for flags in (["-o", tmp_path / "a.csv"], ["-o"], ["--steps", "x"], ["--limit", "0"]):
+    for limit in ("0", "1" + "0" * 30):
+        done = sluice("samples", run_dir, "--limit", limit)
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    for flags in (["-o", tmp_path / "a.csv"], ["-o"], ["--steps", "x"]):
         done = sluice("samples", run_dir, *flags)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
+def test_a_limit_from_the_environment_limits_an_export_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, path = tmp_path / "run", tmp_path / "some.jsonl"
+    make_run(run_dir)
+    monkeypatch.setenv("SLUICE_LIMIT", "2")
+    done = sluice("samples", run_dir, "-o", path)
+    assert done.stdout.splitlines()[-1].endswith("2 samples"), done.stderr
+    assert len(path.read_text().splitlines()) == 2
 
 
 def test_no_sample_that_fits_is_told_with_the_steps_there_are(tmp_path: Path) -> None:
