@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import re
 import resource
 import signal
 import socket
@@ -18,13 +19,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import grpc
 import psutil
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from sluice import faults, platform
 from sluice.client import Client, RouterClient, TrainerClient
@@ -58,6 +59,8 @@ SEAL = "digest"  # of the file of ports
 DOWN_SECONDS = 600.0  # for all services of a directory to end
 LONGEST_PATH = 4096
 MAX_NODES = 1024  # of an engine
+MAX_REPLICAS = 65_536
+SERVICE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")  # also of files in run_dir
 NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 LASTING_SECONDS = 30.0  # a process that served for so long is not failing in a row
 
@@ -107,8 +110,8 @@ class ServiceEntry(Config):
 
     kind: Kind
     config: dict[str, Any] = Field(default_factory=dict)
-    replicas: int = Field(1, gt=0)
-    devices: tuple[int, ...] = ()
+    replicas: int = Field(1, gt=0, le=MAX_REPLICAS)
+    devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
     resources: ResourcesConfig = ResourcesConfig()
     hosts: tuple[str, ...] = ()
     strategy: Literal["spread", "pack"] = "spread"
@@ -177,7 +180,7 @@ class UpConfig(ProcessConfig):
     store: StorePlace | None = Field(
         None, description="Of every service that names none; a bucket, or run_dir/store."
     )
-    services: dict[str, ServiceEntry]
+    services: dict[str, ServiceEntry] = Field(min_length=1)
     security: SecurityConfig = Field(
         SecurityConfig(), description="Of every service that names none of its own."
     )
@@ -185,6 +188,17 @@ class UpConfig(ProcessConfig):
     stop_timeout_seconds: float = Field(40, gt=0)
     restarts: int = Field(20, ge=0, description="Of one process in a row, before it is given up.")
     liveness: LivenessConfig = LivenessConfig()
+
+    @field_validator("services")
+    @classmethod
+    def _names_are_plain(cls, services: dict[str, ServiceEntry]) -> dict[str, ServiceEntry]:
+        for name in services:
+            if not SERVICE_NAME.fullmatch(name):
+                raise ValueError(
+                    f"{name[:80]!r}: a name has letters, digits, '_', '.' and '-', none of the "
+                    "last two first"
+                )
+        return services
 
 
 def check_fits_here(name: str, entry: ServiceEntry) -> None:

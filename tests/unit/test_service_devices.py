@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -103,3 +104,19 @@ def test_this_machine_may_be_named(tmp_path: Path) -> None:
 def test_no_amount_is_endless_or_below_nothing(name: str, value: float) -> None:
     with pytest.raises(ValidationError):
         ResourcesConfig.model_validate({name: value})
+
+
+@pytest.mark.parametrize(
+    ("services", "message"),
+    [
+        ({}, "at least 1 item"),
+        ({"a/b": {"kind": "router"}}, "'a/b': a name has letters"),
+        ({"../b": {"kind": "router"}}, r"'\.\./b': a name has letters"),
+        ({"x" * 5000: {"kind": "router"}}, "a name has letters"),
+        ({"a": {"kind": "router", "replicas": 10**12}}, r"services\.a\.replicas"),
+        ({"a": {"kind": "router", "devices": [-1]}}, r"services\.a\.devices\.0"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_by_its_key(services: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(UpConfig, {"run_dir": "r", "services": services})
