@@ -22,7 +22,7 @@ class RouterConfig(ProcessConfig):
 
     default_pool: PoolConfig = PoolConfig()
     pools: dict[str, PoolConfig] = Field({}, description="Pools that differ from it, by name.")
-    max_pools: int = Field(64, ge=1)
+    max_pools: int = Field(64, ge=1, le=127)
     tick_seconds: float = Field(0.5, gt=0, description="Between looks for what has expired.")
     seed: int | None = Field(None, description="Of random ties; unset draws one.")
     proxy: ProxySettings = ProxySettings()

@@ -90,13 +90,20 @@ SETTLING = Reading(
 )
 CLIENTS = Reading("sluice_router_clients", "Clients that hold leases.", ("pool",))
 SESSIONS = Reading("sluice_router_sessions", "Sticky sessions.", ("pool",))
+_OF_POOLS = (LEASES, REFUSALS, RELEASES, EXPIRED_LEASES, ADOPTED_LEASES, DROPPED_LEASES)
 POOL_READINGS = (IMBALANCE, QUEUED, CLIENTS, SESSIONS, LOCAL, SETTLING)
 
 
 def open_pool(name: str) -> None:
     """Show a pool's counters from 0 on."""
-    for counter in (LEASES, REFUSALS, RELEASES, EXPIRED_LEASES, ADOPTED_LEASES, DROPPED_LEASES):
+    for counter in _OF_POOLS:
         show(counter, name)
+
+
+def close_pool(name: str) -> None:
+    """Show a pool's counters no more."""
+    for counter in _OF_POOLS:
+        counter.remove_by_labels({"pool": name})
 
 
 def count_grant(given: Sequence[Counter], grant: Grant) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -86,8 +87,9 @@ class RouterClock:
 class PoolRoom:
     """Joins a pool with the calls that wait for it. Every change ends in `notify_waiters`."""
 
-    def __init__(self, name: str, pool: Pool, clock: Callable[[], float]) -> None:
-        self.name, self.pool, self.clock = name, pool, clock
+    def __init__(self, name: str, pool: Pool, clock: Callable[[], float], number: int) -> None:
+        self.name, self.pool, self.clock, self.number = name, pool, clock, number
+        self.watchers = 0  # calls that watch it
         self._bound: dict[str, set[Callable[[], None]]] = {}  # to call, by client
         self.changed = asyncio.Event()  # set, and replaced, at the next change of the epoch
         self.watches = 0  # rises when all that watch the pool should begin anew
@@ -96,6 +98,12 @@ class PoolRoom:
         metrics.open_pool(name)
         self.releases = metrics.RELEASES.labels(name)
         self._given = [metrics.LEASES.labels(name, decision) for decision in metrics.DECISIONS]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody misses the pool where it is forgotten: it has no engine and no lease."""
+        leases = self.pool.tables.leases
+        return not (self.pool.engines() or leases.live_count or self.watchers)
 
     def notify_waiters(self) -> None:
         """Wake the calls that wait for what has just changed."""
@@ -148,7 +156,10 @@ class PoolRoom:
 
 
 class Pools:
-    """Keeps pools by name; one is made when it is first named."""
+    """Keeps pools by name; one is made when it is first named.
+
+    Where there are as many as may be, those that nobody uses are forgotten for new ones.
+    """
 
     def __init__(self, config: RouterConfig, clock: Callable[[], float] | None = None) -> None:
         if clock is None:
@@ -157,7 +168,6 @@ class Pools:
         self._config = config
         self._rooms: dict[str, PoolRoom] = {}
         self._seeds = np.random.SeedSequence(config.seed)
-        self._first_id = time.time_ns() >> _NANOSECOND_BITS << _ID_BITS
 
     def __iter__(self) -> Iterator[PoolRoom]:
         return iter(list(self._rooms.values()))
@@ -168,7 +178,11 @@ class Pools:
         room = self._rooms.get(name)
         if room is None:
             if len(self._rooms) >= self._config.max_pools:
-                raise TooManyPoolsError(f"{self._config.max_pools} pools exist", pool=name)
+                self._forget_idle()
+            if len(self._rooms) >= self._config.max_pools:
+                raise TooManyPoolsError(
+                    f"{self._config.max_pools} pools have engines, leases or callers", pool=name
+                )
             room = self._rooms[name] = self._create(name)
         return room
 
@@ -193,11 +207,20 @@ class Pools:
 
     def _create(self, name: str) -> PoolRoom:
         settings = self._config.pools.get(name, self._config.default_pool)
-        # Ids of different pools and of earlier processes never meet.
-        first_id = (len(self._rooms) << _POOL_BITS) + self._first_id + 1
+        taken = {room.number for room in self._rooms.values()}
+        number = next(number for number in itertools.count() if number not in taken)
+        # Ids of different pools, of forgotten ones and of earlier processes never meet.
+        now = time.time_ns() >> _NANOSECOND_BITS << _ID_BITS
         rng = np.random.default_rng(self._seeds.spawn(1)[0])
-        pool = Pool(settings, rng, first_lease_id=first_id)
-        return PoolRoom(name, pool, self.clock)
+        pool = Pool(settings, rng, first_lease_id=(number << _POOL_BITS) + now + 1)
+        return PoolRoom(name, pool, self.clock, number)
+
+    def _forget_idle(self) -> None:
+        for name, room in list(self._rooms.items()):
+            if room.is_idle:
+                del self._rooms[name]
+                metrics.close_pool(name)
+                logger.info("pool %s is forgotten: nobody used it", name)
 
     def expire(self) -> None:
         """End what is overdue in every pool, and log it."""

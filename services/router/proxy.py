@@ -96,7 +96,7 @@ class Proxy:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._running: dict[str, ProxiedRequest] = {}  # by request id, the latest that has it
         self._waiting: dict[tuple[str, int], asyncio.Future[None]] = {}  # by pool and lease
-        self._listened: set[str] = set()  # pools
+        self._listened: dict[str, PoolRoom] = {}
         self._listening = contextlib.ExitStack()
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
@@ -288,9 +288,9 @@ class Proxy:
 
     def _listen(self, room: PoolRoom) -> None:
         """Hand targets of this pool to the requests that wait for them, from now on."""
-        if room.name in self._listened:
+        if self._listened.get(room.name) is room:
             return
-        self._listened.add(room.name)
+        self._listened[room.name] = room
 
         def notify() -> None:
             for lease, _ in room.pool.collect(self._client):

@@ -261,12 +261,16 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             room.pool.greet(request.client_id, request.known_epoch, self._pools.clock())
             room.notify_waiters()
         watches, loop = room.watches, asyncio.get_running_loop()
-        while not room.closed and room.watches == watches:
-            changed, told = room.changed, loop.time()
-            yield self._news_of(room)
-            await changed.wait()  # for as long as the caller listens
-            if not room.closed and (left := told + NEWS_SECONDS - loop.time()) > 0:
-                await asyncio.sleep(left)
+        room.watchers += 1
+        try:
+            while not room.closed and room.watches == watches:
+                changed, told = room.changed, loop.time()
+                yield self._news_of(room)
+                await changed.wait()  # for as long as the caller listens
+                if not room.closed and (left := told + NEWS_SECONDS - loop.time()) > 0:
+                    await asyncio.sleep(left)
+        finally:
+            room.watchers -= 1
 
     async def AcquireLeases(
         self, request: pb.AcquireLeasesRequest, context: Any

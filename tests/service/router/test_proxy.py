@@ -12,7 +12,7 @@ from sluice.api.rollout.v1 import engine_service_pb2_grpc as pb_grpc
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.runtime.errors import RemoteError, typed_errors
 from tests.patience import PATIENCE
-from tests.service.router.conftest import Clock, eventually, new_id
+from tests.service.router.conftest import FOREVER, Clock, eventually, new_id, released
 
 
 def generate(count: int = 1) -> pb.GenerateRequest:
@@ -236,3 +236,46 @@ async def test_scores_pass_and_what_the_router_cannot_do_is_unimplemented(
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_WAIT), timeout=PATIENCE)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_pools_that_nobody_uses_are_forgotten_for_new_ones(start_router, start_engine):
+    clock = Clock()
+    router = await start_router(clock=clock)
+    engine, stub = await start_engine(), pb_grpc.EngineServiceStub(router.channel)
+
+    async def refusal(call) -> str:
+        with pytest.raises(RemoteError) as caught, typed_errors():
+            await call
+        return caught.value.reason
+
+    async def waits_and_is_served() -> int:
+        """A request that has to wait for the rank of a pool's only engine; its lease's id."""
+        await router.register("a", pool="p", address=engine.address, max_running_count=1)
+        lease = await router.acquire("c", 1, pool="p")
+        call = asyncio.ensure_future(
+            stub.Generate(generate(), metadata=[("x-sluice-pool", "p")], timeout=PATIENCE)
+        )
+        await eventually(lambda: router.process.pools.room("p").pool.waiting.count == 1)
+        await router.acquire("c", 0, pool="p", released=released([lease.first_lease_id]))
+        assert len((await call).completions) == 1
+        return lease.first_lease_id
+
+    first = await waits_and_is_served()
+    for number in range(100):  # more than there may be
+        assert await refusal(router.acquire("c", 1, pool=f"misspelt-{number}")) == "NO_ENGINE"
+    watch = router.stub.WatchEngines(router_pb.WatchEnginesRequest(pool="watched"))
+    assert not (await watch.read()).engines
+    ids = [first]
+    for number in range(62):
+        await router.register(f"engine-{number}", pool=f"pool-{number}")
+        ids.append((await router.acquire("c", 1, pool=f"pool-{number}")).first_lease_id)
+    assert len(set(ids)) == 63
+    assert await refusal(router.register("more", pool="more")) == "TOO_MANY_POOLS"
+    await router.register("b", pool="watched")
+    assert [engine.engine_id for engine in (await watch.read()).engines] == ["b"]
+    clock.now += 11 * FOREVER  # all are lost, and forgotten
+    await eventually(lambda: not router.process.pools.room("p").pool.engines())
+    await eventually(lambda: not router.process.pools.room("pool-61").pool.engines())
+    await router.register("more", pool="more")
+    assert await waits_and_is_served() not in ids
+    watch.cancel()
