@@ -23,7 +23,7 @@ from sluice.weights.errors import InvalidAdapterError
 
 Head = Literal["policy", "value"]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
-MAX_LEARNING_RATE = 100.0  # by about this AdamW moves every weight: above, none is left of it
+MAX_LEARNING_RATE = 1e5  # far above, what AdamW makes of weights is no float32
 MAX_WEIGHT_DECAY = 100.0
 MAX_GRAD_NORM = 1e18  # AdamW keeps squares of gradients, in float32: one that is infinite stays so
 MIN_GRAD_NORM = 1e-8

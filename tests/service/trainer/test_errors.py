@@ -264,7 +264,7 @@ async def test_settings_that_are_wrong_or_without_effect(client: TrainerClient) 
         request = pb.ComputeLogprobsRequest(batch=batch, model=1, temperature=temperature)
         error = await refusal(client.stub.ComputeLogprobs(request))
         assert_is(error, INVALID, "INVALID_FIELD", field="temperature")
-    for rate in (-1.0, 101.0, math.inf, math.nan):
+    for rate in (-1.0, 1e6, math.inf, math.nan):
         error = await refusal(client.step_optimizer(0, ["a"], learning_rate=rate))
         assert_is(error, INVALID, "INVALID_FIELD", field="learning_rate")
     request = pb.ForwardBackwardRequest(batch=batch, loss=loss_pb2.LossSpec(name="sft"))

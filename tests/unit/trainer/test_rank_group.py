@@ -222,7 +222,7 @@ async def test_a_trainer_is_not_ready_while_a_rank_is_silent(open_house: Any) ->
 
 async def test_a_rank_silent_for_too_long_is_lost(open_house: Any) -> None:
     # Alone: where the process is held up for so long, another rank would be lost before it.
-    house = await open_house(count=1, silent_seconds=0.3, lost_seconds=0.6)
+    house = await open_house(count=1, heartbeat_seconds=0.1, silent_seconds=0.3, lost_seconds=0.6)
     house.connect(0).beating.clear()
     await until(lambda: house.group.failure != "")
     found = re.fullmatch(r"rank 0 was silent for (\d+\.\d) s", house.group.failure)

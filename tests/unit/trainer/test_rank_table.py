@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from services.trainer.rank.table import RowTable, add_advantages, report_scores
+from sluice.algo.advantages import InvalidAdvantageError
 from sluice.algo.spec import AdvantageSpec
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.wire import advantage_to_proto, blob_to_proto
@@ -81,16 +82,20 @@ def test_columns_that_were_set_come_back(table: RowTable, blobs: BlobStore) -> N
         table.rows("b")
 
 
-def test_rows_of_zero_advantage_are_reported_and_nan_is_not_zero(table: RowTable) -> None:
+def test_rows_of_zero_advantage_are_reported_and_nan_is_none(table: RowTable) -> None:
     rows = table.rows("b")
     spec = AdvantageSpec(name="provided")
     command = pb.AdvantagesCommand(batch_id="b", advantage=advantage_to_proto(spec))
-    for values, silent in (([0.0, 5.0, 0.0], [4, 6]), ([torch.nan, 0.0, 0.0], [4])):
-        rows[4].columns["advantages"] = torch.zeros(2)
-        rows[6].columns["advantages"] = torch.tensor(values)  # the second token is masked
+    rows[4].columns["advantages"] = torch.zeros(2)
+    # the second token of the other row is masked
+    for values, silent in (([0.0, torch.nan, 0.0], [4, 6]), ([2.0, 5.0, 0.0], [4])):
+        rows[6].columns["advantages"] = torch.tensor(values)
         result = pb.CommandResult()
         add_advantages(rows, spec, command, result)
         assert list(result.advantages.silent_rows) == silent
+    rows[6].columns["advantages"] = torch.tensor([torch.nan, 0.0, 0.0])
+    with pytest.raises(InvalidAdvantageError, match="advantage of nan"):
+        add_advantages(rows, spec, command, pb.CommandResult())
 
 
 def test_whitening_asks_for_moments_first_and_uses_those_of_all_ranks(table: RowTable) -> None:

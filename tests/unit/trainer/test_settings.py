@@ -54,7 +54,7 @@ def test_linear_and_cosine_fall_to_the_minimum_and_stay() -> None:
         ({"optim": {"decay_steps": 10}}, "decay_steps"),
         ({"optim": {"schedule": "linear", "warmup_steps": 5, "decay_steps": 5}}, "decay_steps"),
         ({"optim": {"lr": 1.0}}, "optim.lr"),
-        ({"optim": {"learning_rate": 101.0}}, "optim.learning_rate"),
+        ({"optim": {"learning_rate": 1e6}}, "optim.learning_rate"),
         ({"optim": {"weight_decay": 1e30}}, "optim.weight_decay"),
         ({"optim": {"learning_rate": 0.5, "weight_decay": 3.0}}, "learning_rate x weight_decay"),
         ({"optim": {"epsilon": 1e-46}}, "optim.epsilon"),  # nought as a float32
