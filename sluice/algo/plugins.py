@@ -125,7 +125,7 @@ class PluginSettings(AlgorithmSettings):
 
 def _check_size(value: Any) -> Any:
     if isinstance(value, int | float) and abs(value) > LARGEST_NUMBER:
-        raise ValueError(f"is {value:g}, beyond {LARGEST_NUMBER:g}")
+        raise ValueError(f"is beyond {LARGEST_NUMBER:g}")
     return value
 
 

@@ -11,7 +11,7 @@ from sluice.algo.advantages import AdvantageRow, compute_advantages
 from sluice.algo.aggregation import weigh_samples
 from sluice.algo.logprobs import token_logprobs
 from sluice.algo.losses import LossInputs, compute_loss
-from sluice.algo.plugins import SHIPPED, PluginSettingError, build, find
+from sluice.algo.plugins import SHIPPED, PluginSettingError, PluginSettings, build, find
 from sluice.algo.spec import AdvantageSpec, Aggregation, ImportanceSpec, LossSpec, OverlongSpec
 from sluice.samples.sample import top_columns
 from tests.unit.algo.loss_inputs import COLUMNS
@@ -332,6 +332,15 @@ def test_a_number_that_leaves_nothing_of_float32_is_refused_by_name(kind, name, 
 def test_a_number_that_float32_has_not_is_refused_by_name(spec, named):
     with pytest.raises(ValidationError, match=named):
         spec()
+
+
+def test_a_whole_number_beyond_any_float_is_refused_by_name():
+    class Counted(PluginSettings):
+        count: int
+
+    with pytest.raises(ValidationError, match=r"count\n.*beyond 1e\+30"):
+        Counted(count=10**400)
+    assert Counted(count=10**30).count == 10**30
 
 
 def test_distillation_without_its_teacher_is_refused():
