@@ -23,6 +23,8 @@ ENV_PREFIX = "SLUICE_"
 RESERVED_ENV = frozenset(
     {"SLUICE_DEVICE", "SLUICE_FAULT", "SLUICE_FUSED_OPS", "SLUICE_SIDE_STREAMS"}
 )
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+PLAIN_NAME_RULE = "a name has letters, digits, '_', '.' and '-', none of the last two first"
 
 
 class ConfigError(ValueError):

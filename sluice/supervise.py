@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import os
-import re
 import resource
 import signal
 import socket
@@ -29,7 +28,14 @@ from pydantic import Field, field_validator, model_validator
 
 from sluice import faults, platform
 from sluice.client import Client, RouterClient, TrainerClient
-from sluice.config import RESERVED_ENV, Config, ConfigError, ProcessConfig
+from sluice.config import (
+    PLAIN_NAME,
+    PLAIN_NAME_RULE,
+    RESERVED_ENV,
+    Config,
+    ConfigError,
+    ProcessConfig,
+)
 from sluice.durable import DirectoryError, owned, replace_file
 from sluice.loop.training import active_trainer
 from sluice.place import Place, StorePlace, place_of
@@ -60,7 +66,6 @@ DOWN_SECONDS = 600.0  # for all services of a directory to end
 LONGEST_PATH = 4096
 MAX_NODES = 1024  # of an engine
 MAX_REPLICAS = 65_536
-SERVICE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")  # also of files in run_dir
 NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 LASTING_SECONDS = 30.0  # a process that served for so long is not failing in a row
 
@@ -193,11 +198,8 @@ class UpConfig(ProcessConfig):
     @classmethod
     def _names_are_plain(cls, services: dict[str, ServiceEntry]) -> dict[str, ServiceEntry]:
         for name in services:
-            if not SERVICE_NAME.fullmatch(name):
-                raise ValueError(
-                    f"{name[:80]!r}: a name has letters, digits, '_', '.' and '-', none of the "
-                    "last two first"
-                )
+            if not PLAIN_NAME.fullmatch(name):  # files in run_dir have it too
+                raise ValueError(f"{name[:80]!r}: {PLAIN_NAME_RULE}")
         return services
 
 

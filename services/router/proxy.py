@@ -96,8 +96,6 @@ class Proxy:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._running: dict[str, ProxiedRequest] = {}  # by request id, the latest that has it
         self._waiting: dict[tuple[str, int], asyncio.Future[None]] = {}  # by pool and lease
-        self._listened: dict[str, PoolRoom] = {}
-        self._listening = contextlib.ExitStack()
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         handlers = {
@@ -124,7 +122,6 @@ class Proxy:
             room.pool.heartbeat(self._client, self._pools.clock())
 
     async def close(self) -> None:
-        self._listening.close()
         for channel in self._channels.values():
             await channel.close()
 
@@ -288,9 +285,8 @@ class Proxy:
 
     def _listen(self, room: PoolRoom) -> None:
         """Hand targets of this pool to the requests that wait for them, from now on."""
-        if self._listened.get(room.name) is room:
+        if room.hears(self._client):
             return
-        self._listened[room.name] = room
 
         def notify() -> None:
             for lease, _ in room.pool.collect(self._client):
@@ -302,7 +298,7 @@ class Proxy:
                     if name == room.name and not bound.done():
                         bound.set_exception(RouterDrainingError("the router stops"))
 
-        self._listening.enter_context(room.listening(self._client, notify))
+        room.listen(self._client, notify)
 
     def _start(self, proxied: ProxiedRequest, request: pb.GenerateRequest) -> None:
         """Send the request to the rank of its leases; Abort finds it until they are released."""

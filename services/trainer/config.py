@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from services.trainer.backends.fsdp.config import FsdpConfig
 from services.trainer.backends.megatron.config import MegatronConfig
 from sluice.balance.planner import OversizePolicy
-from sluice.config import Config, ProcessConfig
+from sluice.config import PLAIN_NAME, Config, ProcessConfig
 from sluice.operations import OperationsConfig
 from sluice.place import Place, StoreCacheConfig, StorePlace, directory_of, within
 from sluice.runtime.server import LAST_PORT, ServerConfig
@@ -260,7 +260,7 @@ class TrainerConfig(ProcessConfig):
     store: StorePlace
     store_cache: StoreCacheConfig = StoreCacheConfig()
     weights: str = ""
-    name: str = Field("trainer", pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")
+    name: str = Field("trainer", pattern=f"^{PLAIN_NAME.pattern}$")
     reference_model: str | None = None
     backend: Literal["reference", "fsdp", "megatron"] = "reference"
     head: Head = Field("policy", description="Logits, or one value a token: a critic.")

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from sluice.algo.spec import AdvantageSpec, LossSpec, known_columns
-from sluice.config import Config, ProcessConfig
+from sluice.config import PLAIN_NAME, PLAIN_NAME_RULE, Config, ProcessConfig
 from sluice.loop.trackers import TrackersConfig
 from sluice.place import Place, StoreCacheConfig, StorePlace
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import ServerConfig
 from sluice.samples.sample import MOST_TEMPERATURE, TEMPERATURES, is_temperature
-
-PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-PLAIN_NAME_RULE = "a name has letters, digits, '_', '.' and '-', none of the last two first"
-
 
 LARGEST_COUNT = 2**31  # and above, of what a call can say
 LARGEST_STALENESS = 10_000  # steps; more groups than that many steps have are no run's
