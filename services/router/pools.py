@@ -142,18 +142,18 @@ class PoolRoom:
         metrics.count_grant(self._given, grant)
         return grant
 
-    def hears(self, client: str) -> bool:
+    def tells(self, client: str) -> bool:
         """Whether the client is told."""
         return client in self._bound
 
-    def listen(self, client: str, notify: Callable[[], None]) -> None:
+    def tell(self, client: str, notify: Callable[[], None]) -> None:
         """As `listening`, for as long as there is the pool."""
         self._bound.setdefault(client, set()).add(notify)
 
     @contextmanager
     def listening(self, client: str, notify: Callable[[], None]) -> Iterator[None]:
         """Calls `notify` when a waiting lease of the client got a target, or the pool closes."""
-        self.listen(client, notify)
+        self.tell(client, notify)
         listeners = self._bound[client]
         try:
             yield

@@ -269,7 +269,7 @@ class Proxy:
             raise RouterDrainingError("the router stops")
         key = (proxied.room.name, int(proxied.leases[0]))
         seconds = min(seconds, self._settings.wait_seconds)
-        self._listen(proxied.room)
+        self._follow(proxied.room)
         bound = self._waiting[key] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(seconds):
@@ -283,9 +283,9 @@ class Proxy:
         finally:
             del self._waiting[key]
 
-    def _listen(self, room: PoolRoom) -> None:
+    def _follow(self, room: PoolRoom) -> None:
         """Hand targets of this pool to the requests that wait for them, from now on."""
-        if room.hears(self._client):
+        if room.tells(self._client):
             return
 
         def notify() -> None:
@@ -298,7 +298,7 @@ class Proxy:
                     if name == room.name and not bound.done():
                         bound.set_exception(RouterDrainingError("the router stops"))
 
-        room.listen(self._client, notify)
+        room.tell(self._client, notify)
 
     def _start(self, proxied: ProxiedRequest, request: pb.GenerateRequest) -> None:
         """Send the request to the rank of its leases; Abort finds it until they are released."""
