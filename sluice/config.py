@@ -23,6 +23,7 @@ ENV_PREFIX = "SLUICE_"
 RESERVED_ENV = frozenset(
     {"SLUICE_DEVICE", "SLUICE_FAULT", "SLUICE_FUSED_OPS", "SLUICE_SIDE_STREAMS"}
 )
+MAX_CONFIG_BYTES = 16 << 20  # somebody meant another file
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 PLAIN_NAME_RULE = "a name has letters, digits, '_', '.' and '-', none of the last two first"
 
@@ -162,7 +163,11 @@ class _YamlLoader(yaml.SafeLoader):
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """A YAML mapping. Raises ConfigError for a file that cannot be read, bad YAML or no mapping."""
     try:
-        values = yaml.load(Path(path).read_text(), _YamlLoader)
+        with open(path, "rb") as file:
+            data = file.read(MAX_CONFIG_BYTES + 1)
+        if len(data) > MAX_CONFIG_BYTES:
+            raise ConfigError(f"config file {path}: holds more than {MAX_CONFIG_BYTES} bytes")
+        values = yaml.load(data.decode(), _YamlLoader)
     except FileNotFoundError:
         raise ConfigError(f"config file {path} does not exist") from None
     except OSError as error:

@@ -17,7 +17,7 @@ from sluice.config import PLAIN_NAME, Config, ProcessConfig
 from sluice.operations import OperationsConfig
 from sluice.place import Place, StoreCacheConfig, StorePlace, directory_of, within
 from sluice.runtime.server import LAST_PORT, ServerConfig
-from sluice.weights.adapter import DEFAULT_TARGETS, MAX_ALPHA, MAX_RANK, AdapterSpec
+from sluice.weights.adapter import DEFAULT_TARGETS, MAX_ALPHA, MAX_RANK, MIN_ALPHA, AdapterSpec
 from sluice.weights.convert.options import ScaleFormat
 from sluice.weights.errors import InvalidAdapterError
 
@@ -124,7 +124,7 @@ class LoraConfig(Config):
     """
 
     rank: int = Field(ge=1, le=MAX_RANK)
-    alpha: float | None = Field(None, gt=0, le=MAX_ALPHA)
+    alpha: float | None = Field(None, ge=MIN_ALPHA, le=MAX_ALPHA)
     targets: tuple[str, ...] = DEFAULT_TARGETS
     start: str | None = Field(None, min_length=1, description="None begins adapters at zero.")
     max_adapters: int = Field(64, ge=0, description="By CreateAdapter; then ADAPTER_LIMIT.")
@@ -244,6 +244,15 @@ class TransferConfig(Config):
     attempts: int = Field(2, ge=1)
     max_engines: int = Field(4096, ge=1)
 
+    @model_validator(mode="after")
+    def _check_enabled(self) -> Self:
+        if self.enabled:
+            return self
+        for name, field in type(self).model_fields.items():
+            if getattr(self, name) != field.default:
+                raise ValueError(f"{name} has no effect without enabled")
+        return self
+
 
 class TrainerConfig(ProcessConfig):
     """A trainer process.
@@ -308,6 +317,12 @@ class TrainerConfig(ProcessConfig):
     fsdp: FsdpConfig = FsdpConfig()
     megatron: MegatronConfig = MegatronConfig()
     server: ServerConfig = ServerConfig()
+
+    @property
+    def highest_rate(self) -> float:
+        """Above, a step takes more of some part's weights by decay than there is of them."""
+        scales = self.vision.scales(self.optim.learning_rate)
+        return self.optim.highest_rate / max(scales.values())
 
     @property
     def controller_name(self) -> str:
@@ -429,9 +444,17 @@ class TrainerConfig(ProcessConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_vision_rates(self) -> Self:
+        for part in ("tower", "projector"):
+            if (getattr(self.vision, f"{part}_learning_rate") or 0) > self.optim.highest_rate:
+                raise ValueError(
+                    f"vision.{part}_learning_rate x optim.weight_decay is above 1, all there is of "
+                    "a weight"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_medium(self) -> Self:
-        if self.transfer.medium == "handles" and not self.transfer.enabled:
-            raise ValueError("transfer.medium has no effect without transfer.enabled")
         if self.transfer.medium == "handles" and self.transfer.host:
             raise ValueError("transfer.host has no effect with medium handles: all are of one host")
         return self
@@ -440,8 +463,6 @@ class TrainerConfig(ProcessConfig):
     def _check_write_behind(self) -> Self:
         if not self.transfer.write_behind:
             return self
-        if not self.transfer.enabled:
-            raise ValueError("transfer.write_behind has no effect without transfer.enabled")
         if self.publish.delta:
             raise ValueError(
                 "transfer.write_behind is not for publish.delta: what a delta is against may be "

@@ -318,7 +318,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self, request: pb.StepOptimizerRequest, context: grpc.aio.ServicerContext
     ) -> pb.StepOptimizerResponse:
         rate = request.learning_rate if request.HasField("learning_rate") else None
-        highest = self._trainer.config.optim.highest_rate
+        highest = self._trainer.config.highest_rate
         if rate is not None and not 0 <= rate <= highest:
             raise InvalidFieldError("learning_rate", f"must be from 0 to {highest:g}, got {rate}")
 

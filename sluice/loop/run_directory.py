@@ -113,7 +113,14 @@ def _read(path: Path) -> RunCheckpoint | str:
         if document.pop("format", FORMAT) != FORMAT:
             raise RunDirectoryError(f"{path}: was written by a newer release of Sluice")
         return RunCheckpoint(**document)
-    except (ValueError, KeyError, TypeError, AttributeError, FileDigestError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        FileDigestError,
+    ) as error:
         return f"{type(error).__name__}: {error}"
 
 

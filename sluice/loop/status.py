@@ -232,7 +232,7 @@ def _json(path: Path) -> dict[str, Any]:
     """Empty where it is not there, or no object."""
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -31,7 +31,7 @@ from sluice.router_client.lease_book import (
 )
 from sluice.router_client.lease_stream import LeaseStream, StreamRefusedError
 from sluice.runtime.errors import RemoteError, typed_errors
-from sluice.runtime.idempotency import cancel_all, has_failed
+from sluice.runtime.idempotency import cancel_all
 from sluice.runtime.recovery import Backoff, is_passing
 from sluice.runtime.wire import duration_of, seconds_of
 
@@ -136,7 +136,7 @@ class _Ask:
     def futures(self) -> list[asyncio.Future[Any]]:
         return [self.taken, *(ticket.future for ticket in self.tickets)]
 
-    def fail(self, error: RemoteError) -> None:
+    def fail(self, error: BaseException) -> None:
         """Tell the caller, whichever of the futures it waits for."""
         for future in self.futures:
             if not future.done():
@@ -308,9 +308,12 @@ class LeaseClient:
 
     def _settle(self, task: asyncio.Task[None]) -> None:
         asks = self._submits.pop(task)
-        if has_failed(task):
-            for ask in asks:
+        error = None if task.cancelled() else task.exception()
+        for ask in asks:
+            if task.cancelled():
                 ask.give_up()
+            elif error is not None:  # a bug, which is the callers' to show
+                ask.fail(error)
 
     async def _submit_all(self, asks: list[_Ask]) -> None:
         """Ask for all at once; where that is refused, for each caller alone.

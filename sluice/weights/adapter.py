@@ -33,6 +33,7 @@ DEFAULT_TARGETS = (
     "v_proj",
 )
 MAX_RANK = 1 << 16
+MIN_ALPHA = 1e-6  # below it an adapter says next to nothing, and learns by rounding
 MAX_ALPHA = 1e6  # times a sum of float32 numbers it has to stay one
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TAKEN = ("base", "policy")  # what engines call the base, and the adapter of a trainer of one
@@ -76,7 +77,7 @@ class AdapterSpec:
         if type(self.rank) is not int or not 1 <= self.rank <= MAX_RANK:
             raise InvalidAdapterError(f"the rank of an adapter is {_shown(self.rank)}")
         is_number = type(self.alpha) in (int, float)
-        if not (is_number and 0 < self.alpha <= MAX_ALPHA):
+        if not (is_number and MIN_ALPHA <= self.alpha <= MAX_ALPHA):
             raise InvalidAdapterError(f"alpha of an adapter is {_shown(self.alpha)}")
         bad = [name for name in self.targets if not _is_leaf(name)]
         if bad or not self.targets or len(set(self.targets)) < len(self.targets):

@@ -73,6 +73,7 @@ def test_help_is_no_error_and_names_every_command(sluice):
         (["train", "run.yaml", "--services", "empty.json"], "no trainer"),
         (["up", "."], "Is a directory"),
         (["up", "binary.yaml"], "not valid YAML"),
+        (["up", "/dev/zero"], "config file /dev/zero: holds more than"),
         (["up", "up.yaml"], "services.a.kind"),
         (["up", "router.yaml", "--on", "mars"], "neither local nor ray"),
         (["up", "router.yaml", "--on"], "--on needs a value"),

@@ -226,3 +226,19 @@ def test_a_model_of_text_has_no_such_parts(tmp_path: Path) -> None:
     assert config(text, {}).vision.frozen_tower is False
     with pytest.raises(ConfigError, match="text only"):
         config(text, {"frozen_tower": True})
+
+
+def test_no_part_loses_more_by_decay_than_there_is_of_it(qwen3_vl: Model) -> None:
+    values = {"model": str(qwen3_vl.directory), "store": "/tmp"}
+    optim = {"learning_rate": 1e-3, "weight_decay": 0.5}
+    highest = {"tower_learning_rate": 2.0}
+    assert parse_config(TrainerConfig, {**values, "optim": optim, "vision": highest})
+    with pytest.raises(ConfigError, match=r"tower_learning_rate x optim\.weight_decay"):
+        parse_config(
+            TrainerConfig, {**values, "optim": optim, "vision": {"tower_learning_rate": 2.01}}
+        )
+    # A step that is given another rate moves the parts with rates of their own in proportion.
+    own = {"projector_learning_rate": 1e-2}
+    held = parse_config(TrainerConfig, {**values, "optim": optim, "vision": own})
+    assert held.highest_rate == pytest.approx(0.2)
+    assert parse_config(TrainerConfig, {**values, "optim": optim}).highest_rate == 2.0

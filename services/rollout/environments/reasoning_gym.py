@@ -35,7 +35,7 @@ class ReasoningGymSettings(Config):
     seed: int = 0
     config: Mapping[str, Any] = Field(default_factory=dict)
     system_prompt: str = ""
-    shots: int = Field(0, ge=0)  # solved tasks shown before the question
+    shots: int = Field(0, ge=0, le=1000)  # solved tasks shown before the question
     examples: tuple[tuple[str, str], ...] = ()  # (question, answer) shown before the shots
     answer_tag: str = ""  # e.g. `answer`: the last <answer>...</answer> counts
     partial_credit: bool = False  # the library's own score

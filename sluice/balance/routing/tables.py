@@ -148,8 +148,15 @@ class Tables:
     def _adopt(
         self, row: ClientRow, claims: LeaseClaims, indices: IntArray, now: float
     ) -> IntArray:
-        """Charge leases that another router, or this one before an expiry, had granted."""
-        leases = self.leases
+        """Charge leases that another router, or this one before an expiry, had granted.
+
+        No more than may be out: the rest are unknown, like those of an engine that is gone.
+        """
+        leases, config = self.leases, self.config
+        room = min(
+            config.max_leases - leases.live_count,
+            config.max_leases_per_client - leases.count_of(row.slot),
+        )
         chosen: dict[int, tuple[int, int]] = {}  # id -> (index, target)
         for index in indices.tolist():
             lease, rank = int(claims.ids[index]), int(claims.ranks[index])
@@ -159,6 +166,8 @@ class Tables:
             engine = self.targets.find(claims.names[int(claims.engines[index])])
             if engine is None or rank >= engine.spec.dp_size or leases.client_of(lease) != NOBODY:
                 continue
+            if len(chosen) >= room and lease not in chosen:
+                break
             chosen[lease] = (index, engine.first + rank)
         targets = np.asarray([target for _, target in chosen.values()], dtype=np.int64)
         leases.adopt(row.slot, np.asarray(list(chosen), dtype=np.int64), targets)

@@ -91,7 +91,7 @@ async def test_engines_take_what_the_store_has_and_go_on_without_one_that_dies(
 @pytest.mark.parametrize(
     ("transfer", "what"),
     [
-        ({"medium": "handles"}, "no effect without transfer.enabled"),
+        ({"medium": "handles"}, "transfer: medium has no effect without enabled"),
         ({**BY_HANDLES, "host": "10.0.0.1"}, "transfer.host has no effect"),
         ({**BY_HANDLES, "medium": "pigeons"}, "medium"),
     ],

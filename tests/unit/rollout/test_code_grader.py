@@ -157,6 +157,11 @@ def test_inputs_after_the_end_of_the_time_are_not_passed() -> None:
     assert (found.reward, found.scores["timed_out"]) == (1 / 20, 1)
 
 
+def test_a_tolerance_below_nought_is_never_met_and_fails_no_group() -> None:
+    (found,) = graded("import math\nassert math.isclose(f(), 1, abs_tol=-1)", "def f(): return 1")
+    assert found.reward == 0
+
+
 @pytest.mark.parametrize(
     "tests",
     [
@@ -164,6 +169,7 @@ def test_inputs_after_the_end_of_the_time_are_not_passed() -> None:
         "assert x", "[]", "[1]", '[{"input": "1"}]', '[{"input": "1", "output": 2}]',
         '[{"input": "1", "output": "2", "more": 1}]', "[" * 100_000, "(" * 5000, "a\0b",
         "assert math.isclose(f(), g())\nassert f() in (1, 2)",
+        f"assert f(1) == {'9' * 400} + 1j",
     ],
 )  # fmt: skip
 def test_tests_that_cannot_be_judged_are_refused_before_anything_is_sampled(tests: str) -> None:

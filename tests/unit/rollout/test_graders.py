@@ -66,6 +66,37 @@ def test_the_last_closed_box_counts(text: str, found: str) -> None:
     assert last_boxed(text) == found
 
 
+@given(st.lists(st.sampled_from(["{", "}", "\\boxed{", "1"]), max_size=14))
+def test_the_last_closed_box_is_found_as_by_trying_every_start(parts: list[str]) -> None:
+    text, found = "".join(parts), ""
+    for start in range(len(text)):
+        if text.startswith("\\boxed{", start):
+            inner = text[start + 7 :]
+            for end in (index for index, brace in enumerate(inner) if brace == "}"):
+                if inner[:end].count("{") == inner[:end].count("}"):
+                    found = inner[:end]
+                    break
+    assert last_boxed(text) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "values"),
+    [
+        ("exact_match", "\\boxed{" * 100_000, {"boxed": True}),
+        ("exact_match", "\\boxed{" * 100_000 + "}", {"boxed": True}),
+        ("exact_match", "<answer>" * 100_000, {"answer_tag": "answer"}),
+        ("choice", "answer" + " !" * 400_000, {}),
+        ("choice", "the answer is" + "。" * 800_000, {}),
+        ("choice", "answer option " * 100_000, {}),
+    ],
+)
+def test_a_model_that_repeats_itself_takes_no_more_than_it_wrote(
+    name: str, text: str, values: dict[str, Any]
+) -> None:
+    """An hour, where every start was tried to the end."""
+    assert graded(name, "B", [text], **values) == [0]
+
+
 def test_f1_is_word_overlap_with_the_best_answer() -> None:
     texts = ["The Eiffel Tower!", "tower", "an apple", "", "the tower of London"]
     found = graded("f1", "Eiffel tower", texts)

@@ -317,6 +317,27 @@ def test_leases_picked_locally_are_counted_apart():
     assert pool.tables.leases.local_count == 0
 
 
+@pytest.mark.parametrize("limits", [{"max_leases_per_client": 3}, {"max_leases": 3}], ids=str)
+def test_a_client_that_returns_holds_no_more_than_it_may(limits: dict[str, int]):
+    pool = Pool(CONFIG.model_copy(update=limits), np.random.default_rng(0), first_lease_id=SPAN)
+    pool.register(EngineSpec(name="e0"), 0.0)
+
+    def renewed(*held: int):
+        claims = LeaseClaims(
+            ids=ids(*held),
+            names=["e0"],
+            engines=np.zeros(len(held), int),
+            ranks=np.zeros(len(held), int),
+        )
+        return pool.renew("c", claims, 1.0, known_epoch=5)
+
+    first = renewed(-9, -8, -7, -6, -5)
+    assert (first.adopted_count, sorted(first.unknown.tolist())) == (3, [-6, -5])
+    again = renewed(-9, -8, -7, -4)  # what is charged already takes no more room
+    assert (again.adopted_count, again.unknown.tolist()) == (0, [-4])
+    assert pool.engines()[0].lease_counts == (3,)
+
+
 def test_a_router_that_was_stopped_grants_nothing_until_it_knows_what_was_picked_meanwhile() -> (
     None
 ):

@@ -196,7 +196,7 @@ def read_tests(answers: Sequence[str]) -> ValueTests | OutputTests:
             wanted.append(value)
     except TaskError:
         raise
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
         raise TaskError("row.answer", f"is no Python: {error}") from None
     if not wanted:
         raise TaskError("row.answer", "has no assertion")
@@ -261,7 +261,7 @@ def _closeness(call: ast.Call) -> tuple[str, Wanted] | None:
         return None
     for question, value in (call.args, call.args[::-1]):
         literal = _literal(value)
-        if _is_real(literal) and all(map(_is_real, tolerances.values())):
+        if _is_real(literal) and all(_is_real(one) and one >= 0 for one in tolerances.values()):
             return ast.unparse(question), Wanted(literal, partial(_is_close, tolerances))
     return None
 

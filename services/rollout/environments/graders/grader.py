@@ -6,6 +6,7 @@ They are chosen by name; another name is a user's function `package.module:name`
 from __future__ import annotations
 
 import inspect
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -24,6 +25,8 @@ from services.rollout.environments.environment import (
 from services.rollout.environments.registry import load, load_function, parse_settings
 from sluice.config import Config
 
+_BOXED = "\\boxed{"
+_BRACES = re.compile(r"[{}]")
 _HERE = "services.rollout.environments.graders"
 GRADERS = {  # nothing heavy is imported until chosen
     "exact_match": f"{_HERE}.texts:ExactMatch",
@@ -103,15 +106,15 @@ def last_tagged(text: str, tag: str) -> str:
 
 def last_boxed(text: str) -> str:
     """Returns what stands in the last closed \\boxed{...}, whose braces may nest, or ""."""
-    end = len(text)
-    while (start := text.rfind("\\boxed{", 0, end)) >= 0:
-        depth = 0
-        for index in range(start + len("\\boxed"), len(text)):
-            depth += (text[index] == "{") - (text[index] == "}")
-            if not depth:
-                return text[start + len("\\boxed{") : index]
-        end = start
-    return ""
+    found, opened = (0, 0), list[int]()
+    for brace in _BRACES.finditer(text):
+        if brace[0] != "}":
+            opened.append(brace.end())
+        elif opened:
+            start = opened.pop()
+            if text.endswith(_BOXED, 0, start):
+                found = max(found, (start, brace.start()))
+    return text[slice(*found)]
 
 
 class UserFunction(Grader):

@@ -79,9 +79,10 @@ class Choice(Grader):
     def __init__(self, settings: ChoiceSettings, tokenizer: TextTokenizer | None = None) -> None:
         super().__init__(settings)
         letters = settings.letters
-        self._stated = re.compile(
-            rf"(?:answer|choice|option)\b[^A-Za-z0-9\n]*(?:(?:is|was)\b[^A-Za-z0-9\n]*)?"
-            rf"(?:option|choice)?[^A-Za-z0-9\n]*([{letters}])(?![A-Za-z0-9])",
+        between = r"[^A-Za-z0-9\n]*"
+        self._stated = re.compile(  # no two parts that match the same: time is linear
+            rf"(?:answer|choice|option)\b{between}(?:(?:is|was)\b{between})?"
+            rf"(?:(?:option|choice){between})?([{letters}])(?![A-Za-z0-9])",
             re.IGNORECASE,
         )
         self._alone = re.compile(rf"(?<![A-Za-z0-9'])([{letters}])(?![A-Za-z0-9'])")
