@@ -184,9 +184,7 @@ class ImageRules:
 
         Raises InvalidImageError for any other.
         """
-        image, grid = self._open_prepared(png)
-        with _naming_broken():
-            image.load()
+        _, grid = self._load_prepared(png)
         return grid
 
     def patches(self, png: bytes | memoryview) -> tuple[np.ndarray, tuple[int, int, int]]:
@@ -196,9 +194,8 @@ class ImageRules:
         become one token are neighbours. Raises InvalidImageError for an image that has not been
         prepared by these rules.
         """
-        image, grid = self._open_prepared(png)
-        with _naming_broken():
-            pixels = np.asarray(image)
+        image, grid = self._load_prepared(png)
+        pixels = np.asarray(image)
         # As transformers computes it, to the last bit.
         values = (pixels.astype(np.float64) * self.rescale).astype(np.float32)
         values -= np.array(self.mean, np.float32)
@@ -209,18 +206,20 @@ class ImageRules:
         blocks = np.repeat(blocks[..., None, :, :], self.temporal_patch_size, axis=-3)
         return np.ascontiguousarray(blocks.reshape(math.prod(grid), -1)), grid
 
-    def _open_prepared(self, png: bytes | memoryview) -> tuple[Image.Image, tuple[int, int, int]]:
-        """Returns an image whose header alone has been read, and its grid."""
+    def _load_prepared(self, png: bytes | memoryview) -> tuple[Image.Image, tuple[int, int, int]]:
+        """Returns an image and its grid."""
         limits = ImageLimits(max_pixels=max(self.max_pixels, self.factor**2))
         image = _open(png, limits, formats=("PNG",))
         size = image.height, image.width
-        if self.resized(*size) != size or image.mode != "RGB" or "exif" in image.info:
-            raise InvalidImageError(
-                "IMAGE_NOT_PREPARED",
-                f"an image of {image.width} x {image.height} pixels, mode {image.mode}, is not "
-                "one that the model's own processor has resized",
-            )
-        return image, self._grid(*size)
+        if self.resized(*size) == size and image.mode == "RGB":
+            _load(image, limits)
+            if "exif" not in image.info:
+                return image, self._grid(*size)
+        raise InvalidImageError(
+            "IMAGE_NOT_PREPARED",
+            f"an image of {image.width} x {image.height} pixels, mode {image.mode}, is not "
+            "one that the model's own processor has resized",
+        )
 
     def _grid(self, height: int, width: int) -> tuple[int, int, int]:
         return 1, height // self.patch_size, width // self.patch_size
@@ -281,8 +280,8 @@ def _three(document: Mapping[str, Any], name: str, default: tuple[float, ...]) -
 def _decode(data: bytes | memoryview, limits: ImageLimits) -> Image.Image:
     """RGB, upright. Raises InvalidImageError."""
     image = _open(data, limits)
+    _load(image, limits)
     with _naming_broken():
-        image.load()
         return ImageOps.exif_transpose(image).convert("RGB")
 
 
@@ -298,6 +297,13 @@ def _open(
         image = Image.open(io.BytesIO(data), formats=formats)
         _check(image, limits)
     return image
+
+
+def _load(image: Image.Image, limits: ImageLimits) -> None:
+    """Raises InvalidImageError."""
+    with _naming_broken():
+        image.load()
+        _check(image, limits)  # chunks behind the pixels may say more
 
 
 @contextmanager

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from sluice.config import ConfigError
 from sluice.samples.chat_template import ChatTemplate, NoChatTemplateError
 
 THREAD_SIZE = 4000  # characters or tokens: a millisecond's work of the tokenizer
+_BROKEN = "\ufffd"  # stands for bytes that are no character, or not yet
+_OPEN_TOKENS = 8  # whose text is waited for: a character has four bytes at most
 
 T = TypeVar("T")
 
@@ -92,15 +93,40 @@ class TextTokenizer:
         )
         return texts
 
-    def decoder(self, *, special: bool) -> Callable[[int], str | None]:
+    def decoder(self, *, special: bool) -> Callable[[int], str]:
         """Takes tokens one by one; answers text as soon as its bytes are whole."""
-        stream = DecodeStream(skip_special_tokens=not special)
-        return partial(stream.step, self._tokenizer)
+        return _Decoder(partial(self._tokenizer.decode, skip_special_tokens=not special)).add
 
     def _id(self, name: str) -> int | None:
         token = self._special.get(name)
         token_id: int | None = None if token is None else self._tokenizer.token_to_id(token)
         return token_id
+
+
+class _Decoder:
+    """Decodes tokens one by one, each with those whose text came last and it may depend on.
+
+    A token takes the same time however many bytes came that never become a character.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._before = list[int]()
+        self._told = ""  # text of those before
+        self._open = list[int]()
+
+    def add(self, token_id: int) -> str:
+        self._open.append(token_id)
+        text = self._decode([*self._before, *self._open])
+        is_cut = text.endswith(_BROKEN)
+        if len(self._open) < _OPEN_TOKENS and (is_cut or len(text) <= len(self._told)):
+            return ""
+        alone = self._decode(self._open)
+        # Else a broken byte unmade the characters before it, which were told.
+        piece = text[len(self._told) :] if text.startswith(self._told) else alone
+        self._before, self._open = self._open, []
+        self._told = alone.removesuffix(_BROKEN) if is_cut else alone
+        return piece.removesuffix(_BROKEN) if is_cut else piece
 
 
 def _read_json(path: Path) -> dict[str, Any]:

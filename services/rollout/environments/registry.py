@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from pydantic import ValidationError
 
@@ -100,12 +100,17 @@ class Allowed:
         if "://" not in url:
             self._check_service(url, key)
             return
-        wanted = urlsplit(url)
+        try:
+            wanted = urlsplit(url)
+            port = wanted.port
+        except ValueError as error:
+            raise SettingError(key, f"{url[:200]!r}: {error}") from None
+        parts = unquote(wanted.path).replace("\\", "/").split("/")
         for base in map(urlsplit, self.urls):
             same_place = (wanted.scheme, wanted.hostname) == (base.scheme, base.hostname)
-            same_port = base.port is None or wanted.port == base.port
+            same_port = base.port is None or port == base.port
             below = f"{wanted.path}/".startswith(f"{base.path.rstrip('/')}/")
-            if same_place and same_port and below and ".." not in wanted.path.split("/"):
+            if same_place and same_port and below and ".." not in parts:
                 return
         allowed = ", ".join(self.urls) or "none"
         raise SettingError(

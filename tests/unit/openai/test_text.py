@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -55,6 +56,31 @@ def test_pieces_add_up_to_the_decoded_text(
     (whole,) = tokenizer.decode([token_ids])
     assert "".join(pieces) == whole == stream.text
     assert taken == len(token_ids)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 299), min_size=1, max_size=3), st.integers(1, 60))
+def test_a_model_that_repeats_half_a_character_is_shown_as_it_goes(
+    tokenizer: TextTokenizer, token_ids: list[int], count: int
+) -> None:
+    repeated = token_ids * count
+    stream = TextStream(tokenizer, [], special=False, keep_stop=False)
+    for token_id in repeated:
+        stream.add([token_id])
+    (whole,), (late,) = tokenizer.decode([repeated]), tokenizer.decode([repeated[-16:]])
+    assert len(whole) - len(stream.text) <= len(late)
+    stream.finish()
+    assert stream.text == whole
+
+
+def test_a_byte_that_unmakes_the_characters_before_it_ends_no_answer(tmp_path: Path) -> None:
+    names = ["a", *(f"<0x{byte:02X}>" for byte in range(256))]
+    made = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True))
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    made.save(str(tmp_path / "tokenizer.json"))
+    token_ids = [0, *(1 + byte for byte in "漢字".encode()), 1 + 0xFF, 0, 0]
+    pieces, _, _ = shown(TextTokenizer(tmp_path), token_ids, [])
+    assert "".join(pieces) == "a漢字\ufffdaa"
 
 
 @settings(max_examples=50)

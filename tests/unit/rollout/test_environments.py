@@ -16,7 +16,7 @@ from services.rollout.environments.environment import (
 )
 from services.rollout.environments.prompts import PromptsEnvironment
 from services.rollout.environments.reasoning_gym import ReasoningGymEnvironment
-from services.rollout.environments.registry import ENVIRONMENTS, create_environment
+from services.rollout.environments.registry import ENVIRONMENTS, Allowed, create_environment
 
 END = 11
 
@@ -194,3 +194,25 @@ def test_an_index_outside_the_data_set_is_refused(request_: TaskRequest) -> None
     with pytest.raises(TaskError) as caught:
         environment.check(environment._settings, request_)
     assert caught.value.key == "index"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "//rewards.example/v1/../admin",
+        "//rewards.example/v1/%2e%2e/admin",
+        "//rewards.example/v1/.%2E/admin",
+        "//rewards.example/v1/..%2fadmin",
+        "//rewards.example/v1/..%5cadmin",
+        "//rewards.example/v2",
+        "//rewards.example:x/v1",
+        "//rewards.example:99999/v1",
+        "//[::1/v1",
+    ],
+)
+def test_no_way_of_writing_an_address_leads_out_of_the_allowed_ones(path: str) -> None:
+    allowed = Allowed(urls=("http://rewards.example/v1",))
+    allowed.check_url("http://rewards.example:81/v1/%7Ejudge..", "url")
+    with pytest.raises(SettingError) as caught:
+        allowed.check_url(f"http:{path}", "url")
+    assert caught.value.key == "url"

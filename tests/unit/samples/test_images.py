@@ -152,6 +152,24 @@ def test_a_colour_that_is_transparent_is_refused() -> None:
     assert refusal(encoded(picture(32, 32), transparency=(0, 0, 0))) == "IMAGE_MODE"
 
 
+@pytest.mark.parametrize("mode", ["RGB", "L", "1"])
+def test_what_a_file_says_behind_its_pixels_counts_too(mode: str) -> None:
+    plain, exif = encoded(picture(32, 32, mode)), Image.Exif()
+    exif[0x0112] = 6
+    colour = b"\0\1" * (3 if mode == "RGB" else 1)
+    seen = plain[:-12] + chunk(b"tRNS", colour) + plain[-12:]
+    turned = plain[:-12] + chunk(b"eXIf", exif.tobytes().removeprefix(b"Exif\0\0")) + plain[-12:]
+    assert refusal(seen) == "IMAGE_MODE"
+    assert (
+        RULES.prepare(turned).png == RULES.prepare(encoded(picture(32, 32, mode).rotate(270))).png
+    )
+    for data in (seen, turned):
+        with pytest.raises(InvalidImageError):
+            RULES.grid_of(data)
+        with pytest.raises(InvalidImageError):
+            RULES.patches(data)
+
+
 def test_moving_pictures_are_refused() -> None:
     frames = [picture(32, 32, seed=seed) for seed in range(2)]
     for kind in ("PNG", "WEBP"):
@@ -159,17 +177,16 @@ def test_moving_pictures_are_refused() -> None:
         assert refusal(data) == "IMAGE_ANIMATED"
 
 
+def chunk(name: bytes, data: bytes) -> bytes:
+    """A part of a PNG."""
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
 def bomb(width: int, height: int) -> bytes:
     """A PNG of few bytes that says it is large."""
-    chunks = [
-        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
-        (b"IDAT", zlib.compress(b"\0" * 10_000)),
-        (b"IEND", b""),
-    ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        for name, data in chunks
-    )
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    pixels = chunk(b"IDAT", zlib.compress(b"\0" * 10_000))
+    return b"\x89PNG\r\n\x1a\n" + header + pixels + chunk(b"IEND", b"")
 
 
 def test_large_ones_are_refused_before_they_are_decoded() -> None:
