@@ -6,12 +6,14 @@ credit. Here an answer counts if it is the answer and nothing else, unless `part
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from pydantic import Field
 
+from services.rollout.environments.alarm import Alarm, JudgingTime
 from services.rollout.environments.environment import (
     Environment,
     Placement,
@@ -24,10 +26,17 @@ from services.rollout.environments.environment import (
     required_index,
 )
 from services.rollout.environments.graders.grader import last_tagged
-from sluice.config import Config
+
+logger = logging.getLogger(__name__)
+
+# What the library raises over an answer that it does not expect.
+_OF_ANSWERS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, SyntaxError),
+    *(TypeError, ValueError),
+)
 
 
-class ReasoningGymSettings(Config):
+class ReasoningGymSettings(JudgingTime):
     """Task i depends on `seed`, `config` and i. Shots are further tasks, never among them."""
 
     dataset: str = Field(min_length=1)
@@ -53,6 +62,7 @@ class ReasoningGymEnvironment(Environment):
     ) -> None:
         self._settings = settings
         self._dataset = _create_dataset(settings)
+        self._seen = set[type[Exception]]()  # of answers, told once
         self._entry = lru_cache(maxsize=1024)(self._dataset.__getitem__)
         first = settings.size
         self._shots = [self._entry(first + shot) for shot in range(settings.shots)]
@@ -77,19 +87,30 @@ class ReasoningGymEnvironment(Environment):
         )
 
     def reward(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
-        entry = self._entry(int(task.state["index"]))
-        return [self._reward(response.text, entry) for response in responses]
+        entry, alarm = self._entry(int(task.state["index"])), Alarm(self._settings)
+        scores = [
+            alarm.within(partial(self._score, response.text, entry), 0.0) for response in responses
+        ]
+        return [Reward(reward=score, raw_reward=score) for score in scores]
 
-    def _reward(self, text: str, entry: Mapping[str, Any]) -> Reward:
+    def _score(self, text: str, entry: Mapping[str, Any]) -> float:
         tag = self._settings.answer_tag
         text = (last_tagged(text, tag) if tag else text).strip()
         if self._settings.partial_credit:
-            score = float(self._dataset.score_answer(text, entry)) if text else 0.0
-        elif entry["answer"] is not None:
-            score = float(text == entry["answer"].strip())
-        else:  # many answers are right; the library knows, and half right is wrong
-            score = float(bool(text) and self._dataset.score_answer(text, entry) == 1.0)
-        return Reward(reward=score, raw_reward=score)
+            return self._by_library(text, entry)
+        if entry["answer"] is not None:
+            return float(text == entry["answer"].strip())
+        # Many answers are right; the library knows, and half right is wrong.
+        return float(self._by_library(text, entry) == 1.0)
+
+    def _by_library(self, text: str, entry: Mapping[str, Any]) -> float:
+        try:
+            return float(self._dataset.score_answer(text, entry)) if text else 0.0
+        except _OF_ANSWERS as error:
+            if type(error) not in self._seen:
+                self._seen.add(type(error))
+                logger.warning("%s: answers are wrong that raise %r", self._settings.dataset, error)
+            return 0.0
 
     def _shown(self, shot: Mapping[str, Any]) -> str:
         tag, answer = self._settings.answer_tag, str(shot["answer"] or "")

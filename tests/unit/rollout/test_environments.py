@@ -143,6 +143,24 @@ def test_reasoning_gym_trusts_the_library_where_many_answers_are_right() -> None
     assert [reward.reward for reward in rewards] == [0, 0]
 
 
+def test_an_answer_that_the_library_cannot_take_is_wrong_and_fails_no_group() -> None:
+    for dataset, text in (("prime_factorization", "two"), ("boxnet", "0"), ("coin_flip", "1e999")):
+        environment = reasoning_gym(dataset=dataset, size=2, partial_credit=True)
+        task = environment.make_task(TaskRequest(index=0))
+        assert [r.reward for r in environment.reward(task, [Response(text=text)])] == [0]
+
+
+def test_answers_that_take_for_ever_cost_their_own_reward() -> None:
+    endless = [Response(text="9**9**9**9")] * 3
+    environment = reasoning_gym(
+        dataset="countdown", size=2, partial_credit=True, seconds=3600, group_seconds=0.1
+    )
+    task = environment.make_task(TaskRequest(index=0))
+    rewards = environment.reward(task, [*endless, Response(text=task.answer)])
+    assert [reward.reward for reward in rewards][-1] == 1
+    assert max(reward.reward for reward in rewards[:-1]) < 0.1
+
+
 def test_reasoning_gym_tasks_depend_on_seed_and_index_alone() -> None:
     first, again = reasoning_gym(), reasoning_gym(shots=2)
     other = reasoning_gym(seed=4)

@@ -157,6 +157,11 @@ def test_math_compares_values() -> None:
         graded("math", "", ["1"])
 
 
+def test_mathematics_that_takes_for_ever_costs_its_own_reward() -> None:
+    texts = [r"\boxed{9^{9^{9^{9}}}}"] * 3 + [r"\boxed{4}"]
+    assert graded("math", "4", texts, seconds=3600, group_seconds=0.1) == [0, 0, 0, 1]
+
+
 @pytest.mark.parametrize(
     ("name", "values", "key"),
     [

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
-from pydantic import Field
-
+from services.rollout.environments.alarm import Alarm, JudgingTime
 from services.rollout.environments.environment import (
     Placement,
     Response,
@@ -20,10 +20,8 @@ from services.rollout.environments.environment import (
 from services.rollout.environments.graders.grader import AnswerSettings, Grader, answers_of, exact
 
 
-class MathSettings(AnswerSettings):
-    """`seconds`: for reading or comparing one answer; then it is wrong."""
-
-    seconds: int = Field(5, ge=1, le=3600)  # an alarm of the system takes no 2**31
+class MathSettings(AnswerSettings, JudgingTime):
+    """The marks of an answer, and the time for it."""
 
 
 class Mathematics(Grader):
@@ -31,6 +29,7 @@ class Mathematics(Grader):
 
     settings_type = MathSettings
     placement = Placement.PROCESS
+    _settings: MathSettings
 
     def __init__(self, settings: MathSettings, tokenizer: TextTokenizer | None = None) -> None:
         super().__init__(settings)
@@ -39,15 +38,20 @@ class Mathematics(Grader):
         except ImportError as error:
             raise SettingError("reward", f"math needs the package math-verify: {error}") from None
         self._library = math_verify
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns that it has no limit
         self._read_gold = lru_cache(maxsize=1024)(self._gold)
 
     def grade(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
         gold = [self._read_gold(answer) for answer in answers_of(task)]
-        return [exact(self._is_right(response.text, gold)) for response in responses]
+        alarm = Alarm(self._settings)
+        return [
+            exact(alarm.within(partial(self._is_right, response.text, gold), False))
+            for response in responses
+        ]
 
     def _gold(self, answer: str) -> list[Any]:
         wrapped = answer if "\\boxed" in answer or "$" in answer else f"\\boxed{{{answer}}}"
-        found = self._parse(wrapped)
+        found: list[Any] = Alarm(self._settings).within(partial(self._parse, wrapped), [])
         if not found:
             raise TaskError("row.answer", f"{answer!r} cannot be read as mathematics")
         return found
@@ -58,11 +62,10 @@ class Mathematics(Grader):
             return False
         is_marked = self._settings.boxed or self._settings.answer_tag
         found = self._parse(f"\\boxed{{{marked}}}" if is_marked else marked)
-        seconds = self._settings.seconds
         return bool(found) and any(
-            self._library.verify(one, found, timeout_seconds=seconds) for one in gold
+            self._library.verify(one, found, timeout_seconds=None) for one in gold
         )
 
     def _parse(self, text: str) -> list[Any]:
-        expressions: list[Any] = self._library.parse(text, parsing_timeout=self._settings.seconds)
+        expressions: list[Any] = self._library.parse(text, parsing_timeout=None)
         return expressions
