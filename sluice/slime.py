@@ -158,6 +158,33 @@ def _recompute(into: _Import, values: Values) -> None:
     _set(into.trainer, "megatron.recompute", value)
 
 
+def _recompute_method(_: _Import, values: Values) -> None:
+    if _only(values) != "uniform":
+        raise NotCarriedError(f"{values[0]!r}: megatron.recompute_layers counts uniform blocks")
+
+
+def _nought(_: _Import, values: Values) -> None:
+    if _float(_only(values)):
+        raise NotCarriedError(f"{values[0]}: there is no dropout")
+
+
+def _no_auxiliary_loss(_: _Import, values: Values) -> None:
+    if any(map(_float, values)):
+        raise NotCarriedError(f"{', '.join(values)}: there is no auxiliary loss")
+
+
+def _place(name: str) -> Put:
+    def put(into: _Import, values: Values) -> None:
+        into.facts[name] = _only(values).rstrip("/")
+
+    return put
+
+
+def _colocate(into: _Import, _: Values) -> None:
+    into.facts["colocate"] = True
+    raise NotCarriedError(FLAGS["colocate"].why)
+
+
 def _schedule(into: _Import, values: Values) -> None:
     value = _only(values)
     if value not in ("constant", "linear", "cosine"):
@@ -215,7 +242,7 @@ FLAGS: dict[str, Flag] = {
         "engine_gpus", _int, "rollout: engine.sglang.server_args.tp_size"
     ),
     "num-gpus-per-node": _unneeded("`devices` of a service names those that it sees"),
-    "colocate": _by_hand("run.yaml placement: colocated: docs/colocation.md"),
+    "colocate": Flag("", "by hand: run.yaml placement: colocated: docs/colocation.md", _colocate),
     "offload": _by_hand("see colocate"),
     "offload-train": _by_hand("see colocate"),
     "offload-rollout": _by_hand("see colocate"),
@@ -239,8 +266,8 @@ FLAGS: dict[str, Flag] = {
     # models and checkpoints
     "hf-checkpoint": _fact("model", _text, "trainer: model; rollout: tokenizer"),
     "model-name": _MODEL,
-    "load": _STORE,
-    "save": _STORE,
+    "load": Flag("", _STORE.why, _place("load")),
+    "save": Flag("", _STORE.why, _place("save")),
     "critic-load": _STORE,
     "critic-save": _STORE,
     "save-interval": _key("run", "checkpoint_every", _int),
@@ -416,10 +443,10 @@ FLAGS: dict[str, Flag] = {
     "decoder-first-pipeline-num-layers": _key("trainer", "megatron.first_stage_layers", _int),
     "decoder-last-pipeline-num-layers": _key("trainer", "megatron.last_stage_layers", _int),
     "recompute-granularity": Flag("trainer: megatron.recompute", "full, selective", _recompute),
-    "recompute-method": _unneeded("blocks are uniform"),
+    "recompute-method": Flag("", "not needed: blocks are uniform", _recompute_method),
     "recompute-num-layers": _fact("recompute_layers", _int, "trainer: megatron.recompute_layers"),
-    "attention-dropout": _unneeded("there is no dropout"),
-    "hidden-dropout": _unneeded("there is no dropout"),
+    "attention-dropout": Flag("", "not needed: there is no dropout", _nought),
+    "hidden-dropout": Flag("", "not needed: there is no dropout", _nought),
     "accumulate-allreduce-grads-in-fp32": _ALWAYS,
     "attention-softmax-in-fp32": _ALWAYS,
     "attention-backend": _unneeded("the layer's own choice (megatron.layer_spec)"),
@@ -429,6 +456,7 @@ FLAGS: dict[str, Flag] = {
     "fp8-recipe": _absent("see fp8-format"),
     "deterministic-mode": _by_hand("run.yaml deterministic: docs/recovery.md"),
     "no-check-for-nan-in-loss-and-grad": _unneeded("a step of NaN is skipped, and said"),
+    "moe-aux-loss-coeff": Flag("", "not needed: there is no auxiliary loss", _no_auxiliary_loss),
     "moe-token-dispatcher-type": _unneeded("all-to-all"),
     "moe-enable-deepep": _absent("experts exchange tokens all-to-all"),
     # what people look at
@@ -447,6 +475,7 @@ FLAGS: dict[str, Flag] = {
 }
 # of whole families: by the beginning of the name
 FAMILIES: dict[str, Flag] = {
+    "sglang-router-": _unneeded("the router is ours: docs/routing.md"),
     "sglang-": Flag("rollout: engine.sglang.server_args.<name>"),
     "router-": _unneeded("the router is ours: docs/routing.md"),
     "wandb-": _by_hand("see use-wandb"),
@@ -514,25 +543,32 @@ def find_flag(name: str) -> Flag | None:
 
 # --- reading the script
 
-_ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\S*)\s*$", re.MULTILINE)
-_ARRAY = re.compile(
-    r"^\s*([A-Za-z_]\w*)\+?=\((?![^\n]*\)\s*$)(.*?)^\s*\)", re.MULTILINE | re.DOTALL
+_ASSIGNMENT = re.compile(
+    r"^([ \t]*)(?:export[ \t]+)?([A-Za-z_]\w*)="
+    r"""("[^"\n]*"|'[^'\n]*'|[^\s#;(][^\s;]*|)[ \t]*(?:\#.*)?$""",
+    re.MULTILINE,
 )
-_ONE_LINE_ARRAY = re.compile(r"^\s*([A-Za-z_]\w*)\+?=\(([^()\n]*)\)\s*$", re.MULTILINE)
+_ARRAY = re.compile(
+    r"^([ \t]*)([A-Za-z_]\w*)(\+?)=\((?![^\n]*\)\s*$)(.*?)^\s*\)", re.MULTILINE | re.DOTALL
+)
+_ONE_LINE_ARRAY = re.compile(r"^([ \t]*)([A-Za-z_]\w*)(\+?)=\(([^()\n]*)\)\s*$", re.MULTILINE)
 _REFERENCE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
 _EXPANSION = re.compile(r"\$\{(\w+)\[@\]\}")
-_TRAIN = re.compile(r"\btrain(?:_async)?\.py\b[\"']?")
+_TRAIN = re.compile(r"\btrain(_async)?\.py\b[\"']?")
+_SOURCED = re.compile(r"^[ \t]*(?:source|\.)[ \t]+(\S[^\n]*?)[ \t]*$", re.MULTILINE)
+_OUTSIDE = re.compile(r"\d*>.*|&>.*|<.*|&&?|\|\|?|;")  # what follows is no argument
+DEPTH = 3  # of files that are put in for one another
 
 
 def read_script(text: str, environment: Mapping[str, str]) -> list[tuple[str, Values]]:
     """Flags and their values as the training command would get them. Raises ConfigError.
 
     Arrays are put in where the command names them, and variables that the script sets, gives a
-    default, or that `environment` has are replaced; nothing is run.
+    default, or that `environment` has are replaced; nothing is run. What stands in a branch counts
+    as well: arrays of several add up, and a variable of `environment` stays as it is.
     """
     plain = text.replace("\\\n", " ")
-    set_here = {name: value.strip("\"'") for name, value in _ASSIGNMENT.findall(plain)}
-    variables = {**environment, **set_here}
+    variables = dict(environment)
 
     def replaced(words: str) -> str:
         for _ in range(4):
@@ -542,26 +578,24 @@ def read_script(text: str, environment: Mapping[str, str]) -> list[tuple[str, Va
             words = after
         return words
 
+    for indent, name, value in _ASSIGNMENT.findall(plain):
+        known = replaced(value.strip("\"'"))
+        if "$" not in known and "`" not in known and not (indent and environment.get(name)):
+            variables[name] = known
     arrays: dict[str, str] = {}
     for found in sorted(
         (*_ONE_LINE_ARRAY.finditer(text), *_ARRAY.finditer(text)), key=lambda found: found.start()
     ):
-        before = arrays.get(found[1], "") if "+=" in found[0].partition("(")[0] else ""
-        arrays[found[1]] = f"{before}\n{found[2]}"
-    command = next(
-        (
-            line
-            for line in plain.splitlines()
-            if _TRAIN.search(line) and not line.lstrip().startswith("#")
-        ),
-        None,
-    )
+        before = arrays.get(found[2], "") if found[1] or found[3] else ""
+        arrays[found[2]] = f"{before}\n{found[4]}"
+    command = _command(plain)
     if command is None:
         words = [word for array in arrays.values() for word in _words(replaced(array))]
     else:
-        behind = command[_TRAIN.search(command).end() :]  # type: ignore[union-attr]
         words = []
-        for word in _words(replaced(behind)):
+        for word in _words(replaced(command[0])):
+            if _OUTSIDE.fullmatch(word):
+                break
             if match := _EXPANSION.fullmatch(word):
                 words += _words(replaced(arrays.get(match[1], "")))
             else:
@@ -578,24 +612,58 @@ def read_script(text: str, environment: Mapping[str, str]) -> list[tuple[str, Va
     return flags
 
 
+def _command(plain: str) -> tuple[str, bool] | None:
+    """What stands behind the name of the program, and whether that is train_async.py."""
+    for line in plain.splitlines():
+        if (found := _TRAIN.search(line)) and not line.lstrip().startswith("#"):
+            return line[found.end() :], bool(found[1])
+    return None
+
+
 def _value(match: re.Match[str], variables: Mapping[str, str]) -> str:
-    name = match[1] or match[3]
-    if name in variables and f"${{{name}" not in variables[name]:
-        return variables[name]
-    if match[2] is not None:
-        return match[2].strip("\"'")
-    found = variables.get(name)
-    default = _REFERENCE.fullmatch(found) if found else None
-    if default is not None and default[2]:
-        return default[2]
-    return match[0]
+    value = variables.get(match[1] or match[3], "")
+    if value:
+        return value
+    return match[0] if match[2] is None else match[2].strip("\"'")
 
 
 def _words(text: str) -> list[str]:
+    """The words of a shell; a substitution such as `$(seq 2)` is one."""
     try:
-        return shlex.split(text, comments=True)
+        cut = shlex.split(text, comments=True)
     except ValueError as error:
         raise ConfigError(f"import-slime: the script is no text of a shell: {error}") from None
+    words: list[str] = []
+    for word in cut:
+        if words and "$(" in words[-1] and words[-1].count("(") > words[-1].count(")"):
+            words[-1] += f" {word}"
+        else:
+            words.append(word)
+    return words
+
+
+def _with_sourced(
+    text: str, folder: Path, environment: Mapping[str, str], depth: int = DEPTH
+) -> tuple[str, list[str]]:
+    """The script with the files that it takes in, and those that are not there, a line each.
+
+    A variable of their names that `environment` has not is taken for the folder of the script.
+    """
+    left: list[str] = []
+
+    def taken_in(match: re.Match[str]) -> str:
+        name = match[1].strip("\"'")
+        place = re.sub(r"^\$\(.*\)", str(folder), name)
+        place = _REFERENCE.sub(lambda m: environment.get(m[1] or m[3]) or str(folder), place)
+        path = folder / place
+        if "\0" in place or depth == 0 or not os.path.isfile(path):
+            left.append(f"source {name}: is not there; what it says is not carried")
+            return ""
+        inner, more = _with_sourced(_read(path), path.parent, environment, depth - 1)
+        left.extend(more)
+        return inner
+
+    return _SOURCED.sub(taken_in, text), left
 
 
 # --- making the documents
@@ -614,7 +682,9 @@ async def import_slime(arguments: Sequence[str]) -> None:
     if len(places) != 1 or flags:
         raise ConfigError(f"import-slime takes one SCRIPT.sh: {IMPORT_USAGE}")
     script = Path(places[0])
-    run, services, left = import_script(_read(script), Path("runs") / script.stem, os.environ)
+    text, missing = _with_sourced(_read(script), script.parent, os.environ)
+    run, services, left = import_script(text, Path("runs") / script.stem, os.environ)
+    left = [*missing, *left]
     head = f"# From {plain_lines(script.name)} by `sluice import-slime`; what is left to do:\n"
     head += "".join(f"#   {plain_lines(line)}\n" for line in left)
     documents = {"services.yaml": services, "run.yaml": run}
@@ -648,6 +718,9 @@ def import_script(
     own does, is told as well, and stands in the files as a value to be replaced.
     """
     into = _Import()
+    command = _command(text.replace("\\\n", " "))
+    if command and command[1]:
+        into.run["max_staleness"] = 1  # train_async.py samples ahead of one step
     for name, values in read_script(text, environment):
         flag = find_flag(name)
         if flag is None:
@@ -663,16 +736,25 @@ def import_script(
         except NotCarriedError as error:
             into.left.append(f"--{name}: {error}")
     _algorithm(into)
-    _optim(into)
     _sizes(into)
+    _optim(into)
     _evaluation(into)
     run, services = _documents(into, run_dir)
     return run, services, list(dict.fromkeys(into.left))
 
 
+def _plain(text: str) -> Any:
+    """A number or a truth where the text is one."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return value if isinstance(value, bool | int | float) else text
+
+
 def _server_argument(into: _Import, name: str, values: Values) -> None:
     name = name.replace("-", "_")
-    known: list[Any] = [yaml.safe_load(value) if "$" not in value else value for value in values]
+    known = [_plain(_text(value)) for value in values]
     value = True if not known else known[0] if len(known) == 1 else known
     _set(into.rollout, f"engine.sglang.server_args.{name}", value)
 
@@ -694,7 +776,7 @@ def _algorithm(into: _Import) -> None:
         spec["old_logprobs"] = "old"
     if facts.get("kl_loss") and facts.get("kl_coefficient"):
         spec["kl_coefficient"] = facts["kl_coefficient"]
-        spec |= {"kl_estimator": facts["kl_estimator"]} if "kl_estimator" in facts else {}
+        spec["kl_estimator"] = facts.get("kl_estimator", "k1")
         spec |= {"kl_unbiased": True} if facts.get("kl_unbiased") else {}
     if facts.get("entropy"):
         spec["entropy_coefficient"] = facts["entropy"]
@@ -731,17 +813,22 @@ def _algorithm(into: _Import) -> None:
 
 
 def _optim(into: _Import) -> None:
+    """With Megatron's defaults, where they are others than ours."""
     facts, optim = into.facts, into.trainer.setdefault("optim", {})
-    if {"beta1", "beta2"} & facts.keys():
-        optim["betas"] = [facts.get("beta1", 0.9), facts.get("beta2", 0.999)]
-    schedule = facts.get("schedule", "constant")
-    steps = facts.get("decay_steps", into.run.get("steps"))
+    optim["betas"] = [facts.get("beta1", 0.9), facts.get("beta2", 0.999)]
+    optim.setdefault("weight_decay", 0.01)
+    schedule = facts.get("schedule", "linear")
+    steps = facts.get("decay_steps")
+    if steps is None and "steps" in into.run:
+        steps = into.run["steps"] * into.run.get("algorithm", {}).get("mini_batches", 1)
     if "warmup_fraction" in facts and steps:
         optim["warmup_steps"] = round(facts["warmup_fraction"] * steps)
     if schedule == "constant":
         return
     if not steps:
-        into.left.append("--lr-decay-style: needs optim.decay_steps, which nothing tells")
+        into.left.append(
+            f"--lr-decay-style {schedule}: needs optim.decay_steps, which nothing tells"
+        )
         return
     optim |= {"schedule": schedule, "decay_steps": steps}
     if facts.get("min_lr") and optim.get("learning_rate"):
@@ -802,10 +889,12 @@ def _evaluation(into: _Import) -> None:
         "max_new_tokens": facts.get("eval_tokens", trained.get("max_new_tokens", 1024)),
         "temperature": temperature,
     }
-    if facts.get("eval_top_p", 1.0) < 1:
-        sampling["top_p"] = facts["eval_top_p"]
-    if facts.get("eval_top_k", 0) > 0:
-        sampling["top_k"] = facts["eval_top_k"]
+    if (top_p := facts.get("eval_top_p", trained.get("top_p", 1.0))) < 1:
+        sampling["top_p"] = top_p
+    if (top_k := facts.get("eval_top_k", trained.get("top_k", 0))) > 0:
+        sampling["top_k"] = top_k
+    if stops := trained.get("stop_token_ids"):
+        sampling["stop_token_ids"] = stops
     if samples > 1 and not temperature:
         into.left.append("--n-samples-per-eval-prompt: greedy answers are equal; one is asked")
         samples = 1
@@ -831,7 +920,13 @@ def _documents(into: _Import, run_dir: Path) -> tuple[dict[str, Any], dict[str, 
     if model == UNKNOWN:
         into.left.append("--hf-checkpoint: is missing; put the model directory in its place")
     settings = run.setdefault("environment", {}).setdefault("settings", {})
+    settings.setdefault("prompt_key", "input")  # slime's default
     run["environment"]["name"] = "prompts"
+    if facts.get("load", "") not in ("", facts.get("save"), model.rstrip("/")):
+        into.left.append(
+            f"--load {facts['load']}: training begins with the model; `sluice convert` makes a "
+            "Hugging Face directory of torch_dist"
+        )
     if "reward" in facts:
         settings["reward"] = facts["reward"]
     else:
@@ -843,6 +938,8 @@ def _documents(into: _Import, run_dir: Path) -> tuple[dict[str, Any], dict[str, 
         into.left.append("--prompt-data: is missing; put the file in its place")
     prompts.setdefault("shuffle", False)
     sampling = run.setdefault("sampling", {})
+    if "samples_per_group" not in run:
+        into.left.append("--n-samples-per-prompt: is missing; the files have 8, of at least 2")
     if "max_new_tokens" not in sampling:
         sampling["max_new_tokens"] = 1024
         into.left.append("--rollout-max-response-len: is missing; the files have 1024")
@@ -860,7 +957,8 @@ def _documents(into: _Import, run_dir: Path) -> tuple[dict[str, Any], dict[str, 
         critic = {**trainer, "head": "value"}
         entries["critic"] = {"kind": "trainer", "config": critic}
     rollout: dict[str, Any] = {"kind": "rollout", "config": {"tokenizer": model, **into.rollout}}
-    replicas = facts.get("rollout_gpus", 0) // max(1, facts.get("engine_gpus", 1))
+    trained = facts.get("nodes", 1) * facts.get("gpus", 0) if facts.get("colocate") else 0
+    replicas = facts.get("rollout_gpus", trained) // max(1, facts.get("engine_gpus", 1))
     if replicas > 1:
         rollout["replicas"] = replicas
     entries["rollout"] = rollout

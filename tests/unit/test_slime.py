@@ -143,7 +143,7 @@ def test_every_number_arrives_where_it_has_an_effect(model: Path) -> None:
         "weight_decay": 0.1,
         "betas": [0.9, 0.98],
         "schedule": "cosine",
-        "decay_steps": 300,
+        "decay_steps": 600,  # optimizer steps, two a batch
         "minimum_ratio": pytest.approx(0.1),
     }
     rollout = services["services"]["rollout"]
@@ -157,6 +157,72 @@ def test_every_number_arrives_where_it_has_an_effect(model: Path) -> None:
     named = {line.split(":")[0] for line in left}
     assert {"--colocate", "--custom-rm-path", "--brand-new-flag"} <= named
     assert "--num-layers" not in named
+
+
+def test_what_the_script_leaves_out_is_as_slime_has_it() -> None:
+    run, services, left = imported(
+        "train_async.py --num-rollout 10 --hf-checkpoint /m --load /other/ --save /s "
+        "--use-kl-loss --kl-loss-coef 0.1 --rollout-top-p 0.9 --rollout-top-k 5 "
+        "--rollout-stop-token-ids 7 --eval-prompt-data a /a.jsonl --colocate "
+        "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 2"
+    )
+    assert run["max_staleness"] == 1
+    assert run["environment"]["settings"]["prompt_key"] == "input"
+    assert run["algorithm"]["loss"]["kl_estimator"] == "k1"
+    sampling = run["evaluation"]["datasets"]["a"]["sampling"]
+    assert (sampling["top_p"], sampling["top_k"], sampling["stop_token_ids"]) == (0.9, 5, [7])
+    assert services["services"]["trainer"]["config"]["optim"] == {
+        "betas": [0.9, 0.999],
+        "weight_decay": 0.01,
+        "schedule": "linear",
+        "decay_steps": 10,
+    }
+    assert services["services"]["rollout"]["replicas"] == 4
+    told = {line.split(":")[0] for line in left}
+    assert {"--load /other", "--n-samples-per-prompt", "--colocate"} <= told
+
+
+def test_a_script_is_read_as_its_shell_would(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "m.sh").write_text("MODEL_ARGS=(\n  --num-layers 3\n  --allgather-cp\n)")
+    script = """
+SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+source "${SCRIPT_DIR}/models/m.sh"
+source /nowhere/n.sh
+BASE=${BASE:-"/root"}
+TP="${TP:-2}"  # of a host
+NODES="${NODES:-${WORKERS:-3}}"
+if [ -z "$GPUS" ]; then
+    GPUS=8
+fi
+if [ -n "$KEY" ]; then
+   WANDB_ARGS=(
+      --use-wandb
+   )
+else
+   WANDB_ARGS=()
+fi
+python train.py --hf-checkpoint ${BASE}/m --tensor-model-parallel-size ${TP} \\
+  --actor-num-nodes $NODES --actor-num-gpus-per-node $GPUS ${MODEL_ARGS[@]} ${WANDB_ARGS[@]} \\
+  --sglang-cuda-graph-bs 1 $(seq 16 8 32) --sglang-router-port 9 --lr 2e-6 2>&1 | tee log
+"""
+    text, missing = slime._with_sourced(script, tmp_path, {})
+    assert missing == ["source /nowhere/n.sh: is not there; what it says is not carried"]
+    flags = dict(slime.read_script(text, {}))
+    assert flags["hf-checkpoint"] == ["/root/m"]
+    assert (flags["tensor-model-parallel-size"], flags["actor-num-nodes"]) == (["2"], ["3"])
+    assert flags["actor-num-gpus-per-node"] == ["8"]
+    assert flags["lr"] == ["2e-6"]
+    assert flags["sglang-cuda-graph-bs"] == ["1", "$(seq 16 8 32)"]
+    assert {"allgather-cp", "use-wandb", "num-layers"} <= flags.keys()
+    given = dict(slime.read_script(text, {"BASE": "/data", "TP": "4", "GPUS": "6", "WORKERS": "5"}))
+    assert given["hf-checkpoint"] == ["/data/m"]
+    assert given["tensor-model-parallel-size"] == ["4"]
+    assert (given["actor-num-nodes"], given["actor-num-gpus-per-node"]) == (["5"], ["6"])
+    _, services, left = imported(text)
+    assert "engine" in services["services"]["rollout"]["config"]
+    assert "sglang" not in services["services"]["rollout"]["config"]["engine"]
+    assert any(line.startswith("--sglang-cuda-graph-bs: '$(seq 16 8 32)'") for line in left)
 
 
 def test_what_only_the_shell_knows_is_said(model: Path) -> None:
@@ -192,6 +258,10 @@ def test_every_estimator_loads(model: Path, estimator: str) -> None:
         ("--global-batch-size 7 --rollout-batch-size 3 --n-samples-per-prompt 3", "--global-batch"),
         ("--over-sampling-batch-size 1 --rollout-batch-size 3", "--over-sampling-batch-size"),
         ("--rollout-top-k x", "--rollout-top-k"),
+        ("--recompute-method block", "--recompute-method: 'block'"),
+        ("--hidden-dropout 0.1", "--hidden-dropout: 0.1"),
+        ("--moe-aux-loss-coeff 0.01", "--moe-aux-loss-coeff: 0.01"),
+        ("--sglang-mem-fraction-static ${FREE}", "--sglang-mem-fraction-static: '${FREE}'"),
         ("--optimizer muon", "--optimizer"),
     ],
 )

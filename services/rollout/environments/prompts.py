@@ -41,7 +41,7 @@ class PromptsSettings(Config):
     generate: str = ""  # a user's coroutine function that makes the samples of an episode
     chat: bool = False  # a `prompt` becomes a user message; `messages` always are a chat
     system_prompt: str = ""
-    prompt_key: str = "prompt"
+    prompt_key: str = "prompt"  # a text, or a list of messages
     messages_key: str = "messages"
     images_key: str = "images"  # a path, data URL or {bytes, path}, or a list: shown at `<image>`
     answer_key: str = "answer"  # a text, a number, or a list of several that are right
@@ -123,9 +123,10 @@ def make_row_task(settings: PromptsSettings, request: TaskRequest) -> Task:
         if row.get(key) and key not in settings.state_keys:
             raise TaskError(f"row.{key}", "video is not taken; images are")
     images = _images(row.get(settings.images_key), settings.images_key)
-    messages = row.get(settings.messages_key)
-    if messages:
-        shown = _show(_checked_messages(messages), images, settings)
+    key = settings.messages_key if row.get(settings.messages_key) else settings.prompt_key
+    messages = row.get(key)
+    if messages and (key == settings.messages_key or isinstance(messages, list)):
+        shown = _show(_checked_messages(messages, key), images, settings)
         return Task(messages=shown, answer=answers[0], state=state)
     prompt = _text(row.get(settings.prompt_key), settings.prompt_key)
     if not prompt:
@@ -198,12 +199,12 @@ def _text(value: Any, key: str) -> str:
     raise TaskError(f"row.{key}", f"must be a text or a number, not {type(value).__name__}")
 
 
-def _checked_messages(messages: Any) -> tuple[Mapping[str, Any], ...]:
+def _checked_messages(messages: Any, key: str) -> tuple[Mapping[str, Any], ...]:
     """Checks roles and kinds only: what a message holds, e.g. images, its readers judge."""
     if not isinstance(messages, list):
-        raise TaskError("row.messages", "must be a list")
+        raise TaskError(f"row.{key}", "must be a list")
     for index, message in enumerate(messages):
         is_turn = isinstance(message, Mapping) and isinstance(message.get("role"), str)
         if not is_turn or not isinstance(message.get("content"), str | list):
-            raise TaskError(f"row.messages[{index}]", "needs a role and a content")
+            raise TaskError(f"row.{key}[{index}]", "needs a role and a content")
     return tuple(messages)

@@ -64,9 +64,11 @@ def test_a_wrong_setting_is_named(values: dict[str, Any], key: str) -> None:
         ({"answer": "1"}, "row.prompt"),
         ({"prompt": "", "answer": "1"}, "row.prompt"),
         ({"prompt": "1="}, "row.answer"),
-        ({"prompt": ["1="], "answer": "1"}, "row.prompt"),
+        ({"prompt": ["1="], "answer": "1"}, "row.prompt[0]"),
         ({"messages": "hello", "answer": "1"}, "row.messages"),
         ({"messages": [{"role": "user"}], "answer": "1"}, "row.messages[0]"),
+        ({"prompt": [{"role": "user"}], "answer": "1"}, "row.prompt[0]"),
+        ({"prompt": [], "answer": "1"}, "row.prompt"),
     ],
 )
 def test_a_malformed_row_is_named(row: dict[str, Any] | None, key: str) -> None:
@@ -87,6 +89,8 @@ def test_rows_become_text_or_chat() -> None:
     turns = [{"role": "user", "content": "hi"}]
     given_chat = prompts().make_task(TaskRequest(row={"messages": turns, "answer": "x"}))
     assert given_chat.messages == tuple(turns)
+    listed = prompts().make_task(TaskRequest(row={"prompt": turns, "answer": "x"}))
+    assert listed.messages == tuple(turns)
 
 
 def test_exact_match_takes_nothing_but_the_answer() -> None:
