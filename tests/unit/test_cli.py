@@ -228,3 +228,18 @@ def test_the_example_of_a_run_has_held_out_tasks():
     assert name == "held_out"
     assert len(held_out) == dataset.groups == 64
     assert not set(held_out) & set(trained)
+
+
+def test_ctrl_c_while_modules_load_ends_without_a_trace() -> None:
+    code = """
+import sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "sluice.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Finder())
+from sluice.__main__ import main
+sys.exit(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (130, "")

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TOPS = "sluice|services|protos|deploy|tests|tools|benchmarks|examples|docs"
+FENCED = re.compile(r"```.*?```", re.DOTALL)
 PATH = re.compile(rf"(?:{TOPS})/[\w./-]*")  # a path begins a code span or a link
 
 
@@ -64,6 +65,25 @@ def test_every_name_of_a_page_is_defined_where_it_says(page: Path) -> None:
         if name not in definitions(ROOT / path)
     ]
     assert not missing
+
+
+def anchors_of(text: str) -> set[str]:
+    """Names of headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).strip().replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_page_and_a_heading(page: Path) -> None:
+    lost = []
+    for to in re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", page.read_text())):
+        path, _, anchor = to.partition("#")
+        target = page.parent / path if path else page
+        if to.startswith(("http://", "https://", "api/")):  # api: made by `make site`
+            continue
+        if not target.exists() or (anchor and anchor not in anchors_of(target.read_text())):
+            lost.append(to)
+    assert lost == []
 
 
 def test_a_page_that_names_what_is_gone_is_noticed() -> None:
