@@ -34,6 +34,7 @@ EXACT_MODES = frozenset({"RGB", "L", "1"})  # RGB says the same as these
 STEEPEST = 200  # one side by the other: from there on the processors of transformers refuse
 CHANNELS = 3
 _PNG_LEVEL = 1  # a quarter of the time of the usual one, and a sixth more bytes
+_PNG_BYTES = 1 << 16  # for what is no pixel in a PNG
 _LONGEST, _LARGEST = 1 << 8, 1 << 26  # of a patch, and of an image: what rules may ask for, pixels
 # What Pillow raises for bytes that are no image, or the half of one.
 _BROKEN = (
@@ -208,7 +209,10 @@ class ImageRules:
 
     def _load_prepared(self, png: bytes | memoryview) -> tuple[Image.Image, tuple[int, int, int]]:
         """Returns an image and its grid."""
-        limits = ImageLimits(max_pixels=max(self.max_pixels, self.factor**2))
+        pixels = max(self.max_pixels, self.factor**2)
+        limits = ImageLimits(
+            (CHANNELS + 1) * pixels + _PNG_BYTES, pixels
+        )  # what is noise does not pack
         image = _open(png, limits, formats=("PNG",))
         size = image.height, image.width
         if self.resized(*size) == size and image.mode == "RGB":

@@ -252,6 +252,14 @@ def test_what_was_kept_is_a_png_of_rgb(kind: str) -> None:
             assert caught.value.reason in {"IMAGE_NOT_PREPARED", "IMAGE_BROKEN"}
 
 
+def test_a_large_picture_of_noise_is_read_as_it_was_prepared() -> None:
+    large = replace(RULES, max_pixels=1 << 24)
+    noise = Image.frombytes("RGB", (3360, 3360), random.Random(0).randbytes(3360 * 3360 * 3))
+    prepared = large.prepare(encoded(noise, "BMP"), ImageLimits(max_bytes=1 << 26))
+    assert len(prepared.png) > ImageLimits().max_bytes
+    assert large.grid_of(prepared.png) == prepared.grid_thw
+
+
 def test_an_image_prepared_by_other_rules_is_refused() -> None:
     other = replace(RULES, patch_size=14, min_pixels=28 * 28)
     with pytest.raises(InvalidImageError) as caught:
