@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import uuid
 from collections import OrderedDict
@@ -36,9 +37,14 @@ class TextStream:
         self._special, self._keep_stop = special, keep_stop
         self._decode = tokenizer.decoder(special=special)
         self._token_ids: list[int] = []
+        self._said = io.StringIO()  # grows without being copied; its position is its end
         self._shown = 0  # characters
-        self.text = ""
         self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """All that was said."""
+        return self._said.getvalue()
 
     def add(self, token_ids: Sequence[int]) -> tuple[str, int]:
         """Returns text to show now, and how many tokens were taken: up to the end of a stop."""
@@ -47,33 +53,38 @@ class TextStream:
             if piece := self._decode(token_id):
                 self._grow(piece)
             if self.stopped:
-                return self._show(len(self.text)), count
+                return self._show(self._said.tell()), count
         begun = max((stop.matched for stop in self._stops), default=0)
-        return self._show(len(self.text) - begun), len(token_ids)
+        return self._show(self._said.tell() - begun), len(token_ids)
 
     def finish(self) -> str:
         """Returns the rest, once no token follows."""
         if not self.stopped:
             (whole,) = self._tokenizer.decode([self._token_ids], special=self._special)
-            if len(whole) > len(self.text) and whole.startswith(self.text):
-                self._grow(whole[len(self.text) :])  # bytes that never became a character
-        return self._show(len(self.text))
+            text = self.text
+            if len(whole) > len(text) and whole.startswith(text):
+                self._grow(whole[len(text) :])  # bytes that never became a character
+        return self._show(self._said.tell())
 
     def _grow(self, piece: str) -> None:
         ends = [
-            (len(self.text) + end - len(stop.text), stop.text)
+            (self._said.tell() + end - len(stop.text), stop.text)
             for stop in self._stops
             if (end := stop.find(piece))
         ]
-        self.text += piece
+        self._said.write(piece)
         if ends:
             at, found = min(ends)
-            self.text = self.text[: at + len(found) if self._keep_stop else at]
+            self._said.truncate(at + len(found) if self._keep_stop else at)
+            self._said.seek(0, io.SEEK_END)
             self.stopped = True
 
     def _show(self, end: int) -> str:
         start, self._shown = self._shown, max(self._shown, end)
-        return self.text[start : self._shown]
+        self._said.seek(start)
+        shown = self._said.read(self._shown - start)
+        self._said.seek(0, io.SEEK_END)
+        return shown
 
 
 class _StopMatch:
@@ -153,22 +164,36 @@ class CallFilter:
 
     def __init__(self, calls: ToolCalls) -> None:
         self._calls = calls
-        self._text, self._shown = "", 0
+        self._pieces = list[str]()
+        self._shown = 0  # characters
+        self._space = list[
+            str
+        ]()  # white space at the end of what was said: before a call it is not
+        self._begun = ""  # what a call may begin with, behind it
+        self._called = False
 
     def add(self, text: str) -> str:
         """Returns what may be shown now."""
-        self._text += text
-        end = self._text.find(OPEN)
-        if end < 0:
-            end = len(self._text) - _overlap(self._text, OPEN)
-        # White space before a call is not said.
-        end = max(self._shown, len(self._text[:end].rstrip()))
-        start, self._shown = self._shown, end
-        return self._text[start:end]
+        self._pieces.append(text)
+        if self._called:
+            return ""
+        text = self._begun + text
+        end = text.find(OPEN)
+        self._called = end >= 0
+        if not self._called:
+            end = len(text) - _overlap(text, OPEN)
+        said, self._begun = text[:end], text[end:]
+        if not (visible := said.rstrip()):
+            self._space.append(said)
+            return ""
+        shown = "".join([*self._space, visible])
+        self._space = [said[len(visible) :]]
+        self._shown += len(shown)
+        return shown
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
         """Returns the rest of what is said, and the calls."""
-        said, calls = self._calls.split(self._text)
+        said, calls = self._calls.split("".join(self._pieces))
         return said[self._shown :], calls
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -65,3 +66,14 @@ def test_a_stream_says_what_the_whole_answer_says(made: list[str], size: int) ->
     assert shown + rest == said
     names = [call["function"] for call in calls]
     assert names == [call["function"] for call in expected]
+
+
+@pytest.mark.parametrize("text", ["\n", "</tool_call>"])
+def test_an_answer_that_goes_on_for_ever_costs_no_more_the_longer_it_is(text: str) -> None:
+    def seconds(count: int) -> float:
+        stream, begun = CallFilter(ToolCalls()), time.process_time()
+        for _ in range(count):
+            stream.add(text)
+        return time.process_time() - begun
+
+    assert seconds(160_000) < 100 * max(seconds(10_000), 1e-3)  # quadratic: 256 times
