@@ -50,19 +50,27 @@ class Settling:
         self._owing: dict[str, float] = {}  # those that have to renew, since when
         self._awaited: dict[str, frozenset[str]] = {}  # by client: engines it named in vain
         self._restart_until = -math.inf  # engines that register until then were leased before
+        self._closed: set[str] = set()
+        self._look_again = math.inf  # when time opens the next of them; in the past: now
 
     def add_engine(self, name: str, known_epoch: int, epoch: int, now: float) -> None:
         """Take an engine that is new here; `epoch` is the pool's now."""
         says_so = self._is_foreign(known_epoch, epoch)
         leased_before = says_so or now < self._restart_until
         self._engines[name] = _Engine(now, leased_before, unexplained=says_so)
+        if leased_before or self._owing or self._awaited:
+            self._look_again = -math.inf
 
     def remove_engine(self, name: str) -> None:
         self._engines.pop(name, None)
+        self._look_again = -math.inf
 
     def note_report(self, name: str, *, unexplained: bool) -> None:
-        if engine := self._engines.get(name):
+        engine = self._engines.get(name)
+        if engine and engine.unexplained != unexplained:
             engine.unexplained = unexplained
+            if engine.leased_before:
+                self._look_again = -math.inf
 
     def add_client(self, name: str, known_epoch: int, epoch: int, now: float) -> None:
         """Take a client that is new here, and knew `known_epoch`, 0 for none."""
@@ -82,6 +90,7 @@ class Settling:
             self._awaited[name] = engines
         if held_before:
             self._saw_restart(now)
+        self._look_again = -math.inf
 
     def resume(self, engines: Iterable[str], now: float) -> None:
         """Take it that nothing was heard for a while: all clients have to renew, and `engines` are
@@ -91,11 +100,13 @@ class Settling:
             name: _Engine(now, leased_before=True, unexplained=True) for name in engines
         }
         self._restart_until = now + self._heartbeat
+        self._look_again = -math.inf
 
     def remove_client(self, name: str) -> None:
         self._clients.discard(name)
         self._owing.pop(name, None)
         self._awaited.pop(name, None)
+        self._look_again = -math.inf
 
     def owes(self, client: str, now: float) -> bool:
         """Whether the client has to renew before it is given anything."""
@@ -103,7 +114,16 @@ class Settling:
         return since is not None and now < since + self._heartbeat
 
     def closed(self, now: float) -> set[str]:
-        """Names of the engines that get no lease now."""
+        """Names of the engines that get no lease now; all are gone through only for news."""
+        if now >= self._look_again:
+            self._closed = self._find_closed(now)
+            ends = [since + self._heartbeat for since in self._owing.values()]
+            for since in [self._engines[name].since for name in self._closed]:
+                ends += [since + RECONNECT_SECONDS, since + self._heartbeat]
+            self._look_again = min((end for end in ends if end > now), default=math.inf)
+        return self._closed
+
+    def _find_closed(self, now: float) -> set[str]:
         self._engines = {
             name: engine
             for name, engine in self._engines.items()
@@ -131,3 +151,4 @@ class Settling:
         self._restart_until = now + self._heartbeat
         for engine in self._engines.values():
             engine.leased_before = True
+        self._look_again = -math.inf

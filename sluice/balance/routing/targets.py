@@ -86,6 +86,7 @@ class TargetTable:
         self.speed = SpeedTable(config.step_base, config.step_per_request)
         self.load_reports = LoadReports()
         self._rows: list[EngineRow | None] = []
+        self._vacant: set[int] = set()  # rows of engines that were removed
         self._by_name: dict[str, EngineRow] = {}
         self._sizes: list[int] = []
         self._usable = np.zeros(0, dtype=bool)  # may get leases now, version aside
@@ -147,6 +148,7 @@ class TargetTable:
         """Forget an engine; its rows are used again once nothing is charged to them."""
         del self._by_name[engine.spec.name]
         self._rows[engine.row] = None
+        self._vacant.add(engine.row)
         self._usable[engine.row] = False
         self._half_open.discard(engine.row)
         self.watched.discard(engine.row)
@@ -405,6 +407,7 @@ class TargetTable:
         row = self._vacant_row(spec.dp_size)
         if row is None:
             row = self._append_row(spec.dp_size)
+        self._vacant.discard(row)
         first = int(self.starts[row])
         engine = EngineRow(spec, row, first, Breaker(self._config.breaker), now)
         self._rows[row] = self._by_name[spec.name] = engine
@@ -413,8 +416,8 @@ class TargetTable:
         return engine
 
     def _vacant_row(self, dp_size: int) -> int | None:
-        for row, engine in enumerate(self._rows):
-            if engine is None and self._sizes[row] == dp_size:
+        for row in self._vacant:
+            if self._sizes[row] == dp_size:
                 first = int(self.starts[row])
                 if not self.charges[first : first + dp_size].any():
                     return row

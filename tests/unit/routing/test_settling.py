@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
@@ -375,3 +377,44 @@ def test_a_router_that_was_stopped_grants_nothing_until_it_knows_what_was_picked
     assert refused.value.reason is Refusal.NO_CREDIT  # open, and full
     pool.release("two", np.array([-7]), 6.0)
     assert pool.acquire("three", LeaseRequest(count=1), 6.0).targets.tolist() == [0]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_who_asks_again_and_again_is_told_the_same_as_who_asks_once(seed: int):
+    rng, now = random.Random(seed), 0.0
+    names, epoch = ["a", "b", "c"], 2 * SPAN
+    asked_often, told = Settling(3 * HEARTBEAT, epoch), list[Callable[[Settling], None]]()
+    registered = set[str]()
+    closed_counts = Counter[int]()
+    for _ in range(150):
+        now += rng.choice([0.0, TICK, RECONNECT_SECONDS, HEARTBEAT / 3])
+        name, client = rng.choice(names), rng.choice("xyz")
+        known = rng.choice([0, 0, 0, SPAN])
+        news: list[Callable[[Settling], None]] = [
+            partial(Settling.note_report, name=name, unexplained=rng.random() < 0.5),
+            partial(Settling.remove_client, name=client),
+            partial(Settling.add_client, name=client, known_epoch=known, epoch=epoch, now=now),
+            partial(
+                Settling.note_renewal,
+                name=client,
+                awaited=rng.sample(names, rng.choice([0, 0, 1])),
+                now=now,
+                held_before=rng.random() < 0.1,
+            ),
+            partial(Settling.add_engine, name=name, known_epoch=known, epoch=epoch, now=now)
+            if name not in registered
+            else partial(Settling.remove_engine, name=name),
+        ]
+        if rng.random() < 0.02:
+            news = [partial(Settling.resume, engines=sorted(registered), now=now)]
+        chosen = rng.choice(news)
+        if chosen.func in (Settling.add_engine, Settling.remove_engine):
+            registered ^= {name}
+        chosen(asked_often)
+        told.append(chosen)
+        asked_once = Settling(3 * HEARTBEAT, epoch)
+        for each in told:
+            each(asked_once)
+        assert asked_often.closed(now) == asked_once.closed(now)
+        closed_counts[len(asked_once.closed(now))] += 1
+    assert len(closed_counts) > 1, "nothing was ever closed"
