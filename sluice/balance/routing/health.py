@@ -59,10 +59,6 @@ class LoadReports:
         self._report_time = np.concatenate([self._report_time, np.full(more, -math.inf)])
         self._charged_before = np.concatenate([self._charged_before, none])
         self.kv_limit = np.concatenate([self.kv_limit, none + NO_LIMIT])
-        self._snapshots = [
-            (np.concatenate([charges, none]), np.concatenate([ever, none]))
-            for charges, ever in self._snapshots
-        ]
 
     def forget(self, first: int, stop: int, charged_ever: IntArray) -> None:
         """Drop the reports of a restarted engine's targets."""
@@ -116,14 +112,14 @@ class LoadReports:
             return  # nothing is remembered of then
         charges, ever = self._snapshots[after - 1]
         later, ever_later = self._snapshots[after] if after < len(self._times) else current
-        made = int(ever_later[target] - ever[target])  # in between, before or after what ended
-        low, high = max(int(later[target]) - made, 0), int(charges[target]) + made
+        made = _count(ever_later, target) - _count(ever, target)  # before or after what ended
+        low, high = max(_count(later, target) - made, 0), _count(charges, target) + made
         residual = seen - min(max(seen, low), high)
         before = self._report_time[target]
         elapsed = min(now - before, self._smoothing) if before > -math.inf else _FIRST_SECONDS
         share = -math.expm1(-max(elapsed, 0.0) / self._smoothing)
         self._external[target] += share * (residual - self._external[target])
-        self._charged_before[target] = int(ever[target])
+        self._charged_before[target] = _count(ever, target)
         self._any = True
 
     def load(self, charges: IntArray, charged_ever: IntArray) -> IntArray:
@@ -138,6 +134,11 @@ class LoadReports:
         """`load` of one target, without vectors."""
         young = min(charge, charged_ever - int(self._charged_before[target]))
         return max(charge + round(float(self._external[target])), young, 0)
+
+
+def _count(column: IntArray, target: int) -> int:
+    """Of a target that may be younger than the column."""
+    return int(column[target]) if target < len(column) else 0
 
 
 def _kv_limit(rank: RankReport) -> int:
