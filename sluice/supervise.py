@@ -308,6 +308,7 @@ class _Service:
     environment: dict[str, str]
     engine: str = ""  # the replica's name, of which it may be a further node
     node: int = 0
+    log_start: int = 0  # where its process began to write
     process: asyncio.subprocess.Process | None = None
     addresses: dict[str, Any] = field(default_factory=dict)
     ports: dict[str, socket.socket] = field(default_factory=dict)
@@ -440,6 +441,7 @@ class Supervisor:
         if faults.enabled():  # of one service, not of its neighbours
             environment[faults.VARIABLE] = str(Path(environment[faults.VARIABLE], service.name))
         with service.log.open("ab") as log:
+            service.log_start = log.tell()
             service.process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-m", MODULES[service.kind], "--config", str(path)),
@@ -542,7 +544,7 @@ class Supervisor:
             if service.process.returncode is not None:
                 raise ServiceDiedError(
                     f"{service.name} ended with {service.process.returncode} while starting: "
-                    f"{_last_line(service.log)} (log: {service.log})"
+                    f"{_last_line(service.log, service.log_start)} (log: {service.log})"
                 )
             return await probe()
 
@@ -802,6 +804,6 @@ def _cpu_seconds(process: psutil.Process) -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
+def _last_line(log: Path, start: int) -> str:
+    lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines()
     return lines[-1] if lines else "no output"

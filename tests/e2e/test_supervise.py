@@ -173,6 +173,22 @@ async def test_a_service_that_dies_while_it_restarts_is_tried_again_and_given_up
     await supervisor.stop()
 
 
+async def test_a_service_that_is_killed_as_it_starts_is_not_quoted_with_what_one_before_it_said(
+    tmp_path,
+):
+    (log := tmp_path / "logs" / "router.log").parent.mkdir()
+    log.write_text("the line of an earlier life\n")
+    supervisor = Supervisor(config(tmp_path))
+    (service,) = supervisor._services
+    starting = asyncio.create_task(supervisor.start())
+    async with asyncio.timeout(PATIENCE):
+        while service.process is None:
+            await asyncio.sleep(0)
+    service.kill()
+    with pytest.raises(ServiceDiedError, match=r"ended with -9 while starting: no output"):
+        await starting
+
+
 def test_a_killed_supervisor_leaves_no_service_behind_and_the_next_one_has_its_ports(tmp_path):
     path, ready = tmp_path / "services.yaml", tmp_path / "services.json"
     services = {"router": {"kind": "router", "replicas": 2}}
