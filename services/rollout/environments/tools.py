@@ -167,6 +167,7 @@ class ToolsSettings(PromptsSettings):
 
     tools: Mapping[str, str] = Field(min_length=1)
     max_turns: int = Field(4, ge=1)  # answers; the last one may call no tool
+    max_calls: int = Field(32, ge=1)  # of one answer; those behind are not made
     max_characters: int = Field(4000, ge=1)  # of what a tool says
 
 
@@ -211,10 +212,16 @@ class ToolsEnvironment(PromptsEnvironment):
         calls = parse_calls(response.text)
         if not calls or len(response.turns) + 1 >= self._settings.max_turns:
             return Step(state=state, done=True)
-        answers = [self._answer(call) for call in calls]
+        most = self._settings.max_calls
+        answers = [self._answer(call) for call in calls[:most]]
+        left = max(0, len(calls) - most)
+        errors = left + sum(answer.is_error for answer in answers)
+        if left:
+            message = f"error: an answer makes {most} calls at most; {left} more are not made"
+            answers.append(ToolAnswer(message, is_error=True))
         counts = {
             "tool_calls": state.get("tool_calls", 0) + len(calls),
-            "tool_errors": state.get("tool_errors", 0) + sum(a.is_error for a in answers),
+            "tool_errors": state.get("tool_errors", 0) + errors,
         }
         texts = [_whole(answer.text[: self._settings.max_characters]) for answer in answers]
         if task.messages:

@@ -169,6 +169,16 @@ def test_turns_are_bounded_and_long_answers_cut() -> None:
     assert isinstance(last, Step) and last.done
 
 
+def test_a_model_that_repeats_its_call_has_so_many_answered() -> None:
+    made = environment(max_calls=2)
+    task = made.make_task(TaskRequest(row={"prompt": "1+1", "answer": "2"}))
+    found = made.step(task, {}, Response(text=call("add", a=1) * 1000))
+    assert isinstance(found, Step)
+    assert found.text.count("<tool_response>") == 3
+    assert "2 calls at most; 998 more are not made" in found.text
+    assert found.state == {"tool_calls": 1000, "tool_errors": 998}
+
+
 async def test_the_last_answer_is_graded_and_calls_are_scores() -> None:
     made = environment(reward_settings={"answer_tag": "answer"})
     task = made.make_task(TaskRequest(row={"prompt": "1+1", "answer": "2"}))
