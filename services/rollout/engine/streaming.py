@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from services.rollout.engine.interface import Engine
+from sluice import faults
 from sluice.place import is_bucket
 from sluice.runtime.errors import ServiceError
 from sluice.weights.errors import WeightStoreError
@@ -105,13 +106,25 @@ class WeightStream:
         ended = self._store.has(version)  # first: then all of it is announced
         return ended, list(self._store.announced(version, known))
 
+    def _find(self, found: Announcement, scratch: Path) -> Path:
+        path = self._store.announced_file(found, scratch)
+        faults.point("engine.found")
+        return path
+
     async def _stage(self, found: Announcement, scratch: Path) -> int:
         """Has a file staged; returns its bytes, 0 where it is no whole one or gone."""
         if found.shard.delta is not None:
             return 0
         try:
-            path = await asyncio.to_thread(self._store.announced_file, found, scratch)
-            await self._engine.stage(path, found.shard)
+            path = await asyncio.to_thread(self._find, found, scratch)
+            try:
+                await self._engine.stage(path, found.shard)
+            except (ServiceError, OSError):
+                if path.exists():
+                    raise
+                # its version has been committed since, which moves the file, or was given up
+                path = await asyncio.to_thread(self._find, found, scratch)
+                await self._engine.stage(path, found.shard)
         except (WeightStoreError, OSError) as error:
             logger.info("%s is not staged: %s", found.stored_name, error)
             return 0
