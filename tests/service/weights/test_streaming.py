@@ -290,10 +290,10 @@ async def test_an_engine_stopped_and_one_killed_while_they_read_ahead(
     for part in range(3):
         writer.write(staging, part)
     await asyncio.to_thread(killed.process.wait, PATIENCE)
+    await poll(partial(is_stopped, stopped))
     record = writer.commit(staging)
     with pytest.raises(RemoteError):
         await following[1]
-    await poll(partial(is_stopped, stopped))
     stopped.signal(signal.SIGCONT)
     assert await following[0] == sum(shard.size for shard in writer.written)
     await serve(clients[0], record)
