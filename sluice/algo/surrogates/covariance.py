@@ -88,15 +88,18 @@ class KlCovSettings(PluginSettings):
 class KlCov(Loss):
     """-r A, plus coefficient x |log r| at the `share` of tokens of highest covariance.
 
-    The share is exact to 1/65536 of the range of covariances, and at least one token.
+    Covariances that differ by less than 1/65536 of their range are one, as those of tokens that
+    were certain are; where the share ends among such tokens, lots decide, as in `ClipCov`.
     """
 
     settings_type = KlCovSettings
     rounds = 4
 
     def token_losses(self, tokens: Tokens) -> torch.Tensor:
-        fine = self._narrow(tokens, "fine", *self._coarse(tokens))[0]
-        chosen_T = (covariances(tokens) >= fine) & tokens.mask
+        place_T = self._places(covariances(tokens), *self._coarse(tokens))
+        last, part = self._last(tokens, "fine")
+        drawn_T = (place_T == last) & (tokens.draws < part)
+        chosen_T = ((place_T > last) | drawn_T) & tokens.mask
         tokens.record("penalised_covariance", chosen_T)
         penalty_T = self.settings.coefficient * tokens.log_ratio.abs()
         return penalty_T.masked_fill(~chosen_T, 0.0) - tokens.ratio * tokens.advantages
@@ -109,13 +112,13 @@ class KlCov(Loss):
             if not len(cov_T):
                 return {}
             return {"high/max": cov_T.max(), "low/max": -cov_T.min()}
-        name, low, width = ("coarse", *self._range(tokens)) if number == 2 else self._fine(tokens)
-        place_T = ((cov_T - low) / width * BINS).floor() if width else cov_T.new_zeros(cov_T.shape)
-        kept_T = place_T[(place_T >= 0) & (place_T <= BINS)].long().clamp(max=BINS - 1)
-        counts = kept_T.bincount(minlength=BINS)
-        above = (place_T > BINS).sum()
+        name, (low, width) = (
+            ("coarse", self._range(tokens)) if number == 2 else ("fine", self._coarse(tokens))
+        )
+        place_T = self._places(cov_T, low, width)
+        counts = place_T[(place_T >= 0) & (place_T < BINS)].bincount(minlength=BINS)
         names = {f"{name}/{i}": counts[i].double() for i in range(BINS) if counts[i]}
-        return names | {f"{name}/above": above.double()}
+        return names | {f"{name}/above": (place_T >= BINS).sum().double()}
 
     def _range(self, tokens: Tokens) -> tuple[float, float]:
         """(lowest covariance, highest - lowest)."""
@@ -123,18 +126,25 @@ class KlCov(Loss):
         return low, high - low
 
     def _coarse(self, tokens: Tokens) -> tuple[float, float]:
-        return self._narrow(tokens, "coarse", *self._range(tokens))
+        """(lower edge, width) of the coarse bin where the share ends."""
+        (low, width), (index, _) = self._range(tokens), self._last(tokens, "coarse")
+        return low + index * width / BINS, width / BINS
 
-    def _fine(self, tokens: Tokens) -> tuple[str, float, float]:
-        return ("fine", *self._coarse(tokens))
+    def _places(self, cov_T: torch.Tensor, low: float, width: float) -> torch.Tensor:
+        """The bin of each covariance; the upper edge is of the last one."""
+        if not width:
+            return cov_T.new_zeros(cov_T.shape).long()
+        place_T = ((cov_T - low) / width * BINS).floor().clamp(-1, BINS + 1).long()
+        return place_T.masked_fill(place_T == BINS, BINS - 1)
 
-    def _narrow(self, tokens: Tokens, name: str, low: float, width: float) -> tuple[float, float]:
-        """(lower edge, width) of the bin where the share of highest covariances ends."""
+    def _last(self, tokens: Tokens, name: str) -> tuple[int, float]:
+        """(the bin where the share of highest covariances ends, the part of it that is chosen)."""
         measured = tokens.measured
         wanted = max(1.0, self.settings.share * measured["tokens"] // 1)
-        count = measured.get(f"{name}/above", 0.0)
+        above = measured.get(f"{name}/above", 0.0)
         for index in range(BINS - 1, -1, -1):
-            count += measured.get(f"{name}/{index}", 0.0)
-            if count >= wanted:
-                return low + index * width / BINS, width / BINS
-        return low, width / BINS
+            inside = measured.get(f"{name}/{index}", 0.0)
+            if inside and above + inside >= wanted:
+                return index, (wanted - above) / inside
+            above += inside
+        return 0, 1.0

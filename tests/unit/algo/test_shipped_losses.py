@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sluice.algo.aggregation import merge_measured
-from sluice.algo.losses import compute_loss, measure_loss
+from sluice.algo.losses import LossInputs, compute_loss, measure_loss
 from sluice.algo.plugins import SHIPPED
 from sluice.algo.spec import LossSpec
 from tests.unit.algo.loss_inputs import make_inputs
@@ -190,24 +190,28 @@ def test_clip_cov_draws_the_share_that_was_asked_for():
     assert float(held / weight) == pytest.approx(0.1, abs=0.006)  # four standard deviations
 
 
-def test_kl_cov_chooses_the_share_that_was_asked_for():
+@pytest.mark.parametrize("certain", [0, 5000])
+def test_kl_cov_chooses_the_share_that_was_asked_for(certain):
+    """Also of tokens that were all but certain, and so of one covariance, as most of a text are."""
     rng = np.random.default_rng(1)
-    inputs = make_inputs(0)
-    count = 5000
-    logprobs = torch.from_numpy(-np.abs(rng.normal(size=count)))
-    inputs = type(inputs)(
-        outputs=logprobs.clone().requires_grad_(),
+    count, samples = 5000, 50
+    logprobs = -np.abs(rng.normal(size=count))
+    logprobs[:certain] *= 1e-6
+    advantages = np.where(np.arange(count) < certain, 1.0, rng.normal(size=count))
+    inputs = LossInputs(
+        outputs=torch.from_numpy(logprobs).requires_grad_(),
         mask=torch.ones(count, dtype=torch.bool),
-        sample_index=torch.zeros(count, dtype=torch.int64),
-        sample_weights=torch.ones(1, dtype=torch.float64),
+        sample_index=torch.arange(count) // (count // samples),
+        sample_weights=torch.ones(samples, dtype=torch.float64),
         columns={
-            "rollout_logprobs": logprobs,
-            "advantages": torch.from_numpy(rng.normal(size=count)),
+            "rollout_logprobs": torch.from_numpy(logprobs),
+            "advantages": torch.from_numpy(advantages),
         },
+        sample_keys=torch.from_numpy(rng.integers(-(2**62), 2**62, samples)),
     )
     spec = measured(inputs, LossSpec(name="kl_cov", settings={"share": 0.01}), 4)
     chosen, _ = compute_loss(inputs, spec).metrics["penalised_covariance"]
-    assert int(chosen) == 50
+    assert int(chosen) == pytest.approx(50, abs=28 if certain else 0)  # four standard deviations
 
 
 def test_every_name_of_tinker_is_there():
