@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate, chain
 from typing import Any
 
@@ -390,16 +390,6 @@ class RowFacts:
     episodes: np.ndarray
     present: dict[str, np.ndarray]
     patches: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-
-    @cached_property
-    def episode_keys(self) -> list[tuple[str, float]]:
-        """What names the episode of each row: a row without one is an episode of its own."""
-        has = self.present.get("episode", np.zeros(len(self.sample_ids), dtype=np.bool_))
-        own = np.where(has, self.episodes, np.arange(len(self.sample_ids)))
-        return [
-            (group, number) if shared else (f"{group}/alone", number)
-            for group, number, shared in zip(self.group_ids, own.tolist(), has, strict=True)
-        ]
 
     def to_json(self) -> str:
         """Return the facts as text; a column that all rows have is `true`, others list rows.

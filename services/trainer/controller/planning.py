@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -250,18 +250,17 @@ def weigh_pass(batch: Batch, selection: np.ndarray, loss: LossSpec) -> PassWeigh
     A group's weight counts its tokens in the whole batch and its divisor is 1 over all its
     rows, so that a group may be spread over calls.
     """
-    counts, facts = batch.mask_counts, batch.facts
-    whole = weigh_samples(loss, counts.tolist(), facts.group_ids, facts.episode_keys)
+    counts, episodes = batch.mask_counts, batch.episode_keys()
+    whole = weigh_samples(loss, counts.tolist(), batch.facts.group_ids, episodes)
     weights = np.asarray(whole.weights, dtype=np.float64)[selection]
     if loss.aggregation == "constant":
         assert loss.constant_length is not None
-        return PassWeights(weights, loss.constant_length * _episode_share(facts, selection))
+        return PassWeights(weights, loss.constant_length * _episode_share(episodes, selection))
     return PassWeights(weights, float((weights * counts[selection]).sum()))
 
 
-def _episode_share(facts: RowFacts, selection: np.ndarray) -> float:
+def _episode_share(keys: Sequence[Hashable], selection: np.ndarray) -> float:
     """Episodes of a selection: one that is spread over several counts by its rows."""
-    keys = facts.episode_keys
     rows = Counter(keys)
     return math.fsum(1 / rows[keys[row]] for row in selection.tolist())
 

@@ -65,10 +65,10 @@ class PassPlan:
 class Batch:
     """A batch and what the passes have made of it.
 
-    facts: as uploaded. owners: data-parallel rank of each row, int64[N]. present, mask_counts and
-    temperatures follow the columns as they are now; `zero_advantage` marks the rows whose
-    advantages are all 0. scored_at: temperatures of columns that passes over the batch computed.
-    adapter: the one that it is for; empty is the policy of the settings.
+    facts: as uploaded. owners: data-parallel rank of each row, int64[N]. present, mask_counts,
+    temperatures and episodes follow the columns as they are now; `zero_advantage` marks the rows
+    whose advantages are all 0. scored_at: temperatures of columns that passes over the batch
+    computed. adapter: the one that it is for; empty is the policy of the settings.
     """
 
     batch_id: str
@@ -78,6 +78,7 @@ class Batch:
     present: dict[str, np.ndarray] = field(init=False)
     mask_counts: np.ndarray = field(init=False)
     temperatures: np.ndarray = field(init=False)
+    episodes: np.ndarray = field(init=False)
     scored_at: dict[str, float] = field(init=False)
     zero_advantage: np.ndarray = field(init=False)
     rows: dict[str, int] = field(init=False)
@@ -93,6 +94,7 @@ class Batch:
         self.present = {name: rows.copy() for name, rows in self.facts.present.items()}
         self.mask_counts = self.facts.mask_counts.copy()
         self.temperatures = self.facts.temperatures.copy()
+        self.episodes = self.facts.episodes.copy()
         self.scored_at = {}
         self.zero_advantage = np.zeros(self.row_count, dtype=np.bool_)
 
@@ -103,6 +105,15 @@ class Batch:
     @property
     def row_count(self) -> int:
         return len(self.facts.lengths)
+
+    def episode_keys(self) -> list[tuple[str, float]]:
+        """Return what names the episode of each row: one without is an episode of its own."""
+        has = self.present.get("episode", np.zeros(self.row_count, dtype=np.bool_))
+        own = np.where(has, self.episodes, np.arange(self.row_count))
+        return [
+            (group, number) if shared else (f"{group}/alone", number)
+            for group, number, shared in zip(self.facts.group_ids, own.tolist(), has, strict=True)
+        ]
 
     def mark(self, column: str, rows: Sequence[int] | np.ndarray | None = None) -> None:
         """Note that `rows` (default: all) have `column` now."""

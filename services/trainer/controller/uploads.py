@@ -289,6 +289,8 @@ class ColumnUpdate:
                 batch.mask_counts[row] = count_trained(sample)
             if "temperature" in sample.columns:
                 batch.temperatures[row] = sample.columns["temperature"]
+            if "episode" in sample.columns:
+                batch.episodes[row] = sample.columns["episode"]
             if "advantages" in sample.columns:
                 batch.zero_advantage[row] = not np.any(sample.columns["advantages"])
         return len(self._samples)

@@ -280,3 +280,18 @@ async def test_scores_under_other_weights_than_sampled_are_refused(
         await process.openai.responder.scored(
             Prompt("1=", (1, 10)), Answer(delta, "3"), top_count=1, echo=False
         )
+
+
+async def test_a_stop_string_and_names_of_tokens_are_shown_as_asked(client: AsyncOpenAI) -> None:
+    request = {"model": "policy", "prompt": "12=", "max_tokens": 6, "seed": 5, "logprobs": 1}
+    (whole,) = (await client.completions.create(**request)).choices
+    stop = whole.text[1]
+    end = whole.text.index(stop)
+    for keeps in (False, True):
+        body = {"include_stop_str_in_output": keeps, "return_tokens_as_token_ids": keeps}
+        answer = await client.completions.create(**request, stop=stop, extra_body=body)
+        (choice,) = answer.choices
+        assert (choice.text, choice.finish_reason) == (whole.text[: end + keeps], "stop")
+        assert [name.startswith("token_id:") for name in choice.logprobs.tokens] == [keeps] * len(
+            choice.logprobs.tokens
+        )

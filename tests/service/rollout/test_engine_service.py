@@ -414,3 +414,27 @@ async def test_unknown_pause_modes_are_refused(engine: EngineClient, store: Stor
     with pytest.raises(RemoteError) as caught, typed_errors():
         await engine.stub.Pause(pb.PauseRequest(mode=17))  # type: ignore[arg-type]
     assert caught.value.metadata["field"] == "mode"
+
+
+async def test_the_limits_of_the_settings_are_those_of_requests(store: Store) -> None:
+    limits = {"max_stop_tokens": 2, "max_top_tokens": 2, "max_media": 1}
+    settings = {"roles": ["engine"], "engine_id": "rollout-0", "engine": {**ENGINE, **limits}}
+    score = {"token_ids": [1, 2, 3], "prompt_length": 1}
+    media = [{"kind": 1, "blob": {"digest": "a"}}] * 2
+    async with (
+        running_rollout(store, **settings) as process,
+        EngineClient(process.server.address) as engine,
+    ):
+        await load_weights(engine, store.first)
+        answer = await generate(engine, generate_request(sampling={"stop_token_ids": [7, 8]}))
+        assert len(answer.completions) == 1
+        with typed_errors():
+            await engine.stub.Score(pb.ScoreRequest(**score, top_count=2))
+        stops = generate_request(sampling={"stop_token_ids": [7, 8, 9]})
+        for call, setting in (
+            (engine.stub.Score(pb.ScoreRequest(**score, top_count=3)), "max_top_tokens"),
+            (engine.stub.Generate(generate_request(media=media)), "max_media"),
+            (engine.stub.Generate(stops), "max_stop_tokens"),
+        ):
+            with pytest.raises(RemoteError, match=f"engine.{setting}"), typed_errors():
+                await call

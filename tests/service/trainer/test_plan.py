@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import grpc
 import pytest
 
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.client import TrainerClient
-from tests.service.trainer.harness import PPO, make_groups, upload
+from tests.service.trainer.harness import (
+    ACTIVE,
+    PPO,
+    make_group,
+    make_groups,
+    running_trainer,
+    until,
+    upload,
+)
 from tests.service.trainer.test_errors import INVALID, assert_is, refusal
 
 Rows = list[tuple[int, int, int]]  # length, prompt length, group
@@ -109,3 +119,30 @@ async def test_requests_that_make_no_sense(client: TrainerClient) -> None:
         assert_is(await refusal(client.plan_batch(request)), INVALID, "INVALID_FIELD", field=field)
     error = await refusal(client.plan_batch(pb.PlanBatchRequest(batch="batches/none")))
     assert_is(error, grpc.StatusCode.NOT_FOUND, "BATCH_NOT_FOUND")
+
+
+async def test_the_limits_of_the_settings_are_those_of_requests(
+    model: Path, tmp_path: Path
+) -> None:
+    limits = {"max_rows": 3, "max_micro_batch_multiple": 2}
+    with running_trainer(tmp_path, model, **limits) as running:
+        async with running.client() as client:
+            await until(client, lambda now: now.state == ACTIVE)
+            rows = [(3, 1, 0)] * 4
+            samples = make_group("many")
+            await client.plan_batch(request_of(rows[:3], micro_batch_multiple=2))
+            batch = (await client.upload_batch("few", 3, samples=samples[:3])).batch
+            sizes = "max_rows"
+            for call, field, setting in (
+                (client.plan_batch(request_of(rows)), "bare_rows", sizes),
+                (client.upload_batch("many", 4, samples=samples), "header.sample_count", sizes),
+                (client.get_columns(batch, ["reward"], sample_ids=["a"] * 4), "sample_ids", sizes),
+                (
+                    client.plan_batch(request_of(rows[:1], micro_batch_multiple=3)),
+                    "micro_batch_multiple",
+                    "max_micro_batch_multiple",
+                ),
+            ):
+                error = await refusal(call)
+                assert_is(error, INVALID, "INVALID_FIELD", field=field)
+                assert setting in str(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -292,3 +293,24 @@ def test_the_front_imports_no_torch(client: TrainerClient, trainer: RunningTrain
     assert "libtorch" not in controller
     maps = [Path(f"/proc/{child}/maps").read_text() for child in children.split()]
     assert any("libtorch" in each for each in maps), "negative control"
+
+
+@pytest.mark.parametrize("aggregation", [{"aggregation": "sample_mean"},
+    {"aggregation": "constant", "constant_length": 9.0}])  # fmt: skip
+async def test_an_episode_counts_once_also_where_it_is_told_after_the_upload(
+    client: TrainerClient, aggregation: dict[str, Any]
+) -> None:
+    plain = make_groups("episodes", count=2, seed=3)
+    told = {row.sample_id: {"episode": float(index // 2)} for index, row in enumerate(plain)}
+    rows = [replace(row, columns={**row.columns, **told[row.sample_id]}) for row in plain]
+    loss, step = PPO.model_copy(update=aggregation), (await client.get()).step
+    found = []
+    for name, samples in (("plain", plain), ("told", rows), ("later", plain)):
+        batch = (await client.upload_batch(name, len(samples), samples=samples)).batch
+        if name == "later":
+            await client.put_columns(batch, told)
+        await client.compute_advantages(batch, AdvantageSpec(name="rloo"))
+        passed = await client.forward_backward(batch, loss, expected_step=step, part_id=name)
+        await client.discard_gradients()
+        found.append(passed.loss)
+    assert found[2] == pytest.approx(found[1]) != pytest.approx(found[0])

@@ -98,10 +98,10 @@ def run(run_dir: Path, steps: range, begin: float = 100.0, **settings: Any) -> s
 
 
 def test_a_collector_has_every_span_where_it_belongs(tmp_path: Path, collector: Collector) -> None:
-    told = run(tmp_path / "first", range(1, 4), endpoint=collector.url)
+    told = run(tmp_path / "first", range(1, 4), endpoint=collector.url, service_name="policy")
     assert "trackers.otel" not in told
     assert collector.paths == {"/v1/traces"}
-    assert {r["service.name"] for r in collector.resources} == {"sluice"}
+    assert {r["service.name"] for r in collector.resources} == {"policy"}
     assert {r["sluice.run"] for r in collector.resources} == {"first"}
     by_id = {span.span_id: span for span in collector.spans}
     assert len(by_id) == len(collector.spans)

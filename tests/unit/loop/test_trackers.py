@@ -46,9 +46,10 @@ class Run:
             os._exit(3)
         with open(PLACE + "/logged", "a") as file: file.write(json.dumps(values) + "\\n")
     def finish(self, exit_code): open(PLACE + "/finished", "w").write(str(exit_code))
-def init(id, config, **_):
+def init(id, config, **options):
     if open(PLACE + "/mode").read() == "no start": raise ConnectionError("no route")
     with open(PLACE + "/config", "w") as file: json.dump(config, file)
+    with open(PLACE + "/options", "w") as file: json.dump(options, file)
     return Run(id)
 """
 
@@ -159,6 +160,13 @@ def test_a_tracker_gets_settings_without_secrets_and_rows_from_before_it(place: 
     config = json.loads((place.directory / "config").read_text())
     assert config == {"seed": 1, "api_key": "(left out)"}
     assert (place.directory / "finished").read_text() == "0"
+
+
+def test_a_run_of_wandb_is_whose_and_what_the_settings_say(place: Place) -> None:
+    said = {"project": "p", "entity": "team", "name": "n", "group": "g", "tags": ["a", "b"]}
+    track(place.run_dir, range(1, 2), {"wandb": said, "finish_seconds": PATIENCE})
+    options = json.loads((place.directory / "options").read_text())
+    assert {key: options[key] for key in said} == said
 
 
 @pytest.mark.parametrize(
