@@ -20,6 +20,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import from_url
 
+from sluice.durable import naming
 from sluice.place import SCHEMES
 
 REQUEST_SECONDS = 120.0  # one request, a part of PART_BYTES at most
@@ -179,7 +180,7 @@ class ObjectBucket:
         that fails."""
         size = self.size(key)
         starts = range(0, size, PART_BYTES)
-        with path.open("xb", buffering=0) as file:
+        with naming(path), path.open("xb", buffering=0) as file:
 
             def fetch(start: int) -> None:
                 end = min(start + PART_BYTES, size)

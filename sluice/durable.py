@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from io import RawIOBase
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 LOCK_TIMEOUT_SECONDS = 60.0
 LOCK_POLL_SECONDS = 0.002
@@ -61,6 +65,26 @@ def write_all(file: RawIOBase, data: bytes | memoryview) -> None:
     view = memoryview(data).cast("B")
     while view:
         view = view[file.write(view) or 0 :]
+
+
+def encode_line(line: Mapping[str, Any]) -> bytes:
+    """A line of a journal, without its end: JSON, and after a tab the xxh3 of that."""
+    text = json.dumps(line).encode()
+    return b"%b\t%b" % (text, xxhash.xxh3_64_hexdigest(text).encode())
+
+
+def decode_line(data: bytes) -> dict[str, Any]:
+    """Read what `encode_line` made; earlier releases wrote no digest.
+
+    Raises ValueError for a line that was changed or cut off.
+    """
+    text, tab, digest = data.rpartition(b"\t")
+    if tab and xxhash.xxh3_64_hexdigest(text).encode() != digest:
+        raise ValueError("another digest")
+    line = json.loads(text if tab else data)
+    if not isinstance(line, dict):
+        raise ValueError("no line of a journal")
+    return line
 
 
 FICLONE = 0x40049409  # of Linux: the blocks of a file are shared until either is written

@@ -26,7 +26,10 @@ _VERSIONED = ("sluice", "torch", "transformers", "megatron-core", "grpcio", "num
 
 
 class RunJournal:
-    """Appends to the journal of a run. What the disk refuses is left out: the run goes on."""
+    """Appends to the journal of a run. What the disk refuses is left out: the run goes on.
+
+    A line that a crash or a full disk cut off takes no other with it.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / JOURNAL
@@ -35,8 +38,10 @@ class RunJournal:
         """A line: `event`, the time in seconds since 1970, and facts that JSON has words for."""
         line = json.dumps({"event": event, "time": round(time.time(), 3), **facts}, default=str)
         try:
-            with self._path.open("a") as file:
-                file.write(line + "\n")
+            with self._path.open("a+b", buffering=0) as file:
+                size = file.seek(0, os.SEEK_END)
+                is_torn = size and os.pread(file.fileno(), 1, size - 1) != b"\n"
+                file.write(b"\n" * is_torn + line.encode() + b"\n")
         except OSError as error:
             logger.warning("%s: %s", self._path, error)
 

@@ -112,7 +112,7 @@ def _read(path: Path) -> RunCheckpoint | str:
             return "it has lost its digest"
         if document.pop("format", FORMAT) != FORMAT:
             raise RunDirectoryError(f"{path}: was written by a newer release of Sluice")
-        return RunCheckpoint(**document)
+        run_checkpoint = RunCheckpoint(**document)
     except (
         ValueError,
         KeyError,
@@ -122,6 +122,9 @@ def _read(path: Path) -> RunCheckpoint | str:
         FileDigestError,
     ) as error:
         return f"{type(error).__name__}: {error}"
+    if run_checkpoint.step != int(path.stem):
+        return f"it is that of step {run_checkpoint.step}"
+    return run_checkpoint
 
 
 def set_aside(directory: Path, step: int) -> None:

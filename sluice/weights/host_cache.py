@@ -21,6 +21,7 @@ from sluice import faults
 from sluice.durable import (
     LockTimeoutError,
     clone_file,
+    naming,
     try_lock,
     write_all,
     write_new,
@@ -81,7 +82,8 @@ class _Shard:
     def write(self, target: Path) -> None:
         path = self._source.path
         in_place = path == target or (bool(self._deltas) and clone_file(path, target))
-        with target.open("r+b" if in_place else "xb", buffering=0) as file:
+        mode = "r+b" if in_place else "xb"
+        with naming(target), target.open(mode, buffering=0) as file:
             if not in_place:
                 write_all(file, self._header)
             for name, extent in self._extents.items():

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from sluice.durable import try_lock
+from sluice.durable import naming, try_lock
 from sluice.weights.adapter import ADAPTER_CONFIG, AdapterSpec, encode_adapter_config
 from sluice.weights.checkpoint import BITS, INDEX_NAME, SINGLE_NAME, Extent, encode_index
 from sluice.weights.errors import (
@@ -184,7 +184,7 @@ def assemble(
         files.update(_write_index(staging.directory, shards))
     else:
         config = encode_adapter_config(adapter)
-        (staging.directory / ADAPTER_CONFIG).write_bytes(config)
+        _write(staging.directory / ADAPTER_CONFIG, config)
         files[ADAPTER_CONFIG] = FileEntry(len(config), digest_bytes(config))
     own = {shard.file_name for shard in shards}
     processor = _processor_of(staging.directory)  # before anything that is the base's is dropped
@@ -306,8 +306,13 @@ def _write_index(directory: Path, shards: Sequence[ShardFile]) -> dict[str, File
         for entry in shard.tensors.values()
     )
     data = encode_index(total, weight_map)
-    (directory / INDEX_NAME).write_bytes(data)
+    _write(directory / INDEX_NAME, data)
     return {INDEX_NAME: FileEntry(len(data), digest_bytes(data))}
+
+
+def _write(path: Path, data: bytes) -> None:
+    with naming(path):
+        path.write_bytes(data)
 
 
 def _check_expected(

@@ -5,30 +5,34 @@ rollouts/<request id>/groups/<group id>   where a finished group is; the first o
 rollouts/<request id>/cancelled/<nonce>   groups that were cancelled
 rollouts/<request id>/settled             every group of it is settled
 
-A bucket appends to nothing, and so each line of a journal is an object. `body` is removed last: a
-folder without one is no journal, and what is left in it goes with the next.
+A bucket appends to nothing, and so each line of a journal is an object, its xxh3 after a tab. `body`
+is removed last: a folder without one is no journal, and what is left in it goes with the next.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import secrets
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
 from urllib.parse import unquote
 
 from services.rollout.episodes.spool import (
     ABANDONED_SECONDS,
+    MALFORMED,
     OWNER,
     Journals,
     SpoolProgress,
+    add_line,
     owner_of,
 )
 from sluice import faults
 from sluice.bucket import ObjectBucket, ObjectInfo, each_of, quoted
+from sluice.durable import decode_line, encode_line
 from sluice.samples.blobs import BlobReference, Blobs
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "rollouts"
 BODY, SETTLED, GROUPS, CANCELLED = "body", "settled", "groups", "cancelled"
@@ -43,29 +47,33 @@ class BucketJournals(Journals):
         self._bucket, self._blobs = bucket or ObjectBucket(url), blobs
 
     def open(self, request_id: str, body: str) -> SpoolProgress:
-        document = {"body": body, "created": time.time()}
-        self._bucket.put_once(f"{_folder(request_id)}/{BODY}", json.dumps(document).encode())
+        key = f"{_folder(request_id)}/{BODY}"
+        line = encode_line({"body": body, "created": time.time()})
+        self._bucket.put_once(key, line)
         faults.point("journal.opened")
-        keys = self._bucket.keys(_folder(request_id))
-        read = dict(zip(keys, each_of(self._bucket.get, keys), strict=True))
-        progress = SpoolProgress("")
-        for key, data in read.items():
-            kind, _, name = key.removeprefix(f"{_folder(request_id)}/").partition("/")
-            entry: Any = json.loads(data) if data else None
-            if kind == BODY:
-                progress.body = entry["body"]
-            elif kind == GROUPS:
-                progress.finished[unquote(name)] = BlobReference(entry["blob"], entry["size"])
-            elif kind == CANCELLED:
-                progress.cancelled.update(entry)
+        if not (progress := self._read(request_id)).body:  # it is damaged
+            self._bucket.put(key, line)
+            progress.body = body
+        return progress
+
+    def _read(self, request_id: str) -> SpoolProgress:
+        progress, folder = SpoolProgress(""), _folder(request_id)
+        keys = [k for k in self._bucket.keys(folder) if k != f"{folder}/{SETTLED}"]
+        for key, data in zip(keys, each_of(self._bucket.get, keys), strict=True):
+            kind, _, name = key.removeprefix(f"{folder}/").partition("/")
+            try:
+                line = decode_line(data)
+                add_line(progress, {"group": unquote(name), **line} if kind == GROUPS else line)
+            except MALFORMED as error:
+                logger.warning("%s/%s is left out: %s", self._bucket.url, key, error)
         return progress
 
     def record(self, request_id: str, groups: Mapping[str, BlobReference]) -> None:
         self._blobs.pin(owner_of(request_id), [blob.digest for blob in groups.values()])
         lines = {
-            f"{_folder(request_id)}/{GROUPS}/{quoted(group_id)}": json.dumps(
-                {"blob": blob.digest, "size": blob.size}
-            ).encode()
+            f"{_folder(request_id)}/{GROUPS}/{quoted(group_id)}": encode_line(
+                {"group": group_id, "blob": blob.digest, "size": blob.size}
+            )
             for group_id, blob in groups.items()
         }
         each_of(lambda key: self._bucket.put_once(key, lines[key]), lines)
@@ -77,7 +85,7 @@ class BucketJournals(Journals):
     def cancel(self, request_id: str, group_ids: Iterable[str]) -> None:
         if self._bucket.exists(f"{_folder(request_id)}/{BODY}"):
             key = f"{_folder(request_id)}/{CANCELLED}/{secrets.token_hex(8)}"
-            self._bucket.put(key, json.dumps(sorted(group_ids)).encode())
+            self._bucket.put(key, encode_line({"cancelled": sorted(group_ids)}))
 
     def settle(self, request_id: str, keep: int) -> None:
         if self._bucket.exists(f"{_folder(request_id)}/{BODY}"):

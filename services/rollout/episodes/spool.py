@@ -3,8 +3,9 @@
 <store>/rollouts/<request id>.open      a rollout that may go on
 <store>/rollouts/<request id>.settled   one in which every group is settled
 
-JSON lines: the first holds the digest of the request, each further one a finished group and its
-blob, or groups that were cancelled. Any worker of the store can go on from it. The blobs are
+JSON lines, each with its xxh3 after a tab: the first holds the digest of the request, each further
+one a finished group and its blob, or groups that were cancelled. One that was changed counts for
+nothing: its groups are sampled again. Any worker of the store can go on from it. The blobs are
 pinned by `rollout/<request id>` until retention removes the journal; so are images, before the
 first engine is asked about them.
 
@@ -18,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import json
 import logging
 import os
 import time
@@ -33,7 +33,7 @@ import grpc
 
 from services.rollout import metrics
 from sluice import faults
-from sluice.durable import sync_path
+from sluice.durable import decode_line, encode_line, naming, sync_path
 from sluice.runtime.errors import ServiceError
 from sluice.samples.arrow import InvalidGroupError, decode_group, encode_groups
 from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, Blobs
@@ -161,13 +161,14 @@ class DirectoryJournals(Journals):
             self._write(self._settled_path(request_id), lines)
 
     def _write(self, path: Path, lines: Iterable[Mapping[str, Any]], flags: int = 0) -> None:
-        data = "".join(f"\n{json.dumps(line)}" for line in lines).encode()
+        data = b"".join(b"\n" + encode_line(line) for line in lines)
         file = os.open(path, os.O_WRONLY | os.O_APPEND | flags, 0o666)
         try:
-            if os.write(file, data) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            if self._sync:
-                os.fsync(file)
+            with naming(path):
+                if os.write(file, data) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                if self._sync:
+                    os.fsync(file)
         finally:
             os.close(file)
 
@@ -192,20 +193,27 @@ def owner_of(request_id: str) -> str:
 
 def _read(path: Path) -> SpoolProgress | None:
     """Reads a journal; None for one without the line of its request."""
-    progress: SpoolProgress | None = None
-    for line in path.read_bytes().splitlines():
+    progress = SpoolProgress("")
+    for line in filter(None, path.read_bytes().split(b"\n")):
         try:
-            entry = json.loads(line)
-        except ValueError:  # cut off, or the empty one before the first
-            continue
-        if progress is None:
-            progress = SpoolProgress(entry["body"]) if "body" in entry else None
-        elif "cancelled" in entry:
-            progress.cancelled.update(entry["cancelled"])
-        elif "group" in entry:
-            blob = BlobReference(entry["blob"], entry["size"])
-            progress.finished.setdefault(entry["group"], blob)
-    return progress
+            add_line(progress, decode_line(line))
+        except MALFORMED as error:  # cut off, or damaged
+            logger.warning("%s: a line is left out: %s", path, error)
+    return progress if progress.body else None
+
+
+MALFORMED = (ValueError, KeyError, TypeError)
+
+
+def add_line(progress: SpoolProgress, line: Mapping[str, Any]) -> None:
+    """Adds what a line of a journal says; of two that differ the first counts. Raises MALFORMED."""
+    if "body" in line:
+        progress.body = progress.body or str(line["body"])
+    elif "cancelled" in line:
+        progress.cancelled.update(line["cancelled"])
+    else:
+        blob = BlobReference(line["blob"], line["size"])
+        progress.finished.setdefault(line["group"], blob)
 
 
 @dataclass(frozen=True)

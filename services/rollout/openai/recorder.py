@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
 import numpy as np
-import xxhash
 
 from services.rollout.config import OpenAIConfig
 from services.rollout.engine.interface import Delta, FinishReason, Sampling
@@ -38,7 +37,7 @@ from services.rollout.openai.generation import Answer
 from services.rollout.openai.prompts import Prompt
 from services.rollout.openai.requests import Record
 from sluice.api.common.v1.sample_pb2 import RoutedExperts
-from sluice.durable import locked
+from sluice.durable import decode_line, encode_line, locked
 from sluice.runtime import wire
 from sluice.samples.arrow import encode_group
 from sluice.samples.blobs import BlobNotFoundError, BlobReference, Blobs
@@ -266,24 +265,10 @@ def _experts_from_text(text: str) -> np.ndarray | None:
     return wire.experts_from_proto(RoutedExperts.FromString(base64.b64decode(text)), "experts")
 
 
-def _encode_line(line: Line) -> bytes:
-    text = json.dumps(line).encode()
-    return b"%b\t%b\n" % (text, xxhash.xxh3_64_hexdigest(text).encode())
-
-
-def _decode_line(data: bytes) -> Line:
-    """Raises ValueError for a line that was changed."""
-    text, tab, digest = data.rpartition(b"\t")
-    if tab and xxhash.xxh3_64_hexdigest(text).encode() != digest:
-        raise ValueError("another digest")
-    line: Line = json.loads(text if tab else data)  # earlier releases wrote no digest
-    return line
-
-
 def _is_whole(data: bytes) -> bool:
     """Whether these bytes are a line with its digest."""
     try:
-        return b"\t" in data and bool(_decode_line(data))
+        return b"\t" in data and bool(decode_line(data))
     except ValueError:
         return False
 
@@ -410,7 +395,7 @@ class Recorder:
             path = self._find(name)
             assert path is not None
             lines = path.read_bytes()
-            return [_decode_line(line) for line in lines[: lines.rfind(b"\n") + 1].splitlines()]
+            return [decode_line(line) for line in lines[: lines.rfind(b"\n") + 1].splitlines()]
 
         return await self._locked(read)
 
@@ -477,7 +462,7 @@ class Recorder:
             data = lines.read()
         whole = data.rfind(b"\n") + 1  # a crash may have cut off the last line
         try:
-            found = [_decode_line(line) for line in data[:whole].splitlines()]
+            found = [decode_line(line) for line in data[:whole].splitlines()]
             if is_cut or _is_whole(data[whole:-1]):
                 raise ValueError
         except ValueError:
@@ -490,9 +475,9 @@ class Recorder:
 
     def _append(self, group: GroupRecord, lines: Sequence[Line]) -> None:
         birth, offset = self._files[group.group_id].birth, self._files[group.group_id].offset
-        data = b"".join(map(_encode_line, lines))
+        data = b"".join(encode_line(line) + b"\n" for line in lines)
         if not offset:
-            birth = _encode_line({"born": secrets.token_hex(16)})
+            birth = encode_line({"born": secrets.token_hex(16)}) + b"\n"
             data = birth + data
         with (self._root / f"{quote(group.group_id)}{OPEN}").open("ab") as file:
             file.truncate(offset)

@@ -55,7 +55,14 @@ Shape = tuple[int, ...]
 
 
 class CheckpointWriteError(OSError):
-    """Files of a checkpoint could not be written."""
+    """Files of a checkpoint could not be written; `filename` as the failure has it."""
+
+    def __init__(self, checkpoint: str, failure: Exception) -> None:
+        super().__init__(f"checkpoint {checkpoint!r} was not written: {failure}")
+        self.filename = getattr(failure, "filename", None)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class UncoveredChunkError(ValueError):
@@ -198,7 +205,7 @@ class RankFiles:
                 if item.index in self._objects:
                     stream.write(self._objects[item.index])
                 else:
-                    torch.save(self._tensors[item.index], stream)  # type: ignore[arg-type]
+                    stream.save(self._tensors[item.index])
                 length = stream.size - start
                 place = _StorageInfo(path.name, start, length)
                 results.append(WriteResult(item.index, length, place))
@@ -228,6 +235,14 @@ class _DigestedStream(io.RawIOBase):
 
     def __init__(self, file: io.BufferedWriter) -> None:
         self._file, self._hasher, self.size = file, xxhash.xxh3_128(), 0
+        self._failure: OSError | None = None
+
+    def save(self, tensor: torch.Tensor) -> None:
+        """Raises OSError."""
+        try:
+            torch.save(tensor, self)  # type: ignore[arg-type]
+        except RuntimeError as error:  # torch does not tell what became of a write
+            raise self._failure or error
 
     def writable(self) -> bool:
         return True
@@ -235,7 +250,11 @@ class _DigestedStream(io.RawIOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self._hasher.update(view)
-        self._file.write(view)
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self._failure = error
+            raise
         self.size += len(view)
         return len(view)
 
@@ -280,24 +299,23 @@ class StagedChunks(StagedCheckpoint):
 
     def write(self) -> dict[str, FileEntry]:
         """Raises CheckpointWriteError on every rank when any rank's files cannot be written."""
-        failure: Exception | None = None
-        written = None
+        mine: WrittenChunks | Exception
         try:
-            written = self._files.write(self._directory, threads=self._threads, sync=self._durable)
+            mine = self._files.write(self._directory, threads=self._threads, sync=self._durable)
         except (OSError, RuntimeError) as error:
-            failure = error
-        every = self._gather(str(failure) if written is None else written)
-        entries = {} if written is None else dict(written.files)
-        verdict = next((each for each in every if isinstance(each, str)), "")
-        if every and not verdict:
+            mine = error
+        every = self._gather(mine)
+        written = [each for each in every if isinstance(each, WrittenChunks)]
+        entries = dict(mine.files) if isinstance(mine, WrittenChunks) else {}
+        failure = next((each for each in every if isinstance(each, Exception)), None)
+        if every and failure is None:
             try:
-                entries |= self._write_small([each for each in every if not isinstance(each, str)])
+                entries |= self._write_small(written)
             except OSError as error:
-                failure, verdict = error, str(error)
-        if verdict := self._tell(verdict):
-            raise CheckpointWriteError(
-                f"checkpoint {self._directory.name!r} was not written: {failure or verdict}"
-            ) from failure
+                failure = error
+        if (failure := self._tell(failure)) is not None:
+            own = mine if isinstance(mine, Exception) else failure
+            raise CheckpointWriteError(self._directory.name, own) from failure
         return entries
 
     def _write_small(self, every: Sequence[WrittenChunks]) -> dict[str, FileEntry]:
@@ -307,16 +325,16 @@ class StagedChunks(StagedCheckpoint):
         names = (METADATA, *self._small)
         return {name: FileEntry(*digest_file(self._directory / name)) for name in names}
 
-    def _gather(self, mine: WrittenChunks | str) -> list[WrittenChunks | str]:
+    def _gather(self, mine: WrittenChunks | Exception) -> list[WrittenChunks | Exception]:
         """What each rank wrote or failed with, on the first rank; none on others."""
         is_first = dist.get_rank() == 0
         every: list[Any] = [None] * dist.get_world_size()
         dist.gather_object(mine, every if is_first else None, dst=0, group=self._group)
         return every if is_first else []
 
-    def _tell(self, verdict: str) -> str:
+    def _tell(self, failure: Exception | None) -> Exception | None:
         """Return what the first rank says."""
-        told = [verdict]
+        told = [failure]
         dist.broadcast_object_list(told, src=0, group=self._group)
         return told[0]
 

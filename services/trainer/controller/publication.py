@@ -26,6 +26,7 @@ from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.client import RemoteError
+from sluice.durable import naming
 from sluice.place import is_bucket
 from sluice.runtime.waits import Waits
 from sluice.weights.adapter import AdapterSpec, digest_base
@@ -322,7 +323,8 @@ class Publisher:
         layout = {n: (t.dtype, t.shape) for shard in shards for n, t in shard.tensors.items()}
         kept = modules_kept(layout)
         document["quantization_config"] = quantization_config(kept, scale_format)
-        own.write_text(json.dumps(document, indent=2) + "\n")
+        with naming(own):
+            own.write_text(json.dumps(document, indent=2) + "\n")
         return [own, *(path for path in found if path.name != CONFIG)]
 
     def _check_kind(self, version: int) -> None:

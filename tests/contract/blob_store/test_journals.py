@@ -103,3 +103,27 @@ def test_what_a_killed_settle_left_goes_with_the_next(
     journals.settle("other", keep=1)
     assert bucket.keys("rollouts") == []
     assert blobs.owners() == []
+
+
+def test_a_damaged_object_costs_what_it_says_alone(
+    bucket: ObjectBucket, cache: StoreCacheConfig
+) -> None:
+    blobs = BucketBlobs(bucket.url, cache, bucket)
+    journals = BucketJournals(bucket.url, blobs, bucket)
+    journals.open("r", "body")
+    groups = put(blobs, "a", "b")
+    journals.record("r", groups)
+    journals.cancel("r", ["c"])
+    for key in bucket.keys("rollouts/r"):
+        whole = bucket.get(key)
+        for damaged in (b"", whole[:-1], whole[:9] + b"\x00" + whole[10:]):
+            bucket.put(key, damaged)
+            progress = journals.open("r", "body")
+            assert progress.body == "body"
+            assert progress.finished.items() <= groups.items()
+            assert len(progress.finished) + len(progress.cancelled) >= 2
+        bucket.put(key, whole)
+    bucket.put("rollouts/r/body", b'{"body": "body", "created": 1.0}')  # of an earlier release
+    bucket.put("rollouts/r/groups/a", b'{"blob": "%b", "size": 1}' % groups["a"].digest.encode())
+    assert journals.open("r", "another").body == "body"
+    assert journals.open("r", "another").finished == groups

@@ -241,6 +241,13 @@ def test_a_run_checkpoint_that_was_cut_off_is_none(cuts, size) -> None:
     assert (cuts / "00000004.json.damaged").exists()
 
 
+def test_a_run_checkpoint_under_the_name_of_another_is_none(cuts) -> None:
+    """Going on from it would repeat steps without a word, and forget the newer one."""
+    (cuts / "00000004.json").write_bytes((cuts / "00000002.json").read_bytes())
+    assert latest_run_checkpoint(cuts) == RUN_CHECKPOINT
+    assert damaged_run_checkpoints(cuts) == {4: "it is that of step 2"}
+
+
 def test_a_run_checkpoint_of_a_newer_release_is_refused(cuts, tmp_path, ledger) -> None:
     """Going back to the one before would throw away what that release has trained."""
     document = {**asdict(RUN_CHECKPOINT), "format": 3, "moon": "full"}

@@ -200,6 +200,16 @@ async def test_who_does_not_answer_costs_no_more_than_the_deadline(tmp_path: Pat
         assert "within 1 s" in status["services"][0]["detail"]
 
 
+def test_a_line_of_the_journal_that_was_cut_off_takes_no_other_with_it(tmp_path: Path) -> None:
+    for pid in (1, 2):
+        RunJournal(tmp_path).write("start", pid=pid)
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(path.read_bytes()[:-5])
+    RunJournal(tmp_path).write("start", pid=3)
+    RunJournal(tmp_path).write("end")
+    assert [event.get("pid") for event in read_journal(tmp_path)] == [1, 3, None]
+
+
 def test_secrets_are_left_out_of_the_journal(tmp_path: Path) -> None:
     settings = {"api_key": "hush", "nested": [{"password": "hush"}], "token_file": "/a/file"}
     RunJournal(tmp_path).start("train", 1, {"environment": settings})

@@ -104,6 +104,23 @@ def test_a_line_cut_off_by_a_full_disk_spoils_no_other(blobs: BlobStore) -> None
         store.record("r", put(blobs, "b"))
 
 
+def test_a_flipped_bit_costs_a_line_and_neither_moves_nor_bars_a_group(blobs: BlobStore) -> None:
+    store = journals(blobs)
+    store.open("r", "body")
+    groups = put(blobs, "group-0", "group-1", "group-2")
+    store.record("r", groups)
+    store.cancel("r", ["c"])
+    path = blobs.root / "rollouts" / "r.open"
+    whole = path.read_bytes()
+    for index in range(len(whole)):
+        changed = whole[index] ^ (1 << index % 7)
+        path.write_bytes(whole[:index] + bytes([changed]) + whole[index + 1 :])
+        progress = journals(blobs).open("r", "body")
+        assert (progress.body, progress.cancelled - {"c"}) == ("body", set()), index
+        assert progress.finished.items() <= groups.items(), index
+        assert len(progress.finished) > 0, index  # those that are whole stay
+
+
 def test_a_rollout_settled_in_the_middle_of_a_write_keeps_the_line(blobs: BlobStore) -> None:
     def cancel_and_settle(name: str) -> None:
         store = journals(blobs)
