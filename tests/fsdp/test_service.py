@@ -14,6 +14,7 @@ from sluice.algo.spec import AdvantageSpec
 from tests.behind_run import check_run
 from tests.service.trainer.harness import (
     ACTIVE,
+    check_full_disk,
     killed_in_a_pass,
     make_groups,
     running_trainer,
@@ -61,6 +62,7 @@ async def test_a_rank_killed_in_mid_pass_costs_no_number(
             assert names == load_file(model / "model.safetensors").keys()
             loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
             assert loaded.config.model_type == "qwen3"
+            await check_full_disk(client)
 
 
 async def test_tensor_ranks_that_slept_make_the_same_steps(tmp_path: Path) -> None:

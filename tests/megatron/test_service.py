@@ -10,6 +10,7 @@ from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.algo.spec import AdvantageSpec
 from tests.service.trainer.harness import (
     ACTIVE,
+    check_full_disk,
     killed_in_a_pass,
     make_groups,
     running_trainer,
@@ -41,6 +42,7 @@ async def test_a_rank_killed_in_mid_step_costs_no_number(tmp_path: Path) -> None
             await writing
             await killed_in_a_pass(client, batch)
             await client.compute_advantages(batch, AdvantageSpec(name="grpo"))
+            await check_full_disk(client)
             assert await train_step(client, batch) == expected
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +199,35 @@ async def killed_in_a_pass(client: TrainerClient, batch: str) -> None:
         await passing
     again = await until(client, lambda now: now.state == ACTIVE and now.restart_count == 1)
     assert again.step == step - 1
+
+
+ROOM = 10_000  # bytes of a file on a disk that is nearly full
+
+
+@contextmanager
+def full_disk(process_id: int, room: int = ROOM) -> Iterator[None]:
+    """Files that the process writes end at `room` bytes."""
+    soft, hard = resource.prlimit(process_id, resource.RLIMIT_FSIZE)
+    resource.prlimit(process_id, resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(process_id, resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def check_full_disk(client: TrainerClient) -> None:
+    """The last rank's disk is full: calls that write say so by the file, and nothing is lost."""
+    before = await client.get()
+    with full_disk(before.ranks[-1].process_id):
+        for write in (client.publish_weights, partial(client.save_checkpoint, "full")):
+            with pytest.raises(RemoteError, match="File too large") as caught:
+                await write()
+            assert caught.value.reason == "STORE_FAILED"
+            assert Path(caught.value.metadata["file"]).name.startswith(("model-00001", "__1_"))
+    await client.publish_weights()
+    await client.save_checkpoint("full")
+    after = await client.get()
+    assert (after.step, after.restart_count) == (before.step, before.restart_count)
 
 
 async def rows_of(samples: Sequence[Sample]) -> AsyncIterator[Sample]:

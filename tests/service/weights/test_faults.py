@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from tests.patience import PATIENCE
 from tests.service.trainer.harness import (
     ACTIVE,
     RunningTrainer,
+    full_disk,
     make_groups,
     running_trainer,
     train_step,
@@ -25,7 +25,6 @@ from tests.service.trainer.harness import (
 )
 from tests.service.weights.harness import RunningEngine, running_engines
 
-ROOM = 10_000  # bytes of a file on a disk that is nearly full
 SMALL_ROOM = 1_000  # too little for what changes in a step
 
 
@@ -63,17 +62,6 @@ def engines(
 async def score(client: EngineClient) -> list[float]:
     request = engine_pb.ScoreRequest(token_ids=[1, 2, 3, 4], prompt_length=1)
     return list((await client.stub.Score(request)).logprobs)
-
-
-@contextlib.contextmanager
-def full_disk(process_id: int, room: int = ROOM) -> Iterator[None]:
-    """Files that the process writes end at `room` bytes."""
-    soft, hard = resource.prlimit(process_id, resource.RLIMIT_FSIZE)
-    resource.prlimit(process_id, resource.RLIMIT_FSIZE, (room, hard))
-    try:
-        yield
-    finally:
-        resource.prlimit(process_id, resource.RLIMIT_FSIZE, (soft, hard))
 
 
 async def test_a_writer_whose_disk_is_full_publishes_nothing(client, trainer) -> None:

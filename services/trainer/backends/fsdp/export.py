@@ -75,11 +75,17 @@ class Export:
             waiting.clear()
             size = 0
 
-        for name, tensor in self._tensors().items():
+        tensors = list(self._tensors().items())
+        for index, (name, tensor) in enumerate(tensors):
             mine = self.owners[name] == dist.get_rank()
             more = tensor.numel() * self._dtype_of(tensor).itemsize if mine else 0
             if waiting and size + more > cap:
-                flush()  # ahead of the gather: what waits and what comes are never both here
+                try:  # ahead of the gather: what waits and what comes are never both here
+                    flush()
+                except BaseException:  # a full disk: other ranks wait for this one in each gather
+                    for each in tensors[index:]:
+                        self._make(*each, read_weight)
+                    raise
             waiting.update(self._make(name, tensor, read_weight) or {})
             size += more
         for made in self._untrained_tensors():

@@ -234,7 +234,7 @@ def export_tensors(
 
 
 def write_shards(
-    made: Iterable[dict[str, torch.Tensor]],
+    made: Iterator[dict[str, torch.Tensor]],
     directory: Path,
     *,
     rank: int,
@@ -253,7 +253,12 @@ def write_shards(
     for part in made:
         waiting.update({name: tensor.contiguous() for name, tensor in part.items()})
         if sum(tensor.nbytes for tensor in waiting.values()) >= max_bytes:
-            flush()
+            try:
+                flush()
+            except BaseException:  # other ranks wait for this one in what is to come
+                for _ in made:
+                    pass
+                raise
     if waiting:
         flush()
     return [wait() for wait in pending]
