@@ -82,8 +82,7 @@ class _Shard:
     def write(self, target: Path) -> None:
         path = self._source.path
         in_place = path == target or (bool(self._deltas) and clone_file(path, target))
-        mode = "r+b" if in_place else "xb"
-        with naming(target), target.open(mode, buffering=0) as file:
+        with naming(target), target.open("r+b" if in_place else "xb", buffering=0) as file:
             if not in_place:
                 write_all(file, self._header)
             for name, extent in self._extents.items():

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
+from sluice.weights.checkpoint import companion_files
 from sluice.weights.convert.conversion import convert
 from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.convert.pieces import Files
@@ -25,6 +27,7 @@ from sluice.weights.errors import (
     ForbiddenObjectError,
     InvalidCheckpointError,
     MissingFileError,
+    TargetExistsError,
     TensorDigestError,
     UncoveredTensorError,
     WeightStoreError,
@@ -101,6 +104,34 @@ def test_damaged_files_are_refused(name: str, megatron: Path, tmp_path: Path) ->
         with pytest.raises(WeightStoreError):
             convert(tmp_path / "copy", tmp_path / "target", TO_HF)
         assert visible(tmp_path) == ["copy"]
+
+
+def test_a_finished_target_that_has_lost_something_is_not_taken_for_done(
+    qwen3: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "target"
+    convert(qwen3, target, TO_MEGATRON)
+    companions = {path.name for path in companion_files(target)}
+    for path in sorted(target.iterdir()):
+        whole = path.read_bytes()
+        for size in (None, -2):
+            path.unlink() if size is None else path.write_bytes(whole[:size])
+            if path.name == "conversion.json":
+                with pytest.raises(TargetExistsError):
+                    convert(qwen3, target, TO_MEGATRON)
+            elif path.exists() and path.name in companions:  # people edit these
+                assert path.name in str(convert(qwen3, target, TO_MEGATRON).report.notes)
+            else:
+                with pytest.raises(DamagedFileError, match=re.escape(path.name)):
+                    convert(qwen3, target, TO_MEGATRON)
+        path.write_bytes(whole)
+    record = target / "conversion.json"
+    place = record.read_bytes().index(b'"digests"') + 60
+    flip(record, place)
+    with pytest.raises(DamagedFileError, match="remove that to convert again"):
+        convert(qwen3, target, TO_MEGATRON)
+    flip(record, place)
+    assert len(convert(qwen3, target, TO_MEGATRON).digests) > 10
 
 
 def test_metadata_runs_nothing(megatron: Path, tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ rollouts/<request id>/groups/<group id>   where a finished group is; the first o
 rollouts/<request id>/cancelled/<nonce>   groups that were cancelled
 rollouts/<request id>/settled             every group of it is settled
 
-A bucket appends to nothing, and so each line of a journal is an object, its xxh3 after a tab. `body`
-is removed last: a folder without one is no journal, and what is left in it goes with the next.
+A bucket appends to nothing, and so each line of a journal is an object, its xxh3 after a tab.
+`body` is removed last: a folder without one is no journal, and what is left in it goes with the
+next.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ class _DigestedStream(io.RawIOBase):
         try:
             torch.save(tensor, self)  # type: ignore[arg-type]
         except RuntimeError as error:  # torch does not tell what became of a write
-            raise self._failure or error
+            raise (self._failure or error) from None
 
     def writable(self) -> bool:
         return True

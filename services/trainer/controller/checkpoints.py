@@ -196,10 +196,13 @@ class CheckpointStore(Checkpoints):
         faults.point("checkpoint.renamed")
 
     def directory(self, name: str) -> Path:
-        """Find the directory of `checkpoints/<id>`. Raises InvalidFieldError, NotFoundError."""
+        """Find the directory of `checkpoints/<id>`. Raises InvalidFieldError, NotFoundError, and
+        CheckpointDamagedError for one without its record."""
         directory = self._root / id_of(name)
-        if not (directory / RECORD).is_file():
+        if not directory.is_dir():
             raise NotFoundError("checkpoint", name)
+        if not (directory / RECORD).is_file():
+            raise CheckpointDamagedError(RECORD, f"{name}: file {RECORD!r} is missing")
         return directory
 
     def location(self, name: str, record: CheckpointRecord) -> str:

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,13 @@ from sluice.weights.checkpoint import INDEX_NAME, companion_files
 from sluice.weights.convert.adapters import is_adapter, plan_adapter
 from sluice.weights.convert.options import ConvertOptions, OptionError
 from sluice.weights.convert.pieces import Content, FileRange, Files
-from sluice.weights.convert.plan import RECORD, digest_record, plan_conversion
+from sluice.weights.convert.plan import (
+    RECORD,
+    check_files,
+    digest_record,
+    edited_files,
+    plan_conversion,
+)
 from sluice.weights.convert.stored import COMMON, CONFIG, METADATA
 from sluice.weights.convert.work import (
     JOURNAL,
@@ -47,7 +53,10 @@ from sluice.weights.convert.work import (
 from sluice.weights.errors import (
     BusyTargetError,
     CancelledConversionError,
+    DamagedFileError,
     DiskFullError,
+    FileDigestError,
+    MissingFileError,
     TargetExistsError,
     TensorDigestError,
 )
@@ -467,7 +476,10 @@ def _result(target: Path, work: Work, digests: Mapping[str, str]) -> Result:
 
 
 def _finished(target: Path, work: Work, fingerprint: str) -> Result:
-    """Read the result of a run that ended before. Raises TargetExistsError if it was another."""
+    """Read the result of a run that ended before.
+
+    Raises TargetExistsError if it was another, DamagedFileError where not all of it is left.
+    """
     try:
         record = json.loads((target / RECORD).read_bytes())
         same, digests = record["fingerprint"] == fingerprint, dict(record["digests"])
@@ -475,7 +487,31 @@ def _finished(target: Path, work: Work, fingerprint: str) -> Result:
         raise TargetExistsError(target) from error
     if not same:
         raise TargetExistsError(target)
-    return _result(target, work, digests)
+    try:
+        _check_left(target, work)
+    except (DamagedFileError, FileDigestError, MissingFileError) as error:
+        raise DamagedFileError(
+            error.file_name,
+            f"of {str(target)!r}, a finished conversion, is not as it was written: remove that to "
+            f"convert again ({error})",
+        ) from error
+    notes = (*work.report.notes, *edited_files(target))
+    return _result(target, replace(work, report=replace(work.report, notes=notes)), digests)
+
+
+def _check_left(target: Path, work: Work) -> None:
+    """Look for every file, and at all of those that are small.
+
+    Raises DamagedFileError, FileDigestError or MissingFileError.
+    """
+    check_files(target)
+    for name in work.texts:
+        if not (target / name).is_file():
+            raise MissingFileError(name)
+    for file in work.files:
+        path = target / file.name
+        if not path.is_file() or path.stat().st_size != file.size:
+            raise MissingFileError(file.name, f"is missing, or has not {file.size} bytes")
 
 
 def _fingerprint(source: Path, options: ConvertOptions, work: Work) -> str:
