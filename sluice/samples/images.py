@@ -210,9 +210,8 @@ class ImageRules:
     def _load_prepared(self, png: bytes | memoryview) -> tuple[Image.Image, tuple[int, int, int]]:
         """Returns an image and its grid."""
         pixels = max(self.max_pixels, self.factor**2)
-        limits = ImageLimits(
-            (CHANNELS + 1) * pixels + _PNG_BYTES, pixels
-        )  # what is noise does not pack
+        noise = (CHANNELS + 1) * pixels  # bytes: it does not pack
+        limits = ImageLimits(noise + _PNG_BYTES, pixels)
         image = _open(png, limits, formats=("PNG",))
         size = image.height, image.width
         if self.resized(*size) == size and image.mode == "RGB":

@@ -166,9 +166,7 @@ class CallFilter:
         self._calls = calls
         self._pieces = list[str]()
         self._shown = 0  # characters
-        self._space = list[
-            str
-        ]()  # white space at the end of what was said: before a call it is not
+        self._space = list[str]()  # at the end of what was said: before a call it is not shown
         self._begun = ""  # what a call may begin with, behind it
         self._called = False
 
