@@ -71,7 +71,7 @@ async def test_an_answer_without_end_costs_no_memory() -> None:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     async with answering(head, *[chunk] * 384) as url:
-        with pytest.raises(RewardServiceError, match="more than 16777216 bytes"):
+        with pytest.raises(RewardServiceError, match="more than 4194304 bytes"):
             await graded(url)
     refusal = b"HTTP/1.1 400 No\r\nContent-Length: 402653184\r\n\r\n"
     async with answering(refusal, *[b"x" * (1 << 20)] * 384) as url:

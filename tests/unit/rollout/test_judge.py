@@ -131,7 +131,7 @@ async def test_an_answer_that_is_no_verdict_is_an_error(
         {"model": ""}, {"prompt": "no field"}, {"prompt": "{response} {secret}"}, {"mark": ""},
         {"prompt": "{response"}, {"prompt": "{response.text}"}, {"prompt": "{response:>99999999}"},
         {"lowest": 1, "highest": 1}, {"highest": float("nan")}, {"parallel": 0}, {"max_tokens": 0},
-        {"url": "file:///etc/passwd"}, {"more": 1},
+        {"lowest": -1e308, "highest": 1e308}, {"url": "file:///etc/passwd"}, {"more": 1},
     ],
     ids=str,
 )  # fmt: skip

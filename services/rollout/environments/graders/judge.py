@@ -7,6 +7,7 @@ never a reward.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import string
@@ -69,8 +70,8 @@ class JudgeSettings(RemoteSettings):
 
     @model_validator(mode="after")
     def _range(self) -> JudgeSettings:
-        if self.lowest >= self.highest:
-            raise ValueError("lowest must be less than highest")
+        if not 0 < self.highest - self.lowest < math.inf:
+            raise ValueError("lowest must be less than highest, by a number that is finite")
         return self
 
 

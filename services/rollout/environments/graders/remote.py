@@ -38,7 +38,7 @@ from sluice.runtime.recovery import Backoff
 
 ADDRESSES = ("http://", "https://")
 _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
-LARGEST_ANSWER = 16 << 20  # bytes
+LARGEST_ANSWER = 4 << 20  # bytes: the loop stands still while JSON is read
 
 
 class RemoteSettings(Config):
