@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,6 +22,7 @@ from sluice.loop.journal import RunJournal, read_journal
 from sluice.loop.report import RunReport, duration_text, seconds_left
 from sluice.loop.screen import curve, number_text, plain_text, status_screen
 from sluice.loop.status import StatusConfig, read_status
+from sluice.run_commands import status
 from sluice.runtime.server import Server, ServerConfig
 
 QUICK = parse_config(StatusConfig, {"timeout_seconds": 5})
@@ -242,3 +244,26 @@ def test_texts_and_numbers_for_people() -> None:
     ]
     assert seconds_left([], 0, 5) is None
     assert seconds_left([{"step_seconds": 2}, {}, {"step_seconds": "x"}], 7, 5) == 0
+
+
+async def test_a_terminal_is_drawn_anew_as_often_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = begun(tmp_path)
+    paused: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        paused.append(seconds)
+        if len(paused) == 3:
+            raise asyncio.CancelledError
+        report.step(row(len(paused)))
+
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setattr("sluice.run_commands.asyncio", SimpleNamespace(sleep=pause))
+    with pytest.raises(asyncio.CancelledError):
+        await status([str(tmp_path), "--refresh_seconds", "7.5"])
+    report.__exit__(None, None, None)
+    assert paused == [7.5] * 3
+    assert "step 1 of 8" in terminal.getvalue() and "step 2 of 8" in terminal.getvalue()

@@ -30,9 +30,10 @@ class Letters:
         return ["".join(chr(65 + each % 26) for each in one) for one in ids]
 
 
-def recorder(root: Path) -> Recorder:
+def recorder(root: Path, **settings: int) -> Recorder:
     tokenizer: Any = Letters()
-    return Recorder(root / "records", BlobStore(root, sync=False), tokenizer, OpenAIConfig())
+    config = OpenAIConfig(**settings)
+    return Recorder(root / "records", BlobStore(root, sync=False), tokenizer, config)
 
 
 def answer(first: int) -> list[Answer]:
@@ -116,3 +117,17 @@ async def test_lines_of_an_earlier_release_are_read(tmp_path: Path) -> None:
     path.write_bytes(b"".join(line.partition(b"\t")[0] + b"\n" for line in lines))
     await recorder(tmp_path).add(NEW, PROMPT, answer(20), [()])
     assert counts(await recorder(tmp_path).describe("g")) == {"old": 1, "new": 1}
+
+
+async def test_no_more_groups_are_open_or_kept_than_the_settings_say(tmp_path: Path) -> None:
+    here = recorder(tmp_path, open_groups=2, kept_groups=1)
+    for name in ("a", "b", "c"):
+        await here.add(Record(group=f"{name}-open", session="s"), PROMPT, answer(1), [()])
+        await here.add(Record(group=name, session="s"), PROMPT, answer(1), [()])
+        with pytest.raises(ApiError) as caught:
+            await here.add(Record(group="more", session="s"), PROMPT, answer(1), [()])
+        assert (caught.value.status, caught.value.code) == (429, "too_many_groups")
+        await here.delete(f"{name}-open")
+        await here.reward(name, {"s": 1.0})
+        await here.close(name)
+    assert await here.names() == {"open": [], "closed": ["c"]}
