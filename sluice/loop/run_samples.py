@@ -102,8 +102,10 @@ class SampleKeeper:
 
 
 def kept_files(root: Path) -> list[Path]:
-    """By step; later ones last."""
-    return sorted(path for path in root.glob("*.arrow") if _FILE.fullmatch(path.name))
+    """By step; later ones last. Raises OSError where they cannot be listed."""
+    if not root.is_dir():
+        return []
+    return sorted(path for path in root.iterdir() if _FILE.fullmatch(path.name))
 
 
 def _step_of(path: Path) -> int:
@@ -158,8 +160,12 @@ def load_samples(
 
     `warn` is told of files and blobs that are damaged or gone. Nothing is changed.
     """
-    told = set[str]()
-    for path in reversed(kept_files(run_dir / KEPT)):
+    told, kept = set[str](), list[Path]()
+    try:
+        kept = kept_files(run_dir / KEPT)
+    except OSError as error:
+        warn(f"{run_dir / KEPT}: {error.strerror}")
+    for path in reversed(kept):
         step = _step_of(path)
         if steps is not None and step not in steps:
             continue

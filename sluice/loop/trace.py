@@ -123,8 +123,8 @@ def add_group(group: pb.FinishedGroup) -> None:
 
 
 def trace_files(root: Path) -> list[Path]:
-    """By step; later ones last."""
-    return sorted(root.glob("*.arrow"))
+    """By step; later ones last. Raises OSError where they cannot be listed."""
+    return sorted(p for p in root.iterdir() if p.suffix == ".arrow") if root.is_dir() else []
 
 
 class TraceDamagedError(Exception):

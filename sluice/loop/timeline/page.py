@@ -80,7 +80,10 @@ def load(run_dir: Path, first: int | None = None, last: int | None = None) -> Tr
 
     Raises NoTraceError.
     """
-    files = trace_files(run_dir / "traces")
+    try:
+        files = trace_files(run_dir / "traces")
+    except OSError as error:
+        raise NoTraceError(f"{run_dir / 'traces'}: {error.strerror}") from None
     if not files:
         raise NoTraceError(f"{run_dir} holds no traces; `trace.steps` of the run may be 0")
     wanted = [f for f in files if (last is None or int(f.stem) <= last)]
@@ -96,7 +99,7 @@ def load(run_dir: Path, first: int | None = None, last: int | None = None) -> Tr
             table = read_trace(path)
         except FileNotFoundError:  # a run that goes on forgets its oldest steps
             break
-        except TraceDamagedError as error:
+        except (OSError, TraceDamagedError) as error:
             logger.warning("%s; it is left out", error)
             continue
         fits = sum(other.num_rows for other in tables) + table.num_rows <= MOST_SPANS

@@ -172,6 +172,17 @@ def test_the_latest_steps_are_shown_where_all_are_too_many(
     assert "steps 1-5" in write_page(tmp_path, tmp_path / "all.html", "all")[-1]
 
 
+def test_a_step_that_cannot_be_read_is_left_out_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    written(tmp_path, 3)
+    path = trace_files(tmp_path / "traces")[1]
+    path.unlink()
+    path.mkdir()
+    assert "steps 1-3" in write_page(tmp_path, tmp_path / "all.html", "all")[-1]
+    assert str(path) in caplog.text
+
+
 def test_steps_forgotten_while_they_are_read_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
