@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -137,6 +138,23 @@ def test_damage_on_this_host_is_fetched_again(
     path.write_bytes(damage(content))
     assert blobs.get(reference) == content
     assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("room", [0, 1, 4096])
+def test_a_full_disk_of_this_host_is_no_fault_of_the_bucket(
+    blobs: BucketBlobs, cache: StoreCacheConfig, room: int
+) -> None:
+    data = os.urandom(10_000)
+    reference = blobs.put(data)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            blobs.get(reference)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(caught.value.filename).startswith(str(cache.directory))
+    assert blobs.get(reference) == data
 
 
 def test_damage_in_the_bucket_is_an_error_until_it_is_put_again(
