@@ -378,7 +378,7 @@ def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path, model: Pat
     assert load(transfer=both).transfer.write_behind
     assert load(transfer=both, weights="s3://bucket/prefix").transfer.write_behind
     for settings, name in (
-        ({"transfer": {"write_behind": True}}, "transfer.enabled"),
+        ({"transfer": {"write_behind": True}}, "write_behind has no effect without enabled"),
         ({"transfer": both, "publish": {"delta": True}}, "publish.delta"),
         ({"transfer": both, "lora": {"rank": 2}}, "lora"),
     ):
