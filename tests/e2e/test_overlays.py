@@ -60,6 +60,7 @@ class Host:
 
     def _own_file(self, service: str, name: str) -> Path:
         text = (self.directory / "config" / name).read_text()
+        text = text.replace("  sglang: {python: /usr/bin/python3}\n", "")  # of what is stood in for
         for path in ("/store", "/runs"):
             text = text.replace(f" {path}", f" {self.directory}{path}")
         text = text.replace("examples/", f"{ROOT}/examples/")
