@@ -308,11 +308,10 @@ class LeaseClient:
 
     def _settle(self, task: asyncio.Task[None]) -> None:
         asks = self._submits.pop(task)
-        error = None if task.cancelled() else task.exception()
         for ask in asks:
             if task.cancelled():
                 ask.give_up()
-            elif error is not None:  # a bug, which is the callers' to show
+            elif error := task.exception():  # a bug, which is the callers' to show
                 ask.fail(error)
 
     async def _submit_all(self, asks: list[_Ask]) -> None:

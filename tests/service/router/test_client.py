@@ -68,6 +68,14 @@ async def test_leases_asked_for_before_any_engine_come_with_it(router, connect):
     assert len(await asked) == 2
 
 
+async def test_a_demand_that_no_message_can_hold_is_the_callers_error(router, connect):
+    await router.register("a")
+    client = await connect(router.address)
+    with pytest.raises(ValueError, match="out of range"):  # not as if it had been cancelled
+        await client.acquire(LeaseDemand(count=1, min_version=2**70), timeout=PATIENCE)
+    assert len(await client.acquire(LeaseDemand(count=1), timeout=PATIENCE)) == 1
+
+
 async def test_a_refused_client_comes_back_when_it_is_told_to(start_router, connect):
     router = await start_router(max_leases_per_client=1)
     await router.register("a")
