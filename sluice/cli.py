@@ -67,7 +67,7 @@ from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import Server
 from sluice.runtime.waits import listed_in
 from sluice.runtime.wire import seconds_of
-from sluice.slime import IMPORT_USAGE, import_slime
+from sluice.slime.command import IMPORT_USAGE, import_slime
 from sluice.supervise import (
     LONGEST_PATH,
     STACK_FILE,

@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 
 from services.rollout.config import RolloutConfig
 from services.trainer.config import TrainerConfig
-from sluice import cli, slime
+from sluice import cli
 from sluice.config import ConfigError, parse_config
 from sluice.loop.config import RunConfig
+from sluice.slime.command import UNKNOWN, import_script
+from sluice.slime.flags import ADVANTAGES, flag_table
+from sluice.slime.script import read_script, with_sourced
 from sluice.supervise import UpConfig
 
 ROOT = Path(__file__).parent.parent.parent
@@ -78,7 +81,7 @@ ray job submit --address="http://127.0.0.1:8265" \
 
 
 def imported(script: str, **environment: str) -> tuple[dict, dict, list[str]]:
-    return slime.import_script(script, Path("runs/slime"), environment)
+    return import_script(script, Path("runs/slime"), environment)
 
 
 @pytest.fixture
@@ -206,16 +209,16 @@ python train.py --hf-checkpoint ${BASE}/m --tensor-model-parallel-size ${TP} \\
   --actor-num-nodes $NODES --actor-num-gpus-per-node $GPUS ${MODEL_ARGS[@]} ${WANDB_ARGS[@]} \\
   --sglang-cuda-graph-bs 1 $(seq 16 8 32) --sglang-router-port 9 --lr 2e-6 2>&1 | tee log
 """
-    text, missing = slime._with_sourced(script, tmp_path, {})
+    text, missing = with_sourced(script, tmp_path, {})
     assert missing == ["source /nowhere/n.sh: is not there; what it says is not carried"]
-    flags = dict(slime.read_script(text, {}))
+    flags = dict(read_script(text, {}))
     assert flags["hf-checkpoint"] == ["/root/m"]
     assert (flags["tensor-model-parallel-size"], flags["actor-num-nodes"]) == (["2"], ["3"])
     assert flags["actor-num-gpus-per-node"] == ["8"]
     assert flags["lr"] == ["2e-6"]
     assert flags["sglang-cuda-graph-bs"] == ["1", "$(seq 16 8 32)"]
     assert {"allgather-cp", "use-wandb", "num-layers"} <= flags.keys()
-    given = dict(slime.read_script(text, {"BASE": "/data", "TP": "4", "GPUS": "6", "WORKERS": "5"}))
+    given = dict(read_script(text, {"BASE": "/data", "TP": "4", "GPUS": "6", "WORKERS": "5"}))
     assert given["hf-checkpoint"] == ["/data/m"]
     assert given["tensor-model-parallel-size"] == ["4"]
     assert (given["actor-num-nodes"], given["actor-num-gpus-per-node"]) == (["5"], ["6"])
@@ -230,11 +233,11 @@ def test_what_only_the_shell_knows_is_said(model: Path) -> None:
     assert any("HELD_OUT" in line for line in left)
     run, services, left = imported("python train.py --lr 1e-6")
     assert_loads(run, services, model)
-    assert run["prompts"]["file"] == slime.UNKNOWN
+    assert run["prompts"]["file"] == UNKNOWN
     assert any(line.startswith("--hf-checkpoint: is missing") for line in left)
 
 
-@pytest.mark.parametrize("estimator", [*slime._ADVANTAGES])
+@pytest.mark.parametrize("estimator", [*ADVANTAGES])
 def test_every_estimator_loads(model: Path, estimator: str) -> None:
     flags = "--normalize-advantages --gamma 0.9 --lambd 0.9 --kl-coef 0.1 --eps-clip-c 3"
     run, services, left = imported(f"train.py --advantage-estimator {estimator} {flags}")
@@ -279,7 +282,7 @@ def test_no_text_ends_in_a_trace(text: str) -> None:
 
 def test_the_page_lists_every_flag() -> None:
     page = (ROOT / "docs" / "from-slime.md").read_text()
-    assert slime.flag_table() in page
+    assert flag_table() in page
 
 
 def test_the_command_writes_files_that_load(tmp_path: Path, model: Path) -> None:

@@ -1,0 +1,310 @@
+"""`sluice import-slime`: what a run script of slime says, as run.yaml and services.yaml."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from sluice.config import ConfigError, parse_config
+from sluice.init import write_new
+from sluice.loop.config import RunConfig
+from sluice.slime.flags import Imported, NotCarriedError, find_flag, plain_text, set_at
+from sluice.slime.script import Values, read_file, read_script, training_command, with_sourced
+from sluice.supervise import UpConfig
+
+IMPORT_USAGE = "sluice import-slime SCRIPT.sh [-o DIR]"
+
+
+async def import_slime(arguments: Sequence[str]) -> None:
+    """Write run.yaml and services.yaml of a script; list what could not be carried.
+
+    Raises ConfigError.
+    """
+    from sluice.run_commands import leading, plain_lines, take_value
+
+    rest = list(arguments)
+    output = Path(take_value(rest, "-o") or ".")
+    places, flags = leading(rest)
+    if len(places) != 1 or flags:
+        raise ConfigError(f"import-slime takes one SCRIPT.sh: {IMPORT_USAGE}")
+    script = Path(places[0])
+    text, missing = with_sourced(read_file(script), script.parent, os.environ)
+    run, services, left = import_script(text, Path("runs") / script.stem, os.environ)
+    left = [*missing, *left]
+    head = f"# From {plain_lines(script.name)} by `sluice import-slime`; what is left to do:\n"
+    head += "".join(f"#   {plain_lines(line)}\n" for line in left)
+    documents = {"services.yaml": services, "run.yaml": run}
+    write_new(
+        output,
+        {name: head + yaml.safe_dump(each, sort_keys=False) for name, each in documents.items()},
+    )
+    told = [*left, f"wrote {output / 'services.yaml'} and {output / 'run.yaml'}"]
+    Console().print(plain_lines("\n".join(told)), highlight=False, markup=False, soft_wrap=True)
+
+
+def import_script(
+    text: str, run_dir: Path, environment: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """run.yaml, services.yaml, and what could not be carried, a line each. Raises ConfigError.
+
+    What is missing for the files to load, because the script does not say it or a function of its
+    own does, is told as well, and stands in the files as a value to be replaced.
+    """
+    into = Imported()
+    command = training_command(text.replace("\\\n", " "))
+    if command and command[1]:
+        into.run["max_staleness"] = 1  # train_async.py samples ahead of one step
+    for name, values in read_script(text, environment):
+        flag = find_flag(name)
+        if flag is None:
+            into.left.append(f"--{name}: is unknown")
+            continue
+        try:
+            if flag.put is not None:
+                flag.put(into, values)
+            elif name.startswith("sglang-") and flag.ours:
+                _server_argument(into, name.removeprefix("sglang-"), values)
+            elif not flag.why.startswith("not needed"):
+                into.left.append(f"--{name}: {flag.why}")
+        except NotCarriedError as error:
+            into.left.append(f"--{name}: {error}")
+    _algorithm(into)
+    _sizes(into)
+    _optim(into)
+    _evaluation(into)
+    run, services = _documents(into, run_dir)
+    return run, services, list(dict.fromkeys(into.left))
+
+
+def _plain(text: str) -> Any:
+    """A number or a truth where the text is one."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return value if isinstance(value, bool | int | float) else text
+
+
+def _server_argument(into: Imported, name: str, values: Values) -> None:
+    name = name.replace("-", "_")
+    known = [_plain(plain_text(value)) for value in values]
+    value = True if not known else known[0] if len(known) == 1 else known
+    set_at(into.rollout, f"engine.sglang.server_args.{name}", value)
+
+
+def _algorithm(into: Imported) -> None:
+    facts = into.facts
+    advantage, loss = facts.get("estimator", ("grpo", "ppo_clip"))
+    low, high = facts.get("clip_low", 0.2), facts.get("clip_high")
+    spec: dict[str, Any] = {"name": loss}
+    spec |= {"clip_low": low} if loss != "cispo" else {}
+    spec |= {"clip_high": high} if high is not None else {}
+    if loss == "cispo":
+        spec.setdefault("clip_high", low)
+    if not facts.get("per_token"):
+        spec["aggregation"] = "sample_mean"
+    if "dual_clip" in facts and loss != "cispo":
+        spec["dual_clip"] = facts["dual_clip"]
+    if not facts.get("rollout_logprobs"):
+        spec["old_logprobs"] = "old"
+    if facts.get("kl_loss") and facts.get("kl_coefficient"):
+        spec["kl_coefficient"] = facts["kl_coefficient"]
+        spec["kl_estimator"] = facts.get("kl_estimator", "k1")
+        spec |= {"kl_unbiased": True} if facts.get("kl_unbiased") else {}
+    if facts.get("entropy"):
+        spec["entropy_coefficient"] = facts["entropy"]
+    if facts.get("opsm"):
+        spec["opsm_delta"] = facts.get("opsm_delta", 1e-4)
+    if facts.get("tis") and facts.get("rollout_logprobs"):
+        into.left.append("--use-tis: corrects nothing with --use-rollout-logprobs")
+    elif facts.get("tis"):
+        high, low = facts.get("tis_high", 2.0), facts.get("tis_low", 0.0)
+        importance = {"mode": "clip", "low": low, "high": high} if low else {"high": high}
+        spec["importance"] = importance
+    given: dict[str, Any] = {"name": advantage}
+    if advantage == "grpo" and facts.get("no_std"):
+        given["scale_by_std"] = False
+    if facts.get("whiten") and not advantage.startswith("reinforce"):  # those always are
+        given["whiten"] = True
+    if advantage == "gae":
+        given |= {name: facts[name] for name in ("gamma", "gae_lambda") if name in facts}
+        into.run["critic"] = {}
+        if facts.get("critic_steps"):
+            into.run["critic"] = {"warmup_steps": facts["critic_steps"]}
+        into.left.append(
+            "--advantage-estimator ppo: services.yaml has a critic beside the trainer; look at it"
+        )
+    if advantage == "reinforce_plus_plus" and "gamma" in facts:
+        given["gamma"] = facts["gamma"]
+    if facts.get("kl_reward"):
+        if advantage in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"):
+            given["kl_coefficient"] = facts["kl_reward"]
+        else:
+            into.left.append(f"--kl-coef: has no effect with {advantage}, in slime either")
+    algorithm = into.run.setdefault("algorithm", {})
+    algorithm |= {"advantage": given, "loss": spec}
+
+
+def _optim(into: Imported) -> None:
+    """With Megatron's defaults, where they are others than ours."""
+    facts, optim = into.facts, into.trainer.setdefault("optim", {})
+    optim["betas"] = [facts.get("beta1", 0.9), facts.get("beta2", 0.999)]
+    optim.setdefault("weight_decay", 0.01)
+    schedule = facts.get("schedule", "linear")
+    steps = facts.get("decay_steps")
+    if steps is None and "steps" in into.run:
+        steps = into.run["steps"] * into.run.get("algorithm", {}).get("mini_batches", 1)
+    if "warmup_fraction" in facts and steps:
+        optim["warmup_steps"] = round(facts["warmup_fraction"] * steps)
+    if schedule == "constant":
+        return
+    if not steps:
+        into.left.append(
+            f"--lr-decay-style {schedule}: needs optim.decay_steps, which nothing tells"
+        )
+        return
+    optim |= {"schedule": schedule, "decay_steps": steps}
+    if facts.get("min_lr") and optim.get("learning_rate"):
+        optim["minimum_ratio"] = min(1.0, facts["min_lr"] / optim["learning_rate"])
+
+
+def _sizes(into: Imported) -> None:
+    """Numbers that follow from several flags."""
+    facts, run = into.facts, into.run
+    groups, samples = run.get("groups_per_step"), run.get("samples_per_group")
+    if "global_batch" in facts and groups and samples:
+        parts, rest = divmod(groups * samples, max(1, facts["global_batch"]))
+        if rest or not 1 <= parts <= groups:
+            into.left.append(
+                f"--global-batch-size {facts['global_batch']}: does not divide the "
+                f"{groups * samples} samples of a step by whole groups"
+            )
+        elif parts > 1:
+            set_at(run, "algorithm.mini_batches", parts)
+    if facts.get("over_sampling") and groups:
+        factor = facts["over_sampling"] / groups
+        if 1 <= factor <= 16:
+            run["over_sampling"] = factor
+        else:
+            into.left.append("--over-sampling-batch-size: over_sampling is within 1..16")
+    if "nodes" in facts and "gpus" in facts:
+        set_at(into.trainer, "ranks.count", facts["nodes"] * facts["gpus"])
+        if facts["nodes"] > 1:
+            into.left.append("--actor-num-nodes: ranks on several hosts: docs/megatron.md")
+    elif "nodes" in facts or "gpus" in facts:
+        into.left.append("--actor-num-gpus-per-node: the number of ranks is known to the shell")
+    if facts.get("engine_gpus", 1) > 1:
+        set_at(into.rollout, "engine.sglang.server_args.tp_size", facts["engine_gpus"])
+    megatron = into.trainer.setdefault("megatron", {})
+    if "recompute_layers" in facts and megatron.get("recompute") == "full":
+        megatron["recompute_layers"] = facts["recompute_layers"]
+    if facts.get("predicts"):
+        megatron["mtp_loss_scaling_factor"] = facts.get("prediction_scale", 0.1)
+    if megatron.get("tensor", 1) == 1:
+        megatron.pop("sequence_parallel", None)
+    if megatron.get("context", 1) == 1:
+        megatron.pop("cp_layout", None)
+    if megatron.get("pipeline", 1) == 1:
+        for name in ("first_stage_layers", "last_stage_layers"):
+            megatron.pop(name, None)
+    if megatron.get("expert", 1) == 1:
+        megatron.pop("expert_tensor", None)
+
+
+def _evaluation(into: Imported) -> None:
+    facts = into.facts
+    if "evaluation" not in facts:
+        return
+    samples = facts.get("eval_samples", 1)
+    trained = into.run.get("sampling", {})
+    temperature = facts.get("eval_temperature", trained.get("temperature", 1.0))
+    sampling: dict[str, Any] = {
+        "max_new_tokens": facts.get("eval_tokens", trained.get("max_new_tokens", 1024)),
+        "temperature": temperature,
+    }
+    if (top_p := facts.get("eval_top_p", trained.get("top_p", 1.0))) < 1:
+        sampling["top_p"] = top_p
+    if (top_k := facts.get("eval_top_k", trained.get("top_k", 0))) > 0:
+        sampling["top_k"] = top_k
+    if stops := trained.get("stop_token_ids"):
+        sampling["stop_token_ids"] = stops
+    if samples > 1 and not temperature:
+        into.left.append("--n-samples-per-eval-prompt: greedy answers are equal; one is asked")
+        samples = 1
+    sets = {}
+    for name, file in facts["evaluation"].items():
+        plain = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:64]
+        sets[plain] = {"prompts": {"file": file, "shuffle": False}, "samples": samples}
+        sets[plain]["sampling"] = dict(sampling)
+        sets[plain]["groups"] = 1024
+    evaluation: dict[str, Any] = {"datasets": sets}
+    if "eval_every" in facts:
+        evaluation["every_steps"] = facts["eval_every"]
+    into.run["evaluation"] = evaluation
+    into.left.append("--eval-prompt-data: groups: 1024 bounds the tasks; give their number")
+
+
+UNKNOWN = "REPLACE-ME"
+
+
+def _documents(into: Imported, run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    facts, run = into.facts, into.run
+    model = facts.get("model", UNKNOWN)
+    if model == UNKNOWN:
+        into.left.append("--hf-checkpoint: is missing; put the model directory in its place")
+    settings = run.setdefault("environment", {}).setdefault("settings", {})
+    settings.setdefault("prompt_key", "input")  # slime's default
+    run["environment"]["name"] = "prompts"
+    if facts.get("load", "") not in ("", facts.get("save"), model.rstrip("/")):
+        into.left.append(
+            f"--load {facts['load']}: training begins with the model; `sluice convert` makes a "
+            "Hugging Face directory of torch_dist"
+        )
+    if "reward" in facts:
+        settings["reward"] = facts["reward"]
+    else:
+        into.left.append("--rm-type: no reward of ours is named; the files have exact_match")
+    prompts = run.setdefault("prompts", {"file": UNKNOWN})
+    if "file" not in prompts:
+        prompts["file"] = UNKNOWN
+    if prompts["file"] == UNKNOWN:
+        into.left.append("--prompt-data: is missing; put the file in its place")
+    prompts.setdefault("shuffle", False)
+    sampling = run.setdefault("sampling", {})
+    if "samples_per_group" not in run:
+        into.left.append("--n-samples-per-prompt: is missing; the files have 8, of at least 2")
+    if "max_new_tokens" not in sampling:
+        sampling["max_new_tokens"] = 1024
+        into.left.append("--rollout-max-response-len: is missing; the files have 1024")
+    run |= {"run_dir": str(run_dir), "services": f"{run_dir}/services.json"}
+    engine = into.rollout.setdefault("engine", {})
+    engine["backend"] = "sglang"
+    known = max(sampling["max_new_tokens"], facts.get("eval_tokens", 0))
+    engine.setdefault("max_model_length", known + facts.get("prompt_length", 2048))
+    trainer = {"model": model, "backend": "megatron", **into.trainer}
+    entries: dict[str, Any] = {
+        "router": {"kind": "router"},
+        "trainer": {"kind": "trainer", "config": trainer},
+    }
+    if "critic" in run:
+        critic = {**trainer, "head": "value"}
+        entries["critic"] = {"kind": "trainer", "config": critic}
+    rollout: dict[str, Any] = {"kind": "rollout", "config": {"tokenizer": model, **into.rollout}}
+    trained = facts.get("nodes", 1) * facts.get("gpus", 0) if facts.get("colocate") else 0
+    replicas = facts.get("rollout_gpus", trained) // max(1, facts.get("engine_gpus", 1))
+    if replicas > 1:
+        rollout["replicas"] = replicas
+    entries["rollout"] = rollout
+    services = {"run_dir": str(run_dir), "services": entries}
+    try:
+        parse_config(UpConfig, services)
+        parse_config(RunConfig, run)
+    except ConfigError as error:
+        into.left.append(f"the files do not load as they are: {error}")
+    return run, services
