@@ -38,7 +38,8 @@ from sluice.config import parse_config
 from sluice.durable import scratch
 from sluice.loop.training import wait_for_trainer
 from sluice.samples.sample import Sample
-from sluice.supervise import Supervisor, UpConfig, read_services
+from sluice.stack import UpConfig
+from sluice.supervise import Supervisor, read_services
 
 ROUNDS = 10
 START_SECONDS = 600.0

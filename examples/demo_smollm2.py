@@ -23,7 +23,7 @@ from sluice.config import parse_config
 from sluice.demo.measured import Cost, empty_directory, measured_run
 from sluice.durable import DirectoryError
 from sluice.loop.config import RunConfig
-from sluice.supervise import UpConfig
+from sluice.stack import UpConfig
 
 HELD_OUT = 64
 WHOLE_RATE, ADAPTER_RATE = 3e-5, 2e-4

@@ -21,7 +21,7 @@ from sluice.cli import exit_code
 from sluice.config import parse_config
 from sluice.durable import DirectoryError
 from sluice.loop.config import RunConfig
-from sluice.supervise import UpConfig
+from sluice.stack import UpConfig
 
 ENVIRONMENT = "examples.environments.colours_and_places:ColoursAndPlaces"
 # without a bonus one of the two questions may settle on one answer to every picture

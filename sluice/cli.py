@@ -68,16 +68,8 @@ from sluice.runtime.server import Server
 from sluice.runtime.waits import listed_in
 from sluice.runtime.wire import seconds_of
 from sluice.slime.command import IMPORT_USAGE, import_slime
-from sluice.supervise import (
-    LONGEST_PATH,
-    STACK_FILE,
-    ServiceDiedError,
-    Supervisor,
-    UpConfig,
-    end_supervisor,
-    read_store,
-    read_weights,
-)
+from sluice.stack import STACK_FILE, UpConfig, read_store, read_weights
+from sluice.supervise import LONGEST_PATH, ServiceDiedError, Supervisor, end_supervisor
 
 if TYPE_CHECKING:
     from sluice.loop.run_archive import RunArchive  # nobody else needs obstore

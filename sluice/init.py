@@ -15,7 +15,7 @@ from rich.console import Console
 from sluice.config import ConfigError, ProcessConfig, load_config, parse_config
 from sluice.loop.config import RunConfig
 from sluice.loop.screen import plain_text
-from sluice.supervise import UpConfig
+from sluice.stack import UpConfig
 
 INIT_USAGE = "sluice init MODEL_DIR TASK [-o DIR] [--key value ...]"
 FILES = ("services.yaml", "run.yaml")

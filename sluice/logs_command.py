@@ -14,7 +14,7 @@ from sluice.durable import LockTimeoutError, locked
 from sluice.logs import printable
 from sluice.run_commands import take_switch, take_value
 from sluice.service_logs import LogLine, LogSource, file_logs, merged, since_time
-from sluice.supervise import STACK_FILE
+from sluice.stack import STACK_FILE
 
 LOGS_USAGE = "sluice logs RUN_DIR [SERVICE ...] [--follow] [--since 10m|TIME] [--address HOST:PORT]"
 FOLLOW_SECONDS = 0.2

@@ -26,20 +26,19 @@ from sluice.durable import DirectoryError, replace_file
 from sluice.loop.training import active_trainer
 from sluice.runtime.recovery import NotReadyError, wait_until_ready
 from sluice.service_logs import CalledLog, LogSource, chosen
-from sluice.supervise import (
+from sluice.stack import (
     MODULES,
     STACK_FILE,
     START_ORDER,
     LivenessConfig,
-    ServiceDiedError,
     ServiceEntry,
     UpConfig,
     filled_in,
     http_section,
     node_name,
-    ready_reward_model,
     services_entry,
 )
+from sluice.supervise import ServiceDiedError, ready_reward_model
 
 REGISTRY = "registry"
 POLL_SECONDS = 0.2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
 import logging
 import math
@@ -14,283 +13,51 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import psutil
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from pydantic import Field, field_validator, model_validator
 
-from sluice import faults, platform
+from sluice import faults
 from sluice.client import Client, RouterClient, TrainerClient
-from sluice.config import (
-    PLAIN_NAME,
-    PLAIN_NAME_RULE,
-    RESERVED_ENV,
-    Config,
-    ConfigError,
-    ProcessConfig,
-)
+from sluice.config import RESERVED_ENV, ConfigError
 from sluice.durable import DirectoryError, owned, replace_file
 from sluice.loop.training import active_trainer
-from sluice.place import Place, StorePlace, place_of
-from sluice.runtime.addresses import read_entries
+from sluice.ports import POLL_SECONDS, read_ports, take_port, write_ports
 from sluice.runtime.addresses import read_services as read_services
 from sluice.runtime.recovery import Backoff, NotReadyError, wait_until_ready
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import REWARD_MODEL
-from sluice.weights.errors import FileDigestError
-from sluice.weights.manifest import seal, unseal
+from sluice.stack import (
+    HTTP_SECTIONS,
+    LOOPBACK,
+    MODULES,
+    START_ORDER,
+    Kind,
+    ServiceEntry,
+    UpConfig,
+    check_fits_here,
+    filled_in,
+    http_section,
+    node_name,
+    services_entry,
+    with_sglang,
+)
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Kind = Literal["router", "converter", "reward_model", "trainer", "rollout"]
-START_ORDER: tuple[Kind, ...] = ("router", "converter", "reward_model", "trainer", "rollout")
-MODULES: dict[str, str] = {  # by kind, what is run
-    **{kind: f"services.{kind}" for kind in START_ORDER},
-    "reward_model": "services.rollout.reward_model",
-}
-HTTP_SECTIONS = ("openai", "classify")  # of configurations: those of a port beside gRPC's
-LOOPBACK = "127.0.0.1"  # where services listen that name no host
 RESTART_PAUSES = Backoff(first=0.2, longest=5.0)
-LINGERING_SECONDS = 10.0  # for which processes of a killed supervisor may keep their ports
-PORT_POLL_SECONDS = 0.05
-SEAL = "digest"  # of the file of ports
 DOWN_SECONDS = 600.0  # for all services of a directory to end
 LONGEST_PATH = 4096
-MAX_NODES = 1024  # of an engine
-MAX_REPLICAS = 65_536
 NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 LASTING_SECONDS = 30.0  # a process that served for so long is not failing in a row
-
-
-class ResourcesConfig(Config):
-    """What each process of a service needs; of a trainer with external ranks, each rank.
-
-    On Ray it is set aside. On one machine `gpus` and `npus` are its own accelerators, counted
-    through all services in their order, and no process may ask for more than the machine has.
-    """
-
-    cpus: float = Field(0, ge=0, le=1 << 20)
-    gpus: int = Field(0, ge=0, le=1 << 20)
-    npus: int = Field(0, ge=0, le=1 << 20)
-    memory_gib: float = Field(0, ge=0, le=1 << 30)
-
-    @model_validator(mode="after")
-    def _one_kind_of_device(self) -> ResourcesConfig:
-        if self.gpus and self.npus:
-            raise ValueError("gpus and npus: a process runs on one of them")
-        return self
-
-
-def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A part of a service's settings, which it checks itself; empty where it is none."""
-    found = config.get(name)
-    if name == "prefill" and isinstance(found, dict):
-        return {"nnodes": 1, **found}  # it is there, be it empty
-    return found if isinstance(found, dict) else {}
-
-
-def _count(section: dict[str, Any], name: str) -> int:
-    """A number of nodes. Raises ValueError."""
-    value = section.get(name, 1)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NODES:
-        raise ValueError(f"config.engine.sglang: {name} is a number from 1 to {MAX_NODES}")
-    return value
-
-
-class ServiceEntry(Config):
-    """One process. `config` is the service's own; name, ports, store and router are filled in.
-
-    `devices`: accelerators of this machine that it sees, shared out evenly among replicas; empty
-    is all of them. `hosts`: addresses of nodes, for replicas in turn; empty is anywhere.
-    `strategy`: over many hosts or few; one machine is both.
-    """
-
-    kind: Kind
-    config: dict[str, Any] = Field(default_factory=dict)
-    replicas: int = Field(1, gt=0, le=MAX_REPLICAS)
-    devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    resources: ResourcesConfig = ResourcesConfig()
-    hosts: tuple[str, ...] = ()
-    strategy: Literal["spread", "pack"] = "spread"
-
-    @model_validator(mode="after")
-    def _devices_can_be_shared(self) -> ServiceEntry:
-        if len(self.devices) % self.processes:
-            raise ValueError(f"{len(self.devices)} devices cannot be shared by {self.processes}")
-        if self.devices and self.accelerators:
-            raise ValueError("devices and resources both say which accelerators it sees")
-        return self
-
-    @property
-    def accelerators(self) -> int:
-        """Those that each process needs."""
-        return self.resources.gpus or self.resources.npus
-
-    @property
-    def nodes(self) -> int:
-        """Processes of each replica: of an engine over several nodes, one for each of them."""
-        sglang = _section(_section(self.config, "engine"), "sglang")
-        if self.kind != "rollout":
-            return 1
-        further = _section(sglang, "prefill")
-        return _count(sglang, "nnodes") + (_count(further, "nnodes") if further else 0)
-
-    @property
-    def processes(self) -> int:
-        """Of all replicas together."""
-        return self.replicas * self.nodes
-
-    def name_of(self, name: str, replica: int) -> str:
-        """Of a replica of the service `name`, and of its process that serves."""
-        return name if self.replicas == 1 else f"{name}-{replica}"
-
-    def environment(self, process: int, first: int = 0) -> dict[str, str]:
-        """By which a process sees its devices only, those of `resources` counted from `first` on.
-
-        Processes are counted through the nodes of all replicas. Raises PlatformError if the
-        devices are not here.
-        """
-        share = len(self.devices) // self.processes
-        devices = self.devices[process * share :][:share]
-        if self.accelerators:
-            start = first + process * self.accelerators
-            devices = tuple(range(start, start + self.accelerators))
-        return platform.declared().visible_devices(devices) if devices else {}
-
-
-class LivenessConfig(Config):
-    """Health checks of running services; one that answers none is killed and started again.
-
-    failures: in a row, each without an answer for `timeout_seconds`; 0 never ends a service. The
-    defaults leave it minutes, for a machine under load.
-    """
-
-    interval_seconds: float = Field(10, gt=0)
-    timeout_seconds: float = Field(30, gt=0)
-    failures: int = Field(5, ge=0)
-
-
-class UpConfig(ProcessConfig):
-    """Services to run on this machine."""
-
-    run_dir: Path
-    store: StorePlace | None = Field(
-        None, description="Of every service that names none; a bucket, or run_dir/store."
-    )
-    services: dict[str, ServiceEntry] = Field(min_length=1)
-    security: SecurityConfig = Field(
-        SecurityConfig(), description="Of every service that names none of its own."
-    )
-    start_timeout_seconds: float = Field(180, gt=0)
-    stop_timeout_seconds: float = Field(40, gt=0)
-    restarts: int = Field(20, ge=0, description="Of one process in a row, before it is given up.")
-    liveness: LivenessConfig = LivenessConfig()
-
-    @field_validator("services")
-    @classmethod
-    def _names_are_plain(cls, services: dict[str, ServiceEntry]) -> dict[str, ServiceEntry]:
-        for name in services:
-            if not PLAIN_NAME.fullmatch(name):  # files in run_dir have it too
-                raise ValueError(f"{name[:80]!r}: {PLAIN_NAME_RULE}")
-        return services
-
-
-def check_fits_here(name: str, entry: ServiceEntry) -> None:
-    """Raises ConfigError for a service that this machine has not the room for, or is not."""
-    needs, cpus = entry.resources, os.cpu_count() or 1
-    memory = psutil.virtual_memory().total / 2**30
-    if needs.cpus > cpus:
-        raise ConfigError(f"services.{name}.resources.cpus: this machine has {cpus}")
-    if needs.memory_gib > memory:
-        raise ConfigError(f"services.{name}.resources.memory_gib: this machine has {memory:.1f}")
-    for kind in ("gpus", "npus"):
-        if getattr(needs, kind) and not platform.declared().visible_env:
-            raise ConfigError(
-                f"services.{name}.resources.{kind}: this machine is told to have none"
-            )
-    here = {"localhost", LOOPBACK, socket.gethostname()}
-    here |= {each.address for found in psutil.net_if_addrs().values() for each in found}
-    if foreign := [host for host in entry.hosts if host not in here]:
-        raise ConfigError(f"services.{name}.hosts: {foreign[0]} is not this machine; see --on ray")
-
-
-def policy_weights(config: UpConfig) -> str:
-    """Where the trainer of the policy puts versions of weights, if not in the store."""
-    for entry in config.services.values():
-        if entry.kind == "trainer" and entry.config.get("head", "policy") == "policy":
-            return str(entry.config.get("weights", ""))
-    return ""
-
-
-def http_section(kind: str, config: Mapping[str, Any]) -> str:
-    """The section of a configuration that has a port beside gRPC's; empty where none has."""
-    if kind == "reward_model":
-        return "classify"
-    return "openai" if config.get("openai") is not None else ""
-
-
-def default_store(config: UpConfig) -> str:
-    """The store of services that name none."""
-    store = config.store
-    if store is None:
-        return str(config.run_dir.absolute() / "store")
-    return str(store.absolute() if isinstance(store, Path) else store)
-
-
-def node_name(name: str, node: int) -> str:
-    """Of the process on a node of an engine; the first has the engine's."""
-    return f"{name}-node{node}" if node else name
-
-
-def services_entry(config: UpConfig, entry: ServiceEntry, node: int = 0) -> dict[str, str]:
-    """What services.json says of a process besides its addresses.
-
-    A further node of an engine is of a kind of its own: nobody is to ask it for anything.
-    """
-    store = str(entry.config.get("store", default_store(config)))
-    weights = {"weights": policy_weights(config)} if entry.kind == "trainer" else {}
-    return {"kind": "node" if node else entry.kind, "store": store, **weights}
-
-
-def filled_in(config: UpConfig, name: str, entry: ServiceEntry, node: int = 0) -> dict[str, Any]:
-    """The settings of a process, but for what depends on where it is: host, ports and router.
-
-    `node` is of the engine `name`.
-    """
-    run_dir, filled = config.run_dir.absolute(), dict(entry.config)
-    server = dict(filled.get("server", {}))
-    own = node_name(name, node)
-    server["address_file"] = str(run_dir / "services" / f"{own}.address.json")
-    server.setdefault("security", config.security.model_dump(mode="json"))
-    filled["server"] = server
-    if entry.kind in ("trainer", "rollout"):
-        filled.setdefault("store", default_store(config))
-    if entry.kind == "converter":
-        filled.setdefault("roots", [str(run_dir)])
-    if entry.kind == "trainer":
-        filled.setdefault("name", name)
-    if entry.kind == "rollout":
-        if weights := policy_weights(config):
-            filled.setdefault("weights", weights)
-        filled.setdefault("engine_id", name)
-        filled.setdefault("services", str(run_dir / "services.json"))
-    if node:
-        filled["engine"] = with_sglang(filled, node_rank=node)
-    return filled
-
-
-def with_sglang(config: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
-    """The engine's settings of a service, with some of SGLang."""
-    engine = _section(config, "engine")
-    return {**engine, "sglang": {**_section(engine, "sglang"), **settings}}
 
 
 class ServiceDiedError(Exception):
@@ -382,7 +149,7 @@ class Supervisor:
         (self.run_dir / "logs").mkdir(exist_ok=True)
         (self.run_dir / "services").mkdir(exist_ok=True)
         self.services_file.unlink(missing_ok=True)  # of a supervisor that was killed
-        self._remembered = _read_ports(self._ports_file)
+        self._remembered = read_ports(self._ports_file)
         try:
             for kind in START_ORDER:
                 starting = [service for service in self._services if service.kind == kind]
@@ -468,7 +235,7 @@ class Supervisor:
         ]:
             old = self._remembered.get(service.name, {}).get(name, 0)
             try:
-                service.ports[name] = await _take_port(host, old)
+                service.ports[name] = await take_port(host, old)
             except (OSError, UnicodeError) as error:
                 raise ConfigError(
                     f"{service.name}: server.host: cannot listen at {host!r}: {error}"
@@ -477,8 +244,7 @@ class Supervisor:
             if old and port != old:
                 logger.warning("%s: port %d is taken; %d instead", service.name, old, port)
             self._remembered.setdefault(service.name, {})[name] = port
-            ports = seal({"ports": self._remembered}, SEAL)
-            replace_file(self._ports_file, ports, temporary=self._ports_file.parent, sync=False)
+            write_ports(self._ports_file, self._remembered)
 
     def _filled_in(self, service: _Service) -> dict[str, Any]:
         config = filled_in(self.config, service.engine, service.entry, service.node)
@@ -678,9 +444,6 @@ class Supervisor:
         replace_file(self.targets_file, data, temporary=self.run_dir, sync=False)
 
 
-STACK_FILE = "ray.json"  # in a run directory whose services are on Ray
-
-
 def end_supervisor(run_dir: Path) -> None:
     """End the services of a directory, and the process that keeps them; waits until it has gone.
 
@@ -695,7 +458,7 @@ def end_supervisor(run_dir: Path) -> None:
     while not _is_free(run_dir):
         if time.monotonic() > deadline:
             raise ServiceDiedError(f"the services of {run_dir} do not end")
-        time.sleep(PORT_POLL_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
 def _is_free(run_dir: Path) -> bool:
@@ -704,71 +467,6 @@ def _is_free(run_dir: Path) -> bool:
             return True
     except DirectoryError:
         return False
-
-
-def _read_ports(path: Path) -> dict[str, dict[str, int]]:
-    """By service and name; none where there was no supervisor before.
-
-    Where the file is damaged, those that stand in the services' configurations.
-    """
-    try:
-        found = unseal(path.read_bytes(), SEAL, path.name)["ports"]
-        return {
-            str(service): {str(name): int(port) for name, port in ports.items()}
-            for service, ports in found.items()
-        }
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, FileDigestError) as error:
-        logger.warning("%s: %s; ports are read from the configurations beside it", path, error)
-        return {each.stem: _configured_ports(each) for each in path.parent.glob("*.yaml")}
-
-
-def _configured_ports(path: Path) -> dict[str, int]:
-    """The ports of a configuration that a supervisor filled in; none where it is damaged."""
-    try:
-        config = yaml.safe_load(path.read_bytes())
-        ports = {name: config["server"].get(name) for name in ("port", "metrics_port")}
-        ports |= {name: (config.get(name) or {}).get("port") for name in HTTP_SECTIONS}
-        return {name: int(port) for name, port in ports.items() if port is not None}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
-        logger.warning("%s: %s; the service gets new ports", path, error)
-        return {}
-
-
-async def _take_port(host: str, wanted: int) -> socket.socket:
-    """A port of the host: the wanted one, unless somebody else keeps it. Raises as reserve_port."""
-    deadline = time.monotonic() + LINGERING_SECONDS
-    while wanted:
-        try:
-            return reserve_port(host, wanted)
-        except OverflowError:
-            break
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                break
-            await asyncio.sleep(PORT_POLL_SECONDS)
-    return reserve_port(host)
-
-
-def reserve_port(host: str, port: int = 0) -> socket.socket:
-    """Binds a port of `host`, a free one by default, and does not listen there.
-
-    Until the socket is closed, only a server that names the port and sets SO_REUSEADDR, as ours
-    do, can have it: no process that asks for any port, or connects from one, is given it while
-    the server is down. Raises OSError, and UnicodeError for text that is no name of a host.
-    """
-    name = host.strip("[]") or None  # none is all interfaces
-    found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, address = found[0][0], found[0][4]
-    holder = socket.socket(family)
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        holder.bind(address)
-    except BaseException:
-        holder.close()
-        raise
-    return holder
 
 
 async def ready_reward_model(client: Client) -> None:
@@ -780,20 +478,6 @@ async def ready_reward_model(client: Client) -> None:
         raise NotReadyError(str(error.details())) from None
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         raise NotReadyError("it loads its model")
-
-
-def read_store(path: Path) -> Place:
-    """The shared store of the trainer in a services.json."""
-    stores = {entry["store"] for entry in read_entries(path).values() if entry["kind"] == "trainer"}
-    if len(stores) != 1:
-        raise ConfigError(f"store: the trainers of {path} have {len(stores)}; name one")
-    return place_of(stores.pop())
-
-
-def read_weights(path: Path) -> str:
-    """Where versions of weights are by a services.json; empty: in the store."""
-    entries = read_entries(path).values()
-    return next((str(e.get("weights", "")) for e in entries if e["kind"] == "trainer"), "")
 
 
 def _cpu_seconds(process: psutil.Process) -> float:

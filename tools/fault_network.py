@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-from sluice.supervise import LOOPBACK, reserve_port
+from sluice.ports import reserve_port
+from sluice.stack import LOOPBACK
 
 T = TypeVar("T")
 

@@ -39,7 +39,7 @@ import yaml
 from sluice.loop.ledger import Ledger
 from sluice.loop.report import read_metrics
 from sluice.loop.run_directory import LEDGER
-from sluice.supervise import reserve_port
+from sluice.ports import reserve_port
 
 ROOT = Path(__file__).parent.parent
 NODES = ("127.0.0.31", "127.0.0.32", "127.0.0.33")

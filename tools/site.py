@@ -27,7 +27,7 @@ from services.rollout.reward_model.config import RewardModelConfig
 from services.router.config import RouterConfig
 from services.trainer.config import TrainerConfig
 from sluice.loop.config import RunConfig, SftConfig
-from sluice.supervise import UpConfig
+from sluice.stack import UpConfig
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "build" / "site-source"

@@ -17,7 +17,7 @@ from sluice.config import parse_config
 from sluice.demo.copy_digits import services, training, weights_directory, write_prompts
 from sluice.demo.measured import Cost, measured_run
 from sluice.loop.config import RunConfig
-from sluice.supervise import UpConfig
+from sluice.stack import UpConfig
 from sluice.weights.adapter import ADAPTER_FILE, digest_base
 from sluice.weights.store import StoredVersion, WeightStore
 

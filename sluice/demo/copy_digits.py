@@ -22,7 +22,7 @@ from sluice.config import ConfigError, FlagParser, parse_config
 from sluice.demo.measured import Cost, empty_directory, measured_run
 from sluice.durable import DirectoryError, scratch
 from sluice.loop.config import RunConfig
-from sluice.supervise import UpConfig
+from sluice.stack import UpConfig
 
 DIGITS, PROMPTS = 4, 4096
 START_SECONDS = 600  # SGLang imports for a minute on a busy machine

@@ -22,7 +22,7 @@ from sluice.demo.copy_digits import CLIPPED, SAMPLED, prepare, services, trainin
 from sluice.demo.measured import Cost, measured_run
 from sluice.loop.config import RunConfig
 from sluice.loop.report import read_metrics
-from sluice.supervise import UpConfig
+from sluice.stack import UpConfig
 
 LEARNED = 0.97  # reward of the teacher, so that its student can come to 0.9
 STEPS = 150

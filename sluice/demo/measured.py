@@ -13,7 +13,8 @@ from sluice.durable import DirectoryError, owned
 from sluice.loop.config import RunConfig
 from sluice.loop.report import read_metrics
 from sluice.loop.run import TrainingRun
-from sluice.supervise import Supervisor, UpConfig
+from sluice.stack import UpConfig
+from sluice.supervise import Supervisor
 
 
 def empty_directory(run_dir: Path) -> Path:

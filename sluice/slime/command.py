@@ -16,7 +16,7 @@ from sluice.init import write_new
 from sluice.loop.config import RunConfig
 from sluice.slime.flags import Imported, NotCarriedError, find_flag, plain_text, set_at
 from sluice.slime.script import Values, read_file, read_script, training_command, with_sourced
-from sluice.supervise import UpConfig
+from sluice.stack import UpConfig
 
 IMPORT_USAGE = "sluice import-slime SCRIPT.sh [-o DIR]"
 

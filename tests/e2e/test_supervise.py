@@ -16,10 +16,11 @@ import yaml
 from openai import APIError, AsyncOpenAI
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
-from sluice import supervise
+from sluice import ports as sluice_ports
 from sluice.config import ConfigError, parse_config
 from sluice.durable import DirectoryError
-from sluice.supervise import ServiceDiedError, Supervisor, UpConfig
+from sluice.stack import UpConfig
+from sluice.supervise import ServiceDiedError, Supervisor
 from tests.e2e.conftest import ENVIRONMENT, wait_until
 from tests.patience import PATIENCE
 
@@ -233,7 +234,7 @@ async def test_ports_are_kept_where_their_file_is_damaged(tmp_path, damage):
 
 
 async def test_a_port_that_a_stranger_took_meanwhile_is_replaced(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(supervise, "LINGERING_SECONDS", 0.1)
+    monkeypatch.setattr(sluice_ports, "LINGERING_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         taken = stranger.getsockname()[1]
         (directory := tmp_path / "services").mkdir()

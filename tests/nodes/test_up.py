@@ -15,7 +15,8 @@ import pytest
 
 from sluice.client import EngineClient, RemoteError
 from sluice.config import ConfigError, parse_config
-from sluice.supervise import Supervisor, UpConfig
+from sluice.stack import UpConfig
+from sluice.supervise import Supervisor
 from tests.patience import PATIENCE
 from tests.sglang_stand_in import expected, write_program
 from tests.unit.sglang.test_weights import write_model

@@ -20,7 +20,7 @@ from services.router.config import RouterConfig
 from services.trainer.config import TrainerConfig
 from sluice.config import models_of
 from sluice.loop.config import RunConfig, SftConfig
-from sluice.supervise import UpConfig
+from sluice.stack import UpConfig
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -18,7 +18,7 @@ from services.trainer.rank.__main__ import parse_flags
 from sluice.config import ConfigError, ProcessConfig, load_config, parse_config
 from sluice.loop.config import RunConfig
 from sluice.loop.sft import SftConfig
-from sluice.supervise import UpConfig
+from sluice.stack import UpConfig
 
 FORMER = Path(__file__).parent / "data" / "former_flags.txt"
 PROCESSES: tuple[type[ProcessConfig], ...] = (

@@ -47,7 +47,7 @@ from services.trainer.config import TrainerConfig
 from sluice.config import ConfigError, parse_config
 from sluice.loop.config import PromptsConfig, RunConfig
 from sluice.loop.workers import load_prompts
-from sluice.supervise import UpConfig
+from sluice.stack import UpConfig
 
 GEOMETRY = "examples.geometry.single_turn:Geometry"
 MEASURED = "examples.geometry.measured:MeasuredGeometry"

@@ -13,7 +13,7 @@ from services.router.config import RouterConfig
 from services.trainer.config import TrainerConfig
 from sluice.config import ConfigError, ProcessConfig, parse_config
 from sluice.loop.config import RunConfig
-from sluice.supervise import UpConfig
+from sluice.stack import UpConfig
 
 NPU = Path(__file__).parents[2] / "examples" / "npu"
 SERVICES: dict[str, type[ProcessConfig]] = {

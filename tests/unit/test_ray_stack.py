@@ -14,7 +14,8 @@ from sluice.config import ConfigError, parse_config
 from sluice.durable import DirectoryError
 from sluice.ray_cell import Registry
 from sluice.ray_stack import Member, RayStack, carried_environment, members_of
-from sluice.supervise import STACK_FILE, ServiceDiedError, UpConfig
+from sluice.stack import STACK_FILE, UpConfig
+from sluice.supervise import ServiceDiedError
 
 
 def config(run_dir: Path, services: dict[str, Any], **more: Any) -> UpConfig:

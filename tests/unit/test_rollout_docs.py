@@ -18,7 +18,7 @@ from sluice.loop.config import RunConfig
 from sluice.loop.filters import GroupFilters
 from sluice.loop.mixture import load_schedule
 from sluice.samples.tokenizer import TextTokenizer
-from sluice.supervise import UpConfig, filled_in
+from sluice.stack import UpConfig, filled_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "rollout.md"
 SNIPPET = re.compile(r"```(\w+)\n# (\S+)\n(.*?)```", re.DOTALL)

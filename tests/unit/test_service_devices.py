@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from sluice import platform
 from sluice.config import ConfigError, parse_config
-from sluice.supervise import ResourcesConfig, ServiceEntry, Supervisor, UpConfig
+from sluice.stack import ResourcesConfig, ServiceEntry, UpConfig
+from sluice.supervise import Supervisor
 
 MASK = "ASCEND_RT_VISIBLE_DEVICES"
 

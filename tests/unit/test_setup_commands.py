@@ -21,7 +21,7 @@ from sluice import cli, doctor
 from sluice.config import parse_config
 from sluice.doctor import DoctorConfig, examine
 from sluice.loop.config import RunConfig
-from sluice.supervise import UpConfig
+from sluice.stack import UpConfig
 
 
 @dataclass

@@ -20,7 +20,7 @@ from sluice.loop.config import RunConfig
 from sluice.slime.command import UNKNOWN, import_script
 from sluice.slime.flags import ADVANTAGES, flag_table
 from sluice.slime.script import read_script, with_sourced
-from sluice.supervise import UpConfig
+from sluice.stack import UpConfig
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = r"""

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from sluice.config import parse_config
-from sluice.supervise import Supervisor, UpConfig, read_weights
+from sluice.stack import UpConfig, read_weights
+from sluice.supervise import Supervisor
 
 URL = "s3://weights/run"
 

@@ -19,7 +19,8 @@ from services.rollout.environments.prompts import PromptsEnvironment, PromptsSet
 from services.rollout.environments.registry import Allowed
 from sluice.config import parse_config
 from sluice.runtime.addresses import read_entries
-from sluice.supervise import Supervisor, UpConfig
+from sluice.stack import UpConfig
+from sluice.supervise import Supervisor
 from tests.patience import PATIENCE
 from tests.service.reward_model.conftest import oracle_of, random_texts
 

@@ -21,7 +21,7 @@ from sluice.client import RemoteError, TrainerClient
 from sluice.config import parse_config
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import ServerConfig
-from sluice.supervise import LOOPBACK
+from sluice.stack import LOOPBACK
 from tests.e2e.conftest import ENVIRONMENT, Stack
 from tests.patience import PATIENCE
 from tests.service.security.ports import (

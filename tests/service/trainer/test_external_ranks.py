@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sluice.supervise import reserve_port
+from sluice.ports import reserve_port
 from tests.patience import PATIENCE
 from tests.service.trainer.harness import (
     ACTIVE,
