@@ -96,6 +96,7 @@ class RunReport:
         metrics.PLANNED_STEPS.set(steps)
         self._recent = deque[Mapping[str, Any]](maxlen=RECENT)
         self._last: Mapping[str, Any] = {}
+        self._is_silent = False  # the last step had no advantage to learn from
         self.journal = RunJournal(run_dir)
         self._kind = ""  # of the run, once it has begun
         self._tracking: Tracking | None = None
@@ -168,6 +169,17 @@ class RunReport:
             self._console.print(told, highlight=False, soft_wrap=True)
         for reason in row["skipped"]:
             self.note(f"step {row['step']}: optimizer step skipped: {reason}")
+        self._tell_silence(row)
+
+    def _tell_silence(self, row: Mapping[str, Any]) -> None:
+        """Say once, of steps in a row, that there was nothing to learn from."""
+        was_silent, self._is_silent = self._is_silent, row.get("advantage_abs_mean") == 0
+        if self._is_silent and not was_silent:
+            self.note(
+                f"step {row['step']}: nothing to learn from: every advantage is 0, as where all "
+                f"answers to a prompt get one reward (the mean is {row['reward_mean']:g}); see "
+                f"`sluice samples {self._run_dir}`"
+            )
 
     def evaluation(self, row: dict[str, Any]) -> None:
         """Scores of one data set: a line of metrics.jsonl and of the terminal."""

@@ -82,6 +82,16 @@ def test_a_log_tells_the_step_of_how_many_and_the_time_left(tmp_path: Path) -> N
     assert line == "step    1  reward 0.500  length 4.0  mismatch nan  of 9  tokens/s 3  left 4m00s"
 
 
+def test_steps_that_have_nothing_to_learn_from_are_told_once_in_a_row(tmp_path: Path) -> None:
+    said = io.StringIO()
+    with RunReport(tmp_path, 9, Console(file=said)) as report:
+        for step, advantage in enumerate((0.0, 0.0, 1e-9, 0.0), 1):
+            report.step({**ROW, "step": step, "reward_mean": 0.0, "advantage_abs_mean": advantage})
+        report.step({**ROW, "step": 5})  # supervised: it has none
+    told = [line.partition(":")[0] for line in said.getvalue().splitlines() if "nothing" in line]
+    assert told == ["step 1", "step 4"]
+
+
 def test_a_log_tells_what_a_run_without_steps_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
