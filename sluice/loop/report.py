@@ -30,6 +30,7 @@ _SCORED = {"step", "score", "dataset"}
 RECENT = 20  # steps that a rate is taken from
 QUIET_SECONDS = 60.0  # without a step; then a log says what the run waits for, and again after 2x
 SHOWN_WAIT_SECONDS = 2.0
+LINE_STEPS, LINE_SECONDS = 10, 15.0  # a log has a line after so many steps, and after so long
 
 
 def tokens_per_second(row: Mapping[str, Any]) -> float | None:
@@ -96,6 +97,7 @@ class RunReport:
         metrics.PLANNED_STEPS.set(steps)
         self._recent = deque[Mapping[str, Any]](maxlen=RECENT)
         self._last: Mapping[str, Any] = {}
+        self._lined = -math.inf  # when a log got its last line of a step
         self._is_silent = False  # the last step had no advantage to learn from
         self.journal = RunJournal(run_dir)
         self._kind = ""  # of the run, once it has begun
@@ -164,7 +166,10 @@ class RunReport:
         pace = f"tokens/s {rate:.0f}" if rate is not None else ""
         pace += f"  left {duration_text(left)}" if left is not None else ""
         self._progress.update(self._task, completed=self._step, line=line, pace=pace)
-        if not self._console.is_terminal and self._step % 10 == 1:
+        now = time.monotonic()
+        is_due = self._step % LINE_STEPS == 1 or now - self._lined >= LINE_SECONDS
+        if not self._console.is_terminal and is_due:
+            self._lined = now
             told = f"step {self._step:4}  {line}  of {self._steps}  {pace}".rstrip()
             self._console.print(told, highlight=False, soft_wrap=True)
         for reason in row["skipped"]:

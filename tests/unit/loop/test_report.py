@@ -82,6 +82,18 @@ def test_a_log_tells_the_step_of_how_many_and_the_time_left(tmp_path: Path) -> N
     assert line == "step    1  reward 0.500  length 4.0  mismatch nan  of 9  tokens/s 3  left 4m00s"
 
 
+@pytest.mark.parametrize(("seconds", "lines"), [(1e9, [1, 11]), (0.0, [*range(1, 14)])])
+def test_a_log_has_a_line_of_every_tenth_step_and_of_each_slow_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, lines: list[int]
+) -> None:
+    monkeypatch.setattr("sluice.loop.report.LINE_SECONDS", seconds)
+    said = io.StringIO()
+    with RunReport(tmp_path, 20, Console(file=said)) as report:
+        for step in range(1, 14):
+            report.step({**ROW, "step": step})
+    assert [int(line.split()[1]) for line in said.getvalue().splitlines()] == lines
+
+
 def test_steps_that_have_nothing_to_learn_from_are_told_once_in_a_row(tmp_path: Path) -> None:
     said = io.StringIO()
     with RunReport(tmp_path, 9, Console(file=said)) as report:
