@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from tests.contract.training_backend.cases import (
     Oracle,
     StartBackend,
     build_model,
+    make_row,
     ragged_rows,
 )
+from tests.live_memory import LiveMemory
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -103,3 +106,23 @@ def test_reference_model_stays_while_the_policy_moves(
     for row in rows:
         assert torch.equal(reference_before[row.sample_id], reference_after[row.sample_id])
         assert not torch.allclose(policy_before[row.sample_id], policy_after[row.sample_id])
+
+
+def test_logits_are_in_memory_once_or_a_chunk_at_a_time(
+    start_backend: StartBackend, tmp_path: Path
+) -> None:
+    vocabulary, length, count = 4000, 200, 12
+    model = build_model(tmp_path / "model", "qwen3", vocab_size=vocabulary)
+    rows = [make_row(f"{i}/0", [1, 2, i], [i] * length, seed=i) for i in range(count)]
+    peaks = {}
+    for logits in ("chunked", "whole"):
+        backend = start_backend(model, operations={"logprobs": logits})
+        with LiveMemory() as scored:
+            backend.compute_logprobs([rows], model="policy", temperature=1.0)
+        with LiveMemory() as trained:
+            backend.forward_backward([rows], PPO)
+        all_of_them = 4 * count * length * vocabulary
+        peaks[logits] = scored.peak / all_of_them, trained.peak / all_of_them
+    assert max(peaks["chunked"]) < 0.9, peaks
+    assert max(peaks["whole"]) < 1.9, peaks
+    assert min(peaks["whole"]) >= 1, "a pass without them would show"
