@@ -7,6 +7,7 @@ import base64
 import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from openai import AsyncOpenAI, BadRequestError
 
 from services.rollout.process import RolloutProcess
-from services.trainer.backend import Mesh
+from services.trainer.backend import Mesh, Row
 from services.trainer.backends.reference.backend import ReferenceBackend
 from services.trainer.config import TrainerConfig
 from services.trainer.rank.table import RowTable
@@ -41,9 +42,14 @@ from tests.patience import PATIENCE
 from tests.service.rollout.harness import (
     Episodes,
     Store,
+    hold_after,
     rollout_request,
     running_episodes,
 )
+from tests.service.rollout.harness import (
+    named as stored,
+)
+from tests.service.rollout.test_partial_rollouts import until_held
 from tests.vision import bad_images
 from tests.vision.bad_images import GOOD, LIMITS, inline, make_files, named, part, url
 from tests.vision.cases import (
@@ -52,6 +58,7 @@ from tests.vision.cases import (
     VIDEO,
     VOCABULARY,
     Model,
+    Oracle,
     build_model,
     digest_of,
     draw_image,
@@ -243,6 +250,57 @@ async def test_a_column_of_parquet(store: Store, spoken: Model, tmp_path: Path) 
             assert shown == {name: {tuple(digests)} for name, digests in expected.items()}
 
 
+@pytest.mark.parametrize(
+    ("environment", "row", "tokens"),
+    [
+        ("prompts", asked([part(url(GOOD))]), 40),
+        ("observing", {"shown": [part(url(GOOD))]}, 130),  # first turns have 120
+    ],
+)
+async def test_a_sample_that_is_cut_off_goes_on_seeing(
+    environment: str,
+    row: dict[str, Any],
+    tokens: int,
+    store: Store,
+    spoken: Model,
+    tmp_path: Path,
+) -> None:
+    """Each token has the log-prob that transformers gives it, by the weights that drew it."""
+    other = build_model(tmp_path / "other", "qwen3_vl", seed=1)
+    second = import_checkpoint(store.weights, other.directory, None, 0)
+    request = rollout_request([row], environment=environment, sample_count=12, max_new_tokens=40)
+    request.groups[0].seeds.extend(range(12))
+    request.sampling.stop_token_ids.extend(range(6))
+    async with running(store, spoken, tmp_path) as episodes:
+        hold_after(episodes.worker, tokens)
+        sampling = asyncio.create_task(episodes.finished(request))
+        await until_held(episodes.engine)
+        await episodes.engine.prepare_weights(stored(second))
+        await episodes.engine.commit_weights(stored(second), pb.PAUSE_MODE_ABORT)
+        await episodes.engine.stub.Resume(pb.ResumeRequest())
+        (group,) = (await sampling).values()
+    blobs = BlobStore(store.root, sync=False)
+    samples = store.samples(group)
+    reference = wire.blob_from_proto(group.blob)
+    rows = rows_of(len(samples), blobs, reference, trainer_config(blobs, spoken))
+    oracles = {store.first.version: Oracle(spoken), second.version: Oracle(other)}
+    went_on = 0
+    for sample, told in zip(samples, rows, strict=True):
+        expected = {name: oracle.logprobs(told).detach() for name, oracle in oracles.items()}
+        said = torch.from_numpy(np.array(sample.columns["rollout_logprobs"]))
+        for span in sample.spans:
+            drawn = slice(span.first_token, span.last_token + 1)
+            off = (expected[span.version][drawn] - said[drawn])[told.loss_mask[drawn]].abs()
+            assert record("logprob", off.max().item(), LAYOUT) <= MAX_LOGPROB_DIFF
+        for before, after in pairwise(sample.spans):
+            cut_in_turn = after.first_token == before.last_token + 1
+            seen = [
+                span for span in sample.media if span.end <= told.prompt_length + after.first_token
+            ]
+            went_on += cut_in_turn and bool(seen)
+    assert went_on, "none was cut off behind an image"
+
+
 async def test_the_engine_and_the_port(store: Store, spoken: Model, tmp_path: Path) -> None:
     async with running(store, spoken, tmp_path) as episodes:
         await check_wire(episodes.engine, store, spoken)
@@ -351,18 +409,30 @@ async def check_recorded(
     check_scores(samples, blobs, reference, spoken)
 
 
-def check_scores(
-    samples: Sequence[Sample], blobs: BlobStore, reference: BlobReference, spoken: Model
-) -> None:
+def trainer_config(blobs: BlobStore, spoken: Model) -> TrainerConfig:
     values = {"model": str(spoken.directory), "store": str(blobs.root), "durable": False}
-    config = parse_config(TrainerConfig, values)
+    return parse_config(TrainerConfig, values)
+
+
+def rows_of(
+    count: int, blobs: BlobStore, reference: BlobReference, config: TrainerConfig
+) -> Sequence[Row]:
+    """What a trainer makes of the samples of a blob."""
     table = RowTable(blobs, RowLimits.from_config(config))
-    numbers = list(range(len(samples)))
+    numbers = list(range(count))
     blob_rows = worker_pb.BlobRows(
         blob=wire.blob_to_proto(reference), indices=numbers, rows=numbers
     )
     table.add(worker_pb.AddRows(batch_id="b", blobs=[blob_rows]))
     (rows,) = table.micro_batches("b", [worker_pb.MicroBatchRows(rows=numbers)])
+    return rows
+
+
+def check_scores(
+    samples: Sequence[Sample], blobs: BlobStore, reference: BlobReference, spoken: Model
+) -> None:
+    config = trainer_config(blobs, spoken)
+    rows = rows_of(len(samples), blobs, reference, config)
     backend = ReferenceBackend(config, Mesh(rank=0, world_size=1))
     scored = backend.compute_logprobs([rows], model="policy", temperature=1.0)
     for sample in samples:
