@@ -140,6 +140,10 @@ async def test_prompts_and_observations(store: Store, spoken: Model, tmp_path: P
         videos = rollout_request([{"prompt": "A", "answer": "1", "videos": ["a.mp4"]}])
         with pytest.raises(RemoteError, match="video is not taken"):
             await outcomes(episodes, videos)
+        taught = one_token(rollout_request({"taught": good["inline"]}))
+        taught.groups[0].teacher_pool = "others"
+        reasons_of_teachers, _ = await outcomes(episodes, taught)
+        assert reasons_of_teachers == {"taught": "INVALID_FIELD"}, "engines score text alone"
         assert reasons == expected
         assert finished.keys() == good.keys()
         counts = {name: len(group.media) for name, group in finished.items()}
