@@ -32,6 +32,8 @@ LAYOUTS = [
     pytest.param("qwen3_tied", 2, {"pipeline": 2, "last_stage_layers": 1}, id="tied-PP2-3+1"),
     pytest.param("qwen3", 2, {"context": 2}, id="CP2-zigzag", marks=fast),
     pytest.param("qwen3", 2, {"context": 2, "cp_layout": "contiguous"}, id="CP2-contiguous"),
+    pytest.param("qwen3", 4, {"context": 4}, id="CP4-zigzag"),
+    pytest.param("qwen3", 4, {"context": 4, "cp_layout": "contiguous"}, id="CP4-contiguous"),
     pytest.param("qwen3", 2, {}, id="DP2"),
     pytest.param("qwen3", 4, {"tensor": 2, "context": 2}, id="TP2xCP2"),
     pytest.param("qwen3", 4, {"tensor": 2, "pipeline": 2}, id="TP2xPP2"),

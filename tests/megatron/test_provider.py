@@ -74,6 +74,7 @@ def test_bad_providers_are_refused(
         pytest.param(1, {"model_provider": f"{HERE}:nested"}, id="nested", marks=fast),
         pytest.param(2, {"tensor": 2, "sequence_parallel": True}, id="TP2+SP"),
         pytest.param(2, {"context": 2}, id="CP2"),
+        pytest.param(4, {"context": 4, "cp_layout": "contiguous"}, id="CP4-contiguous"),
         pytest.param(2, {"pipeline": 2}, id="PP2"),
     ],
 )
