@@ -206,6 +206,8 @@ def _sizes(into: Imported) -> None:
         megatron["recompute_layers"] = facts["recompute_layers"]
     if facts.get("predicts"):
         megatron["mtp_loss_scaling_factor"] = facts.get("prediction_scale", 0.1)
+    if "fp8" in facts:
+        megatron |= {name: facts[name] for name in ("fp8", "fp8_recipe") if name in facts}
     if megatron.get("tensor", 1) == 1:
         megatron.pop("sequence_parallel", None)
     if megatron.get("context", 1) == 1:

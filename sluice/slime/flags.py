@@ -208,8 +208,10 @@ ADVANTAGES = {
     "ppo": ("gae", "ppo_clip"),
 }
 _KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "low_variance"}
+_FP8_RECIPES = {name: name for name in ("delayed", "tensorwise", "blockwise", "mxfp8")}
 _EVAL = "run: evaluation.datasets.<name>"
 _LOSS, _ADVANTAGE = "run: algorithm.loss", "run: algorithm.advantage"
+_MEGATRON = "trainer: megatron"
 _MODEL = _unneeded("the model's config.json says it")
 _ALWAYS = _unneeded("it is always so")
 _STORE = _unneeded("checkpoints and weights are in the store of the run; `--resume` goes on")
@@ -434,8 +436,8 @@ FLAGS: dict[str, Flag] = {
     "attention-backend": _unneeded("the layer's own choice (megatron.layer_spec)"),
     "transformer-impl": _by_hand("trainer.config.megatron.layer_spec"),
     "bf16": _ALWAYS,
-    "fp8-format": _absent("training is in bfloat16, float16 or float32"),
-    "fp8-recipe": _absent("see fp8-format"),
+    "fp8-format": _choice("fp8", {name: name for name in ("hybrid", "e4m3")}, f"{_MEGATRON}.fp8"),
+    "fp8-recipe": _choice("fp8_recipe", _FP8_RECIPES, f"{_MEGATRON}.fp8_recipe"),
     "deterministic-mode": _by_hand("run.yaml deterministic: docs/recovery.md"),
     "no-check-for-nan-in-loss-and-grad": _unneeded("a step of NaN is skipped, and said"),
     "moe-aux-loss-coeff": Flag("", "not needed: there is no auxiliary loss", _no_auxiliary_loss),
@@ -450,7 +452,7 @@ FLAGS: dict[str, Flag] = {
     "debug-rollout-only": _by_hand("`sluice eval` rolls out alone"),
     "log-passrate": _by_hand("evaluation.datasets.<name>.pass_at"),
     "use-fault-tolerance": _ALWAYS,
-    "prefill-num-servers": _absent("an engine does both"),
+    "prefill-num-servers": _by_hand("rollout.config.engine.sglang.prefill: docs/sglang.md"),
     "sglang-config": _by_hand("rollout entries of services.yaml, one a kind of engine"),
     "sglang-server-concurrency": _unneeded("engine.max_running of each engine"),
     "sglang-mem-fraction-static": Flag("rollout: engine.sglang.server_args.mem_fraction_static"),

@@ -280,6 +280,24 @@ def test_no_text_ends_in_a_trace(text: str) -> None:
             imported(script)
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--fp8-format e4m3 --fp8-recipe blockwise", {"fp8": "e4m3", "fp8_recipe": "blockwise"}),
+        ("--fp8-format hybrid", {"fp8": "hybrid"}),
+        ("--fp8-recipe blockwise", {}),  # which Megatron does not look at then
+    ],
+)
+def test_eight_bits_are_carried(flags: str, expected: dict, model: Path) -> None:
+    script = SCRIPT.replace("--brand-new-flag 7", f"{flags} --prefill-num-servers 1")
+    run, services, left = imported(script, HELD_OUT="/held")
+    assert_loads(run, services, model)
+    megatron = services["services"]["trainer"]["config"]["megatron"]
+    assert {name: megatron[name] for name in megatron if "fp8" in name} == expected
+    assert not [line for line in left if "fp8" in line]
+    assert [line for line in left if "engine.sglang.prefill" in line], "which is there"
+
+
 def test_the_page_lists_every_flag() -> None:
     page = (ROOT / "docs" / "from-slime.md").read_text()
     assert flag_table() in page
