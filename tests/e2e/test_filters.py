@@ -2,10 +2,15 @@
 
 from sluice.loop.filters import GeneratedGroup
 from tests.e2e.conftest import Stack
+from tests.patience import PATIENCE
 
 
 def of_even_number(group: GeneratedGroup) -> bool:
     return int(group.group_id.removeprefix("g")) % 2 == 0
+
+
+def none(group: GeneratedGroup) -> bool:
+    return False
 
 
 def test_groups_are_filtered_and_surplus_is_trained_on_later(stack: Stack) -> None:
@@ -27,3 +32,16 @@ def test_groups_are_filtered_and_surplus_is_trained_on_later(stack: Stack) -> No
     left = {g.position for state in ("issued", "generated") for g in training.groups(state)}
     seen = {group.position for group in consumed} | dropped | left
     assert seen == set(range(max(seen) + 1)), "no prompt is lost"
+
+
+def test_a_run_whose_filters_keep_nothing_ends_with_how_many_they_took(stack: Stack) -> None:
+    training = stack.train(
+        "fruitless",
+        max_filtered_in_a_row=6,
+        filters=[{"name": "tests.e2e.test_filters:none"}],
+    )
+    output, _ = training.process.communicate(timeout=PATIENCE)
+    assert training.process.returncode != 0
+    assert "6 groups in a row were filtered" in output
+    assert "max_filtered_in_a_row" in output
+    assert len(training.groups("dropped")) >= 6 and not training.groups("consumed")

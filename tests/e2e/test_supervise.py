@@ -10,9 +10,11 @@ import socket
 import subprocess
 import sys
 
+import grpc
 import psutil
 import pytest
 import yaml
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from openai import APIError, AsyncOpenAI
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
@@ -154,6 +156,19 @@ async def test_a_second_supervisor_of_a_directory_is_refused_and_the_first_goes_
     await supervisor.stop()
     await (again := Supervisor(config(tmp_path))).start()
     await again.stop()
+
+
+async def test_a_service_that_does_not_end_in_time_is_killed(tmp_path, caplog):
+    services = {"router": {"kind": "router", "config": {"server": {"drain_seconds": 3600}}}}
+    supervisor = Supervisor(config(tmp_path, services=services, stop_timeout_seconds=0.2))
+    await supervisor.start()
+    async with grpc.aio.insecure_channel(known(tmp_path)["address"]) as channel:
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        await call.read()  # a caller that stays, for whom the router would wait an hour
+        async with asyncio.timeout(30):  # the default is 40
+            await supervisor.stop()
+    assert "router does not stop; killing it" in caplog.text
 
 
 async def test_a_service_that_dies_while_it_restarts_is_tried_again_and_given_up_at_last(tmp_path):

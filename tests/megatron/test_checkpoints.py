@@ -104,6 +104,16 @@ def test_vocabulary_padding_may_change(pool: Pool, expected: Any, tmp_path: Path
     _check_reshard(pool, tmp_path, expected("qwen3"), (2, saved), (1, resumed))
 
 
+def test_every_thread_that_saves_has_a_file_of_its_own(
+    pool: Pool, expected: Any, tmp_path: Path
+) -> None:
+    qwen3 = expected("qwen3")
+    saved = _save(pool, tmp_path, qwen3, 1, {"save_threads": 3})
+    files = sorted(path.name for path in (tmp_path / "saved/checkpoint").glob("*.distcp"))
+    assert files == ["__0_0.distcp", "__0_1.distcp", "__0_2.distcp"]
+    assert _resume(pool, tmp_path, qwen3, 1, {}) == saved
+
+
 def test_optimizer_that_has_not_stepped(pool: Pool, expected: Any, tmp_path: Path) -> None:
     qwen3 = expected("qwen3")
     for name, layout in (("plain", PLAIN), ("distributed", {})):

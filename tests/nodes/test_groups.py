@@ -139,6 +139,17 @@ async def until_served(engine: SglangEngine, incarnation: int) -> None:
             await asyncio.sleep(0.05)
 
 
+async def test_an_update_that_takes_too_long_is_given_up(parts: Parts) -> None:
+    async with running_nodes(parts, count=1, update_seconds=0.3) as (first,):
+        engine = engine_of(first)
+        await engine.prepare(parts.new.version, parts.new.digest, parts.new.directory)
+        (server,) = servers().values()
+        server.suspend()
+        with pytest.raises(EngineFailedError):
+            async with asyncio.timeout(PATIENCE):
+                await engine.commit(parts.new.version, PauseMode.WAIT)
+
+
 @pytest.mark.fast
 async def test_one_process_a_node_and_only_the_first_serves(parts: Parts) -> None:
     arguments = {"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}

@@ -122,6 +122,19 @@ async def test_too_large_a_body_is_refused(store: Store, model: Path) -> None:
         assert refused.value.status_code == 413
 
 
+async def test_no_request_is_given_more_answers_than_are_allowed(store: Store, model: Path) -> None:
+    async with (
+        running_openai(store, model, openai={"max_choices": 4}) as process,
+        client_of(process) as client,
+    ):
+        asked = {"model": "policy", "max_tokens": 1, "n": 2}
+        answer = await client.completions.create(prompt=["1=", "2="], **asked)
+        assert len(answer.choices) == 4
+        with pytest.raises(APIStatusError, match="n: must not exceed 4") as refused:
+            await client.completions.create(prompt=["1=", "2=", "3="], **asked)
+        assert (refused.value.status_code, refused.value.body["param"]) == (400, "n")
+
+
 async def test_before_the_first_weights_a_client_is_told_to_come_again(
     store: Store, model: Path
 ) -> None:

@@ -22,7 +22,11 @@ from services.rollout.environments.registry import ENVIRONMENTS, NOTHING_ALLOWED
 from services.rollout.episodes.episode import Episode
 from services.rollout.episodes.sampler import SamplingPrompt
 from services.rollout.openai.verifiers import environment as connector
-from services.rollout.openai.verifiers.environment import VerifiersEnvironment, VerifiersSettings
+from services.rollout.openai.verifiers.environment import (
+    SCRIPT,
+    VerifiersEnvironment,
+    VerifiersSettings,
+)
 from services.rollout.process import RolloutProcess
 
 PLAYER = """
@@ -133,6 +137,47 @@ async def test_a_process_that_dies_is_named_and_started_again(process: RolloutPr
     for _ in range(2):
         with pytest.raises(EnvironmentFailedError, match="died"):
             await _play(settings)
+
+
+PACKAGE = """
+from dataclasses import dataclass
+import sys, types
+
+@dataclass
+class ClientConfig:
+    client_type: str; api_base_url: str; api_key_var: str; timeout: float; max_retries: int
+
+class Rubric:
+    async def score_group(self, states): pass
+    async def cleanup(self, state): pass
+
+class Environment:
+    rubric = Rubric()
+    def get_dataset(self): return [{"prompt": "1", "answer": "1"}] * 2
+    async def rollout(self, row, client, model, sampling):
+        metrics = {"max_retries": client.max_retries, "timeout": client.timeout}
+        return {"reward": 1.0, "metrics": metrics}
+
+def load_environment(name): return Environment()
+
+sys.modules["verifiers.types"] = types = types.ModuleType("verifiers.types")
+types.ClientConfig = ClientConfig
+sys.modules["verifiers.clients"] = clients = type(types)("verifiers.clients")
+clients.resolve_client = lambda config: config
+"""
+
+
+async def test_the_environment_calls_the_port_as_often_and_as_long_as_is_said(
+    process: RolloutProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "verifiers.py").write_text(PACKAGE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(connector, "SCRIPT", SCRIPT)
+    settings = _settings(process, retries=7, seconds=5.0)
+    player = await connector.PLAYERS.get(settings)
+    play = {"index": 0, "sampling": [{}], "records": [{}]}
+    (episode,) = (await player.call(play=play))["episodes"]
+    assert episode["metrics"] == {"max_retries": 7, "timeout": 5.0}
 
 
 async def test_what_cannot_be_played_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,12 +138,15 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 
 @pytest.fixture
 def start_router(stack: AsyncExitStack) -> Callable[..., Awaitable[Router]]:
-    async def start(drain: float = 0.2, clock: Clock | None = None, **pool: object) -> Router:
+    async def start(
+        drain: float = 0.2, clock: Clock | None = None, max_pools: int = 64, **pool: object
+    ) -> Router:
         config = parse_config(
             RouterConfig,
             {
                 "seed": 7,
                 "tick_seconds": 0.05,
+                "max_pools": max_pools,
                 "default_pool": PoolConfig(**{"engine_ttl": FOREVER, **pool}),
                 "server": {"port": 0, "drain_seconds": drain},
             },

@@ -238,6 +238,16 @@ async def test_scores_pass_and_what_the_router_cannot_do_is_unimplemented(
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
+async def test_a_router_has_as_many_pools_as_it_may(start_router):
+    router = await start_router(max_pools=2)
+    for name in ("policy", "judge"):
+        await router.register(name, pool=name)
+    with pytest.raises(RemoteError, match="2 pools have engines") as caught, typed_errors():
+        await router.register("third", pool="third")
+    assert caught.value.reason == "TOO_MANY_POOLS"
+    await router.register("another", pool="judge")
+
+
 async def test_pools_that_nobody_uses_are_forgotten_for_new_ones(start_router, start_engine):
     clock = Clock()
     router = await start_router(clock=clock)

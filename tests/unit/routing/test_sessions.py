@@ -103,6 +103,18 @@ def test_a_session_leaves_only_when_the_slow_down_exceeds_its_prefill(make_pool)
     assert turn(pool, "s", now=60.0, prefix=20_000, **expected)[1] != home
 
 
+def test_where_prompts_are_read_slowly_a_session_stays_for_less(make_pool):
+    pool = make_pool(engines=3, ranks=1, prefill_rate=2000)  # a tenth of the default
+    lease, home = turn(pool, "s")
+    end(pool, lease)
+    slow_down(pool, f"e{home}", 4.0)
+    expected = {"expected_tokens": np.array([100.0])}
+    lease, target = turn(pool, "s", now=60.0, prefix=4000, **expected)
+    assert target == home
+    end(pool, lease, now=60.0)
+    assert turn(pool, "s", now=60.0, prefix=2000, **expected)[1] != home
+
+
 def test_one_request_of_several_leases_in_one_session_is_not_split(make_pool):
     pool = make_pool(engines=2, ranks=4)
     grant = pool.acquire("c", LeaseRequest(count=5, sessions=["s"] * 5), 0.0)
