@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -121,8 +120,14 @@ def _turn(
 
 def _agreement(one: str, other: str) -> int:
     """Characters that both begin with."""
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return sum(1 for _ in pairs)
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # halves are compared at once, long conversations have many characters
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _masked(tokenizer: TextTokenizer, text: str, turns: Sequence[_Turn]) -> MaskedTokens:
