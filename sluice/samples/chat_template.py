@@ -52,7 +52,7 @@ class ChatTemplate:
         self.source = source
         try:
             self._template = environment.from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
+        except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
             raise ChatTemplateError(f"chat template: {error}") from None
         self._special_tokens = dict(special_tokens)
 
@@ -78,7 +78,7 @@ class ChatTemplate:
                 "add_generation_prompt": opening,
             }
             return self._template.render(variables)
-        except (jinja2.TemplateError, *_OF_VALUES) as error:
+        except (jinja2.TemplateError, RecursionError, *_OF_VALUES) as error:
             raise ChatTemplateError(f"chat template: {error}") from None
 
 

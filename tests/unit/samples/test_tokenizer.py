@@ -106,6 +106,27 @@ def test_what_cannot_be_rendered_is_refused(plain: Path, chatty: Path) -> None:
         TextTokenizer(chatty).encode_chat([{"role": "judge", "content": "1"}])
 
 
+def test_a_schema_nested_too_deep_for_the_macros_of_a_template_is_refused() -> None:
+    macro = "{% macro show(p) %}[{% if p.of %}{{ show(p.of) }}{% endif %}]{% endmacro %}"
+    template = ChatTemplate(macro + "{{ show(tools[0]) }}", {})
+    assert template.render(CHAT, tools=[{"of": {"of": {}}}]) == "[[]]"  # an empty one is not shown
+    schema: dict[str, Any] = {}
+    for _ in range(1000):
+        schema = {"of": schema}
+    with pytest.raises(ChatTemplateError, match="recursion"):
+        template.render(CHAT, tools=[schema])
+
+
+def test_a_template_that_python_cannot_compile_is_an_error_of_the_configuration(
+    chatty: Path,
+) -> None:
+    loops = 30  # Python nests 20 at most
+    source = "{% for _ in messages %}" * loops + "{% endfor %}" * loops
+    (chatty / "chat_template.jinja").write_text(source)
+    with pytest.raises(ConfigError, match="nested"):
+        TextTokenizer(chatty)
+
+
 def test_a_directory_without_tokenizer_is_an_error_of_the_configuration(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json does not exist"):
         TextTokenizer(tmp_path)
