@@ -35,13 +35,13 @@ from sluice.loop.run_directory import (
     LEDGER,
     RUN_CHECKPOINTS,
     RunCheckpoint,
-    RunDirectoryError,
     check_layouts,
     check_ledger,
     check_resumed,
     damaged_run_checkpoints,
     latest_run_checkpoint,
     list_run_checkpoints,
+    none_intact,
     set_aside,
     settings_digests,
 )
@@ -207,11 +207,7 @@ class TrainerRun(ABC, Generic[C]):
             await self._judge_promises()
             return
         if lost:
-            newest = max(lost)
-            raise RunDirectoryError(
-                f"no run checkpoint in {self._run_checkpoints} is intact; the newest, of step "
-                f"{newest}: {lost[newest]}"
-            )
+            raise none_intact(self._run_checkpoints, lost)
         if self.config.initial_checkpoint:
             loaded = await self.trainer.load_checkpoint(self.config.initial_checkpoint)
             self.optimizer_step = loaded.step

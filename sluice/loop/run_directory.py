@@ -127,6 +127,15 @@ def _read(path: Path) -> RunCheckpoint | str:
     return run_checkpoint
 
 
+def none_intact(directory: Path, damaged: Mapping[int, str]) -> RunDirectoryError:
+    """What ends a run that has none to go back to; `damaged` says by step what is wrong."""
+    newest = max(damaged)
+    return RunDirectoryError(
+        f"no run checkpoint in {directory} is intact; the newest, of step {newest}: "
+        f"{damaged[newest]}"
+    )
+
+
 def set_aside(directory: Path, step: int) -> None:
     """Renames a manifest that a run cannot resume from; it stays to be looked at."""
     path = _path(directory, step)
@@ -181,6 +190,8 @@ def checked_run_checkpoint(run_dir: Path, *, resume: bool, seed: int) -> RunChec
             f"run_dir: {run_dir} holds a run; give resume: true (--resume) to go on with it, "
             "or another run_dir"
         )
+    if run_checkpoint is None and (damaged := damaged_run_checkpoints(run_dir / RUN_CHECKPOINTS)):
+        raise none_intact(run_dir / RUN_CHECKPOINTS, damaged)
     if run_checkpoint is not None and not has_ledger:
         raise RunDirectoryError(f"run_dir: {run_dir} has run checkpoints and no {LEDGER}")
     if run_checkpoint is not None and run_checkpoint.seed != seed:

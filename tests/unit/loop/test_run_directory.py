@@ -257,6 +257,19 @@ def test_a_run_checkpoint_of_a_newer_release_is_refused(cuts, tmp_path, ledger) 
         check_resumed(settings, digests(settings), print)
 
 
+def test_a_run_whose_run_checkpoints_are_all_damaged_is_told_of_the_newest(
+    cuts, tmp_path, ledger
+) -> None:
+    train(ledger, 4)
+    first, newest = cuts / "00000002.json", cuts / "00000004.json"
+    newest.write_bytes(first.read_bytes())
+    first.write_bytes(first.read_bytes()[:-1])
+    settings = config(tmp_path)
+    message = r"no run checkpoint in .*cuts is intact; the newest, of step 4: it is that of step 2"
+    with pytest.raises(RunDirectoryError, match=message):
+        check_resumed(settings, digests(settings), print)
+
+
 def test_a_run_checkpoint_of_an_earlier_release_is_taken(cuts) -> None:
     document = asdict(replace(RUN_CHECKPOINT, step=6))
     del document["layouts"], document["settings"]
