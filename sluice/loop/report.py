@@ -246,6 +246,8 @@ class RunReport:
     def truncate(self, step: int) -> list[float]:
         """Drop rows after `step`, whose work is done again; rewards of the rows that stay."""
         kept = [row for row in self._read() if row["step"] <= step]
+        if (gone := step - len({row["step"] for row in kept if "skipped" in row})) > 0:
+            self.note(f"{self.path}: rows of {gone} of the steps up to {step} are gone")
         text = "".join(json.dumps(row) + "\n" for row in kept)
         replace_file(self.path, text.encode(), temporary=self._run_dir)
         evaluated = [row for row in kept if _SCORED | {"evaluation"} <= row.keys()]

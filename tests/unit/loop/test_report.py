@@ -60,6 +60,21 @@ def test_a_damaged_line_is_left_out_and_said(tmp_path: Path) -> None:
     assert "damaged lines are left out" in said.getvalue()
 
 
+@pytest.mark.parametrize("left", [0, 1])
+def test_rows_that_are_gone_are_said(tmp_path: Path, left: int) -> None:
+    said = io.StringIO()
+    with RunReport(tmp_path, 9, Console(file=said, width=500)) as report:
+        for step in range(1, 4):
+            report.step({**ROW, "step": step})
+        report.truncate(3)
+        assert "gone" not in said.getvalue()
+        path = tmp_path / "metrics.jsonl"
+        rows = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join(rows[:left]) + rows[left][:9])
+        report.truncate(2)
+    assert f"metrics.jsonl: rows of {2 - left} of the steps up to 2 are gone" in said.getvalue()
+
+
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with RunReport(tmp_path, 9, Console(file=io.StringIO())) as report:
