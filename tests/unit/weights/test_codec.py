@@ -65,6 +65,24 @@ def test_the_form_follows_the_size_of_the_step(rate: float, form: Form, at_most:
     assert applied(old, encoded.payload, 2) == new.tobytes()
 
 
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("values", ["neighbours", "any"])
+def test_three_elements_of_a_hundred_cost_five_bytes_at_most(width: int, values: str) -> None:
+    random = np.random.default_rng(5)
+    count, kind = 200_000, f"<u{width}"
+    old = random.standard_normal(count).astype("<f4").view("<u4") >> 8 * (4 - width)
+    old = old.astype(kind)
+    new = old.copy()
+    moved = random.choice(count, count * 3 // 100, replace=False)
+    if values == "neighbours":
+        new[moved] += random.choice([1, -1], len(moved)).astype(kind)
+    else:
+        new[moved] = random.integers(0, 2 ** (8 * width), len(moved), dtype=kind)
+    encoded = delta.encode(old.view(np.uint8), new.view(np.uint8), width)
+    assert applied(old.view(np.uint8), encoded.payload, width) == new.tobytes()
+    assert len(encoded.payload) <= 0.05 * new.nbytes
+
+
 def test_what_has_nothing_in_common_costs_no_more_than_its_bytes() -> None:
     random = np.random.default_rng(0)
     old, new = (random.integers(0, 256, 40_000, dtype=np.uint8) for _ in range(2))
