@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sluice import platform
+from sluice.address import join_address, plain_host
 from sluice.config import ENV_PREFIX, RESERVED_ENV, ProcessConfig, load_config
 from sluice.loop.screen import plain_text
 from sluice.operations import OPERATIONS, chosen
@@ -187,7 +188,8 @@ def _open_files() -> Finding:
 
 
 def _port(host: str, port: int) -> Finding:
-    name = f"{host}:{port}" if port else host
+    host = plain_host(host)
+    name = join_address(host, port) if port else host
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         with socket.socket(found[0][0]) as server:

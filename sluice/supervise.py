@@ -25,6 +25,7 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sluice import faults
+from sluice.address import join_address
 from sluice.client import Client, RouterClient, TrainerClient
 from sluice.config import RESERVED_ENV, ConfigError
 from sluice.durable import DirectoryError, owned, replace_file
@@ -265,7 +266,7 @@ class Supervisor:
         first = next(each for each in self._services if each.name == node.engine)
         server = first.config.get("server", {})
         port = server.get("port") or first.ports["port"].getsockname()[1]
-        return f"{server.get('host', LOOPBACK)}:{port}"
+        return join_address(str(server.get("host", LOOPBACK)), int(port))
 
     def _router_address(self) -> str:
         for service in self._services:

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from services.rollout.engine.config import EngineConfig
+from sluice.address import split_address
 from sluice.config import Config, ProcessConfig
 from sluice.place import StoreCacheConfig, StorePlace, directory_of, is_bucket, within
 from sluice.runtime.server import LAST_PORT, ServerConfig
@@ -181,7 +182,7 @@ class RolloutConfig(ProcessConfig):
     @property
     def node_host(self) -> str:
         """Under which the other nodes of the engine reach this one."""
-        advertised = self.server.advertise.rpartition(":")[0]
+        advertised, _ = split_address(self.server.advertise)
         return self.engine.sglang.node_host or advertised or self.server.host
 
     @property

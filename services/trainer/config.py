@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from services.trainer.backends.fsdp.config import FsdpConfig
 from services.trainer.backends.megatron.config import MegatronConfig
+from sluice.address import plain_host, split_address
 from sluice.balance.planner import OversizePolicy
 from sluice.config import PLAIN_NAME, Config, ProcessConfig
 from sluice.operations import OperationsConfig
@@ -327,7 +328,7 @@ class TrainerConfig(ProcessConfig):
     @property
     def controller_name(self) -> str:
         """Return whom the controller's certificate names, for ranks that reach it over loopback."""
-        host, _, _ = self.server.advertise.rpartition(":")
+        host, _ = split_address(self.server.advertise)
         return host if is_loopback(self.ranks.listen_host) else ""
 
     @property
@@ -495,4 +496,4 @@ class TrainerConfig(ProcessConfig):
 
 
 def is_loopback(host: str) -> bool:
-    return host in LOOPBACK
+    return plain_host(host) in LOOPBACK

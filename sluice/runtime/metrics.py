@@ -119,8 +119,10 @@ class _Server(ThreadingWSGIServer):
 
     tls: ssl.SSLContext | None = None
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, host: str, port: int) -> None:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)
+        self.address_family = min(family for family, *_ in found)  # IPv4 where there are both
+        super().__init__((host, port), _Handler)
         self._lock = threading.Lock()
         self._open: dict[socket.socket, socket.socket] = {}  # as accepted, as used by now
 
@@ -182,7 +184,7 @@ class MetricsServer:
         self._token = security.token()
         self._app: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)
         tls = None if security.tls is None else http_context(security.tls)
-        self._server = _Server((host, port), _Handler)
+        self._server = _Server(host, port)
         self._server.tls = tls
         self._server.set_app(self._serve)
         self.port = int(self._server.server_port)

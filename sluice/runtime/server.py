@@ -19,9 +19,10 @@ from google.protobuf.descriptor_pool import Default, DescriptorPool
 from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from sluice import faults
+from sluice.address import join_address, plain_host
 from sluice.api.common.v1 import wait_service_pb2_grpc
 from sluice.config import Config, ConfigError
 from sluice.durable import replace_file
@@ -97,6 +98,11 @@ class ServerConfig(Config):
     allow_insecure: bool = Field(False, description="Listen beyond loopback without TLS.")
     security: SecurityConfig = SecurityConfig()
 
+    @field_validator("host")
+    @classmethod
+    def _has_no_brackets(cls, value: str) -> str:
+        return plain_host(value)
+
     @model_validator(mode="after")
     def _insecure_only_on_loopback(self) -> ServerConfig:
         if self.security.tls is None and not self.allow_insecure and not _is_loopback(self.host):
@@ -108,7 +114,7 @@ class ServerConfig(Config):
 
 def _is_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 
@@ -228,12 +234,12 @@ class Server:
     @property
     def address(self) -> str:
         """host:port under which others reach this server."""
-        return self.config.advertise or f"{self.config.host}:{self.port}"
+        return self.config.advertise or join_address(self.config.host, self.port)
 
     @property
     def metrics_address(self) -> str:
         assert self._metrics is not None
-        return f"{self.config.host}:{self._metrics.port}"
+        return join_address(self.config.host, self._metrics.port)
 
     async def start(self) -> None:
         """Open the ports and tell them. Raises ConfigError when one is taken, and OSError.
@@ -253,14 +259,15 @@ class Server:
     async def _open(self) -> None:
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc_server, pool=self.describe(names))
-        listen, security = f"{self.config.host}:{self.config.port}", self.config.security
+        config, security = self.config, self.config.security
+        listen = join_address(config.host, config.port)
         with opening("server.port", listen):
             if self._credentials is None:
                 self.port = self.grpc_server.add_insecure_port(listen)
             else:
                 self.port = self.grpc_server.add_secure_port(listen, self._credentials)
-        with opening("server.metrics_port", f"{self.config.host}:{self.config.metrics_port}"):
-            self._metrics = MetricsServer(self.config.host, self.config.metrics_port, security)
+        with opening("server.metrics_port", join_address(config.host, config.metrics_port)):
+            self._metrics = MetricsServer(config.host, config.metrics_port, security)
         self._host = HostCollector(self.disks, security.tls)
         await self._health.set("", SERVING)  # alive
         await self._set_services(NOT_SERVING)  # not ready

@@ -33,6 +33,7 @@ from services.rollout.openai.requests import (
     RewardRequest,
     parse,
 )
+from sluice.address import join_address
 from sluice.config import ConfigError
 from sluice.place import directory_of
 from sluice.runtime.security import http_context
@@ -77,7 +78,7 @@ class OpenAIServer:
     def url(self) -> str:
         """What clients take as base_url."""
         scheme = "http" if self._tls is None else "https"
-        return f"{scheme}://{self._server.host}:{self.port}/v1"
+        return f"{scheme}://{join_address(self._server.host, self.port)}/v1"
 
     async def start(self) -> None:
         """Open the port. Raises ConfigError when it is taken."""

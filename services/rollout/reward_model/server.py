@@ -28,6 +28,7 @@ from services.rollout.http import (
 from services.rollout.reward_model import metrics
 from services.rollout.reward_model.batching import Batches, BusyError
 from services.rollout.reward_model.config import RewardModelConfig
+from sluice.address import join_address, split_address
 from sluice.config import ConfigError
 from sluice.runtime.security import http_context
 from sluice.samples.tokenizer import off_loop
@@ -74,8 +75,9 @@ class ClassifyServer:
     def url(self) -> str:
         """What graders take as `url`."""
         server = self._config.server
-        host = server.advertise.rpartition(":")[0] or server.host
-        return f"{'http' if self._tls is None else 'https'}://{host}:{self.port}/classify"
+        host = split_address(server.advertise)[0] or server.host
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://{join_address(host, self.port)}/classify"
 
     async def start(self) -> None:
         """Open the port. Raises ConfigError when it is taken."""

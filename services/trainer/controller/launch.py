@@ -17,6 +17,7 @@ from services.trainer.config import TrainerConfig
 from services.trainer.controller.incarnation import WorkerServicer
 from services.trainer.controller.rank_group import Launcher, OnExit, RankGroup
 from sluice import platform
+from sluice.address import join_address
 from sluice.api.trainer.v1 import worker_service_pb2_grpc as pb_grpc
 from sluice.durable import scratch
 from sluice.runtime.security import server_credentials
@@ -120,13 +121,13 @@ class WorkerServer:
             ],
         )
         pb_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(group.admit), self._server)
-        listen = f"{ranks.listen_host}:{ranks.listen_port}"
+        listen = join_address(ranks.listen_host, ranks.listen_port)
         with opening("ranks.listen_port", listen):
             if security.tls is None:
                 self.port = self._server.add_insecure_port(listen)
             else:
                 self.port = self._server.add_secure_port(listen, server_credentials(security.tls))
-        self.address = f"{ranks.listen_host}:{self.port}"
+        self.address = join_address(ranks.listen_host, self.port)
 
     async def start(self) -> None:
         await self._server.start()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from sluice import faults, platform
+from sluice.address import join_address, plain_host, split_address
 from sluice.weights.errors import TensorDigestError, TransferBrokenError
 from sluice.weights.manifest import digest_bytes
 from sluice.weights.shards import TORCH_DTYPES
@@ -41,10 +42,11 @@ class Meeting:
     """
 
     def __init__(self, host: str, world_size: int, seconds: float) -> None:
+        host = plain_host(host)
         family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]  # IPv4 or IPv6
         listener = socket.create_server((host, 0), family=family)
         port = listener.getsockname()[1]
-        self.address = f"{host}:{port}"
+        self.address = join_address(host, port)
         self._world_size = world_size
         self._store: dist.TCPStore | None = dist.TCPStore(
             host,
@@ -72,7 +74,7 @@ class Meeting:
 def join_group(member: Membership, deadline: Deadline) -> MemberGroup:
     """Be a receiver; returns when all have come, or, of backends that connect with the first
     broadcast, when the sender's store answers. Raises TransferBrokenError."""
-    host, _, port = member.address.rpartition(":")
+    host, port = split_address(member.address)
     with _breaking(member.group):
         store = dist.TCPStore(
             host,

@@ -175,6 +175,13 @@ async def test_running_requests_end_before_the_process_does(store: Store, model:
         await stopping
 
 
+async def test_its_host_may_be_of_ipv6(store: Store, model: Path) -> None:
+    async with running_openai(store, model, server={**SERVER, "host": "::1"}) as process:
+        assert process.openai is not None and "//[::1]:" in process.openai.url
+        async with client_of(process) as client:
+            assert (await client.models.list()).data
+
+
 async def test_a_taken_port_is_named(process: RolloutProcess, store: Store, model: Path) -> None:
     assert process.openai is not None
     with pytest.raises(ConfigError, match=r"openai\.port: .*in use"):

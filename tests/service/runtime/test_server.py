@@ -1,6 +1,7 @@
 """A real server on port 0 with a servicer that can do everything wrong."""
 
 import asyncio
+import json
 import socket
 import urllib.error
 import urllib.request
@@ -318,6 +319,26 @@ async def test_a_taken_port_is_an_error_of_the_setting(setting):
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"server\.{setting}: .*127\.0\.0\.1:{port}"):
             await Server(ServerConfig(**{setting: port})).start()
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+async def test_a_host_may_be_of_ipv6(host, tmp_path):
+    file = tmp_path / "address.json"
+    server, _ = await running(ServerConfig(host=host, address_file=file, drain_seconds=0.2))
+    told = json.loads(file.read_text())
+    assert told["address"].startswith("[::1]:") and told["metrics_address"].startswith("[::1]:")
+    try:
+        async with create_channel(told["address"]) as channel:
+            stub = pb_grpc.TrainerServiceStub(channel)
+            error = await refusal(stub.DeleteBatch(pb.DeleteBatchRequest(batch="batches/x")))
+            assert error.reason == "BATCH_NOT_FOUND"
+        url = f"http://{told['metrics_address']}/metrics"
+        page = await asyncio.to_thread(urllib.request.urlopen, url, timeout=PATIENCE)
+        assert b"sluice_" in page.read()
+        with pytest.raises(ConfigError, match=rf"server\.port: .*\[::1\]:{server.port}"):
+            await Server(ServerConfig(host=host, port=server.port)).start()
+    finally:
+        await server.stop()
 
 
 async def test_a_server_that_cannot_tell_its_address_opens_nothing(tmp_path):

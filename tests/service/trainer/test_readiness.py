@@ -40,3 +40,9 @@ async def is_ready(client: TrainerClient) -> bool:
 
 async def is_not_ready(client: TrainerClient) -> bool:
     return not await is_ready(client)
+
+
+async def test_ranks_may_reach_their_controller_over_ipv6(model: Path, tmp_path: Path) -> None:
+    with running_trainer(tmp_path, model, ranks={"listen_host": "::1"}) as trainer:
+        async with trainer.client() as client:
+            await until(client, lambda now: now.state == ACTIVE)

@@ -9,16 +9,19 @@ import gc
 import pytest
 import torch.distributed as dist
 
+from sluice.address import split_address
+from sluice.runtime.wire import check_address
 from sluice.weights.transfer.group import Meeting, Receiver
 from sluice.weights.transfer.plan import Membership
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]"])
 def test_a_meeting_is_found_by_its_address(host: str) -> None:
     """A host may be a name, and one of IPv6 only."""
     meeting = Meeting(host, 2, 60)
-    found, _, port = meeting.address.rpartition(":")
-    assert found == host
+    check_address(meeting.address, "address")
+    found, port = split_address(meeting.address)
+    assert found == host.strip("[]")
     wait = datetime.timedelta(seconds=60)
     where = (found, int(port), 2)
     store = dist.TCPStore(*where, is_master=False, timeout=wait, wait_for_workers=False)

@@ -38,6 +38,7 @@ from services.rollout.engine.sglang.servers import (
 from services.rollout.engine.sglang.weights import read_config
 from services.rollout.errors import EngineFailedError
 from sluice import platform
+from sluice.address import join_address
 from sluice.runtime.idempotency import all_of, cancel_all
 from sluice.runtime.recovery import NotReadyError, wait_until_ready
 
@@ -75,14 +76,14 @@ class NodePlace:
 
     @property
     def url(self) -> str:
-        return f"http://{_in_url(self.listen or self.host)}:{self.http_port or self.port}"
+        return f"http://{join_address(self.listen or self.host, self.http_port or self.port)}"
 
 
 def spread(arguments: Arguments, places: Sequence[NodePlace]) -> list[dict[str, Any]]:
     """Returns the arguments of a server's process at each place; several meet at the first."""
     shared: dict[str, Any] = dict(arguments)
     if len(places) > 1:
-        meeting = f"{_in_url(places[0].host)}:{places[0].port + MEETING_PORT}"
+        meeting = join_address(places[0].host, places[0].port + MEETING_PORT)
         shared |= {"nnodes": len(places), "dist_init_addr": meeting}
     return [
         {
@@ -325,7 +326,7 @@ class ServerGroup:
             host, port = self._sglang.host, free_port(self._sglang.host)
         else:
             host, port = prefill.host, prefill.port + ENCODERS_PORT
-        self._encoders_url = f"http://{_in_url(host)}:{port}"
+        self._encoders_url = f"http://{join_address(host, port)}"
         return {
             "language_only": True,
             "encoder_transfer_backend": self._sglang.encoder_backend,
@@ -373,7 +374,7 @@ class ServerGroup:
         )
         launch = Launch(
             role="encoder",
-            url=f"http://{_in_url(host)}:{port}",
+            url=f"http://{join_address(host, port)}",
             command=with_python(self._sglang, flags(arguments)),
             environment=environment(self._config, self._device),
         )

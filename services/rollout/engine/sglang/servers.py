@@ -21,6 +21,7 @@ from services.rollout.engine.images import reads_media
 from services.rollout.engine.sglang.client import CONTEXT_MARGIN
 from services.rollout.errors import EngineFailedError
 from sluice import platform
+from sluice.address import plain_host
 from sluice.config import ConfigError
 from sluice.runtime.recovery import NotReadyError, wait_until_ready
 
@@ -214,10 +215,11 @@ def free_port(host: str, count: int = 1) -> int:
     With `count` it is the first of so many in a row. SGLang takes them long after they were
     chosen. Raises EngineFailedError.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in random.sample(PORTS[: len(PORTS) - count + 1], len(PORTS) - count + 1):
         with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
             for each in range(port, port + count):
-                probes.enter_context(socket.socket()).bind((host, each))
+                probes.enter_context(socket.socket(family)).bind((plain_host(host), each))
             return port
     raise EngineFailedError(f"no free port at {host}")
 

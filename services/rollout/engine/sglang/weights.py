@@ -30,6 +30,7 @@ from services.rollout.engine.versions import (
 )
 from services.rollout.errors import DigestMismatchError, EngineFailedError, UnfitWeightsError
 from sluice import platform
+from sluice.address import split_address
 from sluice.weights.checkpoint import (
     CheckedShards,
     Extent,
@@ -373,7 +374,7 @@ class ServerWeights:
         await self.leave()
         end = time.monotonic() + seconds
         for member in groups:
-            host, _, port = member.address.rpartition(":")
+            host, port = split_address(member.address)
             body = {
                 "master_address": host,
                 "master_port": int(port),
