@@ -56,12 +56,19 @@ class SamplingConfig(Config):
             raise ValueError(f"{TEMPERATURES}, or 0")
         return temperature
 
+    def over(self, other: SamplingConfig) -> SamplingConfig:
+        """Return the other one, changed by what is given here."""
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        return other.model_copy(update=given)
+
     @property
     def truncates(self) -> bool:
         """Whether tokens are drawn from a part of the distribution that log-probs are of."""
         return self.top_p < 1 or self.top_k > 0
 
 
+GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+GREEDY_ARE_ALIKE = "greedy answers are all the same; give a temperature"
 TRUNCATED = (
     "sampling.top_p or top_k cuts tokens off, but log-probs are of the whole distribution: ratios "
     "and gradients are biased by what is cut (docs/rollout.md, Log-probs)"
@@ -149,7 +156,7 @@ class EnvironmentShare(Config):
     weight: float = Field(1.0, gt=0, le=LARGEST_WEIGHT)
     prompts: PromptsConfig
     environment: EnvironmentConfig
-    sampling: SamplingConfig | None = None
+    sampling: SamplingConfig | None = Field(None, description="What it leaves out is the run's.")
     samples_per_group: int | None = Field(None, gt=1)
     group_timeout_seconds: float | None = Field(None, ge=SHORTEST_GROUP, le=LONGEST_GROUP)
     teacher: str = Field("", description="One of `teachers`.")
@@ -173,7 +180,9 @@ class EvaluationSetConfig(Config):
     environment: EnvironmentConfig | str | None = Field(
         None, description="None is the training environment; a name is that of `environments`."
     )
-    sampling: SamplingConfig | None = None
+    sampling: SamplingConfig | None = Field(
+        None, description="What it leaves out is that of training."
+    )
     groups: int = Field(64, gt=0)
     samples: int = Field(1, gt=0)
     pass_at: tuple[int, ...] = ()
@@ -184,8 +193,8 @@ class EvaluationSetConfig(Config):
 
     @model_validator(mode="after")
     def _samples_differ(self) -> EvaluationSetConfig:
-        if self.samples > 1 and (self.sampling is None or self.sampling.temperature == 0):
-            raise ValueError("samples: greedy answers are all the same; give a temperature")
+        if self.samples > 1 and self.sampling is None:
+            raise ValueError(f"samples: {GREEDY_ARE_ALIKE}")
         if any(not 1 <= k <= self.samples for k in self.pass_at):
             raise ValueError(f"pass_at: must be within 1..{self.samples}, the samples of a task")
         return self
@@ -393,8 +402,8 @@ class RunConfig(CommonRunConfig):
         for name, share in self.environments.items():
             if not PLAIN_NAME.fullmatch(name):
                 raise ValueError(f"environments.{name}: {PLAIN_NAME_RULE}")
-            own = share.sampling
-            if own is not None and own.temperature != self.sampling.temperature:
+            own = self._training(share)
+            if own.temperature != self.sampling.temperature:
                 raise ValueError(
                     f"environments.{name}.sampling.temperature {own.temperature:g} is not that "
                     f"of the run, {self.sampling.temperature:g}: the loss is of one distribution"
@@ -406,6 +415,8 @@ class RunConfig(CommonRunConfig):
             if isinstance(data.environment, str) and data.environment not in self.environments:
                 known = ", ".join(self.environments) or "none"
                 raise ValueError(f"{where}: {data.environment!r} is none of environments: {known}")
+            if data.samples > 1 and self.sampling_of(data).temperature == 0:
+                raise ValueError(f"evaluation.datasets.{name}.samples: {GREEDY_ARE_ALIKE}")
         return self
 
     @property
@@ -417,7 +428,7 @@ class RunConfig(CommonRunConfig):
         return {
             name: share.model_copy(
                 update={
-                    "sampling": share.sampling or self.sampling,
+                    "sampling": self._training(share),
                     "samples_per_group": share.samples_per_group or self.samples_per_group,
                     "group_timeout_seconds": share.group_timeout_seconds
                     or self.group_timeout_seconds,
@@ -427,9 +438,21 @@ class RunConfig(CommonRunConfig):
             for name, share in shares.items()
         }
 
+    def _training(self, share: EnvironmentShare) -> SamplingConfig:
+        return self.sampling if share.sampling is None else share.sampling.over(self.sampling)
+
     @property
     def _only_teacher(self) -> str:
         return next(iter(self.teachers)) if len(self.teachers) == 1 else ""
+
+    def sampling_of(self, data: EvaluationSetConfig) -> SamplingConfig:
+        """Return how a data set's answers are drawn; what it leaves out is that of training."""
+        training = self.sampling
+        if isinstance(data.environment, str):
+            training = self._training(self.environments[data.environment])
+        if data.sampling is None:
+            return training.model_copy(update=GREEDY)
+        return data.sampling.over(training)
 
     def environment_of(self, data: EvaluationSetConfig) -> EnvironmentConfig:
         """The environment that scores a data set."""

@@ -150,15 +150,13 @@ def build_evaluation(
     Seeds come from the task, not from the step: scores of two steps differ by the weights.
     """
     assert config.evaluation is not None
-    greedy = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
-    sampling = data.sampling or config.sampling.model_copy(update=greedy)
     groups = [
         _group(config, name, f"eval-{name.split('-', 2)[2]}", task, data.samples)  # without step
         for name, task in tasks
     ]
     environment, seconds = config.environment_of(data), config.group_timeout_seconds
     return pb.EvaluateRequest(
-        rollout=_request(environment, sampling, versions, groups, seconds, trial),
+        rollout=_request(environment, config.sampling_of(data), versions, groups, seconds, trial),
         pass_at=data.pass_at,
         pass_threshold=data.pass_threshold,
         max_running_groups=config.evaluation.max_running_groups,

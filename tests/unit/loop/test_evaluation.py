@@ -100,7 +100,7 @@ class World:
                 "router": "r",
                 "prompts": {"index_count": 1},
                 "environment": {"name": "train"},
-                "sampling": {"max_new_tokens": 5},
+                "sampling": {"max_new_tokens": 5, "top_p": 0.9, "stop_token_ids": [7]},
                 "deterministic": deterministic,
                 "evaluation": {"datasets": datasets, **evaluation},
             },
@@ -135,9 +135,13 @@ async def test_every_data_set_has_its_own_sampling_and_its_row(world) -> None:
     greedy, sampled = world.episodes.requests
     assert greedy.rollout.environment.name == "train"
     assert greedy.rollout.sampling.temperature == 0 and greedy.rollout.sample_count == 1
-    assert greedy.rollout.sampling.max_new_tokens == 5
+    assert (greedy.rollout.sampling.max_new_tokens, greedy.rollout.sampling.top_p) == (5, 1)
+    assert greedy.rollout.sampling.stop_token_ids == [7]
     assert sampled.rollout.environment.name == "other"
-    assert sampled.rollout.sampling.temperature == pytest.approx(0.7)
+    drawn = sampled.rollout.sampling
+    assert (drawn.temperature, drawn.max_new_tokens) == (pytest.approx(0.7), 9)
+    left_out = drawn.top_p, list(drawn.stop_token_ids)
+    assert left_out == (pytest.approx(0.9), [7]), "which is that of training"
     assert sampled.rollout.versions.exact_version == 3
     assert list(sampled.pass_at) == [1, 4]
     rows = world.rows()
@@ -258,6 +262,7 @@ async def test_a_score_that_is_good_enough_ends_the_run(world) -> None:
     ("changes", "message"),
     [
         ({"samples": 2, "sampling": None, "pass_at": []}, "greedy"),
+        ({"sampling": {"max_new_tokens": 9, "temperature": 0}}, r"datasets\.x\.samples: greedy"),
         ({"pass_at": [5]}, "1..4"),
         ({"samples": 0}, "samples"),
     ],

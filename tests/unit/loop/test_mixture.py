@@ -167,6 +167,11 @@ def test_what_a_share_leaves_out_is_the_run_s():
     a, b = config.shares["a"], config.shares["b"]
     assert (a.sampling.max_new_tokens, a.samples_per_group, a.group_timeout_seconds) == (5, 6, 600)
     assert (b.sampling.max_new_tokens, b.samples_per_group, b.group_timeout_seconds) == (9, 3, 7)
+    sampling = {"max_new_tokens": 5, "temperature": 0.8, "stop_token_ids": [7, 8]}
+    config = parse(environments={"a": SHARE, "b": {**SHARE, **own}}, sampling=sampling)
+    drawn = config.shares["b"].sampling
+    assert drawn is not None
+    assert (drawn.max_new_tokens, drawn.temperature, drawn.stop_token_ids) == (9, 0.8, (7, 8))
     (name, alone), *_ = parse(**ONE).shares.items()
     assert name == "" and alone.samples_per_group == 8
 
@@ -221,11 +226,13 @@ def test_settings_that_contradict_each_other_are_refused(values, said):
 
 def test_a_data_set_is_scored_by_the_environment_it_names():
     datasets = {"d": {"prompts": ONE["prompts"], "environment": "b"}}
-    config = parse(
-        environments={"a": SHARE, "b": {**SHARE, "environment": {"name": "other"}}},
-        evaluation={"datasets": datasets},
-    )
-    assert config.environment_of(config.evaluation.datasets["d"]).name == "other"
+    other = {**SHARE, "environment": {"name": "other"}, "sampling": {"max_new_tokens": 9}}
+    config = parse(environments={"a": SHARE, "b": other}, evaluation={"datasets": datasets})
+    assert config.evaluation is not None
+    data = config.evaluation.datasets["d"]
+    assert config.environment_of(data).name == "other"
+    drawn = config.sampling_of(data)
+    assert (drawn.max_new_tokens, drawn.temperature) == (9, 0), "greedy, of training's length"
 
 
 def test_a_schedule_is_imported_by_name():
