@@ -105,6 +105,20 @@ def clone_file(path: Path, target: Path) -> bool:
             return False
 
 
+def has_room_to_change(path: Path) -> bool:
+    """Whether every byte of a file may be changed without more room on the disk.
+
+    So it is where a file system writes over what it has, and there are no holes. Raises OSError.
+    """
+    table, found = Path("/proc/self/mountinfo"), path.stat()
+    if not table.is_file() or 512 * found.st_blocks < found.st_size:
+        return False
+    device = f"{os.major(found.st_dev)}:{os.minor(found.st_dev)}"
+    mounts = [line.split() for line in table.read_text().splitlines()]
+    kinds = {mount[mount.index("-") + 1] for mount in mounts if mount[2] == device}
+    return kinds in ({"ext4"}, {"tmpfs"})
+
+
 def temporary_path(directory: Path, name: str) -> Path:
     """Return a name in `directory` that nobody else uses."""
     return Path(f"{directory}/{name}.{secrets.token_hex(8)}")  # a tenth of the time of `/`

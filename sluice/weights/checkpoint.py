@@ -282,7 +282,7 @@ def encode_index(total_size: int, weight_map: Mapping[str, str]) -> bytes:
 def map_shard(path: Path, access: int = mmap.ACCESS_READ) -> tuple[mmap.mmap, dict[str, Extent]]:
     """Map a safetensors file and read its header; raises MissingFileError or DamagedFileError."""
     try:
-        with path.open("rb") as file:
+        with path.open("r+b" if access == mmap.ACCESS_WRITE else "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=access)
     except FileNotFoundError as error:
         raise MissingFileError(path.name) from error

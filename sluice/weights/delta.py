@@ -27,7 +27,7 @@ import numpy as np
 
 from sluice.weights.checkpoint import BITS, encode_header
 
-BLOCK = 1 << 20  # elements that are compared at a time
+BLOCK = 1 << 17  # elements that are compared at a time: they stay in a core's cache
 LONG_GAP = 255
 SPARSE_LIMIT = 0.5  # of elements; a denser difference is hardly ever smaller in the sparse form
 _HEAD = struct.Struct("<BQQQ")
@@ -58,17 +58,27 @@ class Encoded:
 def encode(old: Bytes, new: Bytes, width: int) -> Encoded:
     """Encode the difference from `old` to `new`, uint8[n] each, of elements of `width` bytes."""
     before, after = _elements(old, width), _elements(new, width)
-    positions, values, changed = _differences(before, after)
+    count, changed, last = len(after), 0, -1
+    gaps, long, values = [np.empty(0, np.uint8)], [np.empty(0, "<u8")], [after[:0]]
+    for start in range(0, count, BLOCK):
+        moved = after[start : start + BLOCK] - before[start : start + BLOCK]
+        at = np.flatnonzero(moved != 0)  # of numbers it is slower
+        changed += len(at)
+        if len(at) and changed <= SPARSE_LIMIT * count:
+            gap = np.diff(at, prepend=last - start) - 1
+            last = start + int(at[-1])
+            gaps.append(np.minimum(gap, LONG_GAP).astype(np.uint8))
+            long.append(gap[gap >= LONG_GAP].astype("<u8"))
+            values.append(moved[at])
     if not changed:
-        return Encoded(_pack(Form.SAME, len(after), 0, 0), 0)
-    if changed <= SPARSE_LIMIT * len(after):
-        payload = _encode_sparse(len(after), np.concatenate(positions), np.concatenate(values))
+        return Encoded(_pack(Form.SAME, count, 0, 0), 0)
+    if changed <= SPARSE_LIMIT * count:
+        streams = [*map(np.concatenate, (gaps, long)), _planes(_zigzag(np.concatenate(values)))]
+        payload = _pack(Form.SPARSE, count, changed, len(streams[1]), *streams)
     else:
-        del positions, values
-        planes = _planes(_zigzag(after - before))
-        payload = _pack(Form.DENSE, len(after), changed, 0, planes)
+        payload = _pack(Form.DENSE, count, changed, 0, _planes(_zigzag(after - before)))
     if len(payload) >= new.nbytes:
-        payload = _pack(Form.RAW, len(after), changed, 0, new)
+        payload = _pack(Form.RAW, count, changed, 0, new)
     return Encoded(payload, changed)
 
 
@@ -90,7 +100,7 @@ class Patch:
             first, last = np.searchsorted(self.positions, (start, end))
             if first == last:
                 return False
-            block[self.positions[first:last] - start] += self.values[first:last]
+            np.add.at(block, self.positions[first:last] - start, self.values[first:last])
         elif self.form == Form.DENSE:
             block += self.values[start:end]
         elif self.form == Form.RAW:
@@ -149,41 +159,14 @@ def _elements(data: Bytes, width: int) -> np.ndarray:
     return data.view(f"<u{width}")
 
 
-def _differences(
-    before: np.ndarray, after: np.ndarray
-) -> tuple[list[np.ndarray], list[np.ndarray], int]:
-    """Find positions and zigzag differences of what changed, block by block, while they are few."""
-    positions: list[np.ndarray] = []
-    values: list[np.ndarray] = []
-    changed = 0
-    limit = int(SPARSE_LIMIT * len(after))
-    for start in range(0, len(after), BLOCK):
-        old, new = before[start : start + BLOCK], after[start : start + BLOCK]
-        at = np.flatnonzero(old != new)
-        changed += len(at)
-        if changed <= limit:
-            positions.append(at + start)
-            values.append(_zigzag(new[at] - old[at]))
-    return positions, values, changed
-
-
-def _encode_sparse(count: int, positions: np.ndarray, values: np.ndarray) -> bytes:
-    gaps = np.diff(positions, prepend=-1) - 1
-    is_long = gaps >= LONG_GAP
-    long = gaps[is_long].astype("<u8")
-    short = np.where(is_long, LONG_GAP, gaps).astype(np.uint8)
-    return _pack(Form.SPARSE, count, len(values), len(long), short, long, _planes(values))
-
-
 def _positions(gaps: np.ndarray, long: np.ndarray, count: int) -> np.ndarray:
-    steps = gaps.astype(np.int64)
+    steps = np.add(gaps, 1, dtype=np.int64)
     is_long = np.flatnonzero(gaps == LONG_GAP)
     if len(is_long) != len(long) or (len(long) and int(long.max()) >= count):
         raise DeltaError("has gaps that do not fit")
-    steps[is_long] = long
-    steps += 1
+    steps[is_long] = long + 1
+    steps[:1] -= 1
     positions = np.cumsum(steps, out=steps)
-    positions -= 1
     if len(positions) and positions[-1] >= count:
         raise DeltaError("reaches beyond the tensor")
     return positions

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 import secrets
 import shutil
 import tempfile
@@ -21,6 +23,7 @@ from sluice import faults
 from sluice.durable import (
     LockTimeoutError,
     clone_file,
+    has_room_to_change,
     naming,
     try_lock,
     write_all,
@@ -62,15 +65,18 @@ class ShardSource:
     deltas: Sequence[tuple[Path, FileEntry]] = ()
 
 
-BLOCK = 1 << 20  # elements that are changed, digested and written at a time
+BLOCK = 1 << 18  # elements that are changed, digested and written at a time
 
 
 class _Shard:
     """Makes one shard: a whole file, brought up to date by deltas, into another or the same."""
 
-    def __init__(self, source: ShardSource, expected: ShardFile) -> None:
-        self._source, self._expected = source, expected
-        self._whole, self._extents = map_shard(source.path)
+    def __init__(self, source: ShardSource, expected: ShardFile, target: Path) -> None:
+        self._source, self._expected, self._target = source, expected, target
+        # A write through a map that the disk has no room for would end the process.
+        self._through = source.path == target and has_room_to_change(target)
+        access = mmap.ACCESS_WRITE if self._through else mmap.ACCESS_READ
+        self._whole, self._extents = map_shard(source.path, access)
         self._deltas = [map_shard(path) for path, _ in source.deltas]
         self._header = bytes(memoryview(self._whole)[: data_start(self._whole)])
         self._check = ShardCheck(expected, self._header, self._extents)
@@ -79,8 +85,8 @@ class _Shard:
                 different = ", ".join(sorted(names.keys() ^ self._extents.keys())[:8])
                 raise DamagedFileError(path.name, f"and its manifest differ in: {different}")
 
-    def write(self, target: Path) -> None:
-        path = self._source.path
+    def write(self) -> None:
+        path, target, changed = self._source.path, self._target, False
         in_place = path == target or (bool(self._deltas) and clone_file(path, target))
         with naming(target), target.open("r+b" if in_place else "xb", buffering=0) as file:
             if not in_place:
@@ -88,11 +94,15 @@ class _Shard:
             for name, extent in self._extents.items():
                 for block, begin, has_changed in self._blocks(name, extent):
                     self._check.update(block)
-                    if has_changed or not in_place:
+                    if self._through:
+                        changed |= has_changed
+                    elif has_changed or not in_place:
                         file.seek(begin)
                         write_all(file, block)
                 self._check.end(name)
                 faults.point("weights.building")
+            if changed:
+                os.utime(file.fileno())  # tmpfs does not note what a map has changed
         self._check.finish()
         for (path, entry), (delta, _) in zip(self._source.deltas, self._deltas, strict=True):
             if (actual := digest_bytes(delta)) != entry.digest:  # though it did no harm
@@ -103,13 +113,14 @@ class _Shard:
         width = element_width(extent.dtype)
         old = np.frombuffer(self._whole, np.uint8)[extent.begin : extent.end].view(f"<u{width}")
         patches = [self._patch(name, index, len(old), width) for index in range(len(self._deltas))]
-        memory = np.empty(BLOCK if patches else 0, old.dtype)
+        copies = bool(patches) and not self._through
+        memory = np.empty(BLOCK if copies else 0, old.dtype)
         for start in range(0, len(old), BLOCK):
             block, has_changed = old[start : start + BLOCK], False
-            if patches:
+            if copies:
                 memory[: len(block)] = block
                 block = memory[: len(block)]
-                has_changed = any([patch.apply(block, start) for patch in patches])
+            has_changed = any([patch.apply(block, start) for patch in patches])
             yield block.view(np.uint8).data, extent.begin + start * width, has_changed
 
     def _patch(self, name: str, index: int, count: int, width: int) -> Patch:
@@ -129,7 +140,7 @@ def build_shard(source: ShardSource, expected: ShardFile, target: Path) -> None:
     changed are. Raises TensorDigestError naming a tensor that does not come out as expected,
     FileDigestError, MissingFileError or DamagedFileError; `target` is then to be thrown away.
     """
-    _Shard(source, expected).write(target)
+    _Shard(source, expected, target).write()
 
 
 BUILDERS = 2  # shards that are made at a time
