@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sluice.durable import LockTimeoutError, clone_file
+from sluice.durable import LockTimeoutError, clone_file, has_room_to_change
+from sluice.weights.checkpoint import CheckedShards
 from sluice.weights.errors import TensorDigestError, VersionNotFoundError
 from sluice.weights.host_cache import CachedVersion, HostCache, check_out
 from sluice.weights.manifest import read_manifest
@@ -296,6 +298,47 @@ def test_a_version_out_of_use_is_turned_into_the_next_one(policy, store, tmp_pat
     for kept, version in ((held, second), (taken, third), (last, fourth)):
         check(kept.directory, policy.history[version])
     assert not old.directory.exists()
+
+
+def test_a_version_out_of_use_that_has_holes_is_turned_into_the_next_one(
+    policy, store, tmp_path
+) -> None:
+    """Through a map, a full disk would end the process at the first of them."""
+    policy.tensors["embed.weight"] = torch.zeros(1 << 16, dtype=torch.bfloat16)
+    versions = policy.publish_chain(2)
+    policy.tensors["embed.weight"] = torch.ones(1 << 16, dtype=torch.bfloat16)
+    versions.append(policy.publish(base=versions[1]).version)
+    cache = HostCache(tmp_path / "cache", store, keep=2)
+    old = cache.take(versions[0])
+    path = old.directory / "model-0.safetensors"
+    content = path.read_bytes()
+    with path.open("wb") as file:
+        file.write(content[:4096])
+        file.truncate(len(content))
+    assert not has_room_to_change(path)
+    cache.take(versions[1]).release()
+    old.release()
+    files = inodes(old.directory)
+    last = cache.take(versions[2])
+    assert inodes(last.directory) == files
+    check(last.directory, policy.history[versions[2]])
+
+
+def test_a_file_turned_into_another_one_is_not_taken_for_the_one_that_was_checked(
+    policy, store
+) -> None:
+    first, _, third = policy.publish_chain(3)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
+        base = Path(root) / "base"
+        base.mkdir()
+        manifest = check_out(store, first, base)
+        checked = CheckedShards()
+        for shard in manifest.shards():
+            checked.check(base / shard.file_name, shard)
+            assert has_room_to_change(base / shard.file_name)
+        (base / "manifest.json").unlink()
+        check_out(store, third, base, {first: base})
+        assert not any(checked.has(base / s.file_name, s) for s in manifest.shards())
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "lost"])
