@@ -212,6 +212,11 @@ class EvaluationConfig(Config):
     beside_training: bool = True
     max_running_groups: int = Field(32, gt=0, lt=LARGEST_COUNT, description="Per episode worker.")
 
+    @property
+    def is_told_to_run_beside(self) -> bool:
+        """Whether it runs beside training, and not by default alone."""
+        return self.beside_training and "beside_training" in self.model_fields_set
+
     @model_validator(mode="after")
     def _names_are_plain(self) -> EvaluationConfig:
         for name in self.datasets:
@@ -581,8 +586,7 @@ class RunConfig(CommonRunConfig):
                 f"placement: colocated needs weight_transport store, not {self.weight_transport}: "
                 "engines sleep while the trainer publishes"
             )
-        own = self.evaluation.model_fields_set if self.evaluation else ()
-        if self.evaluation and self.evaluation.beside_training and "beside_training" in own:
+        if self.evaluation and self.evaluation.is_told_to_run_beside:
             raise ValueError(
                 "placement: colocated needs evaluation.beside_training false: engines sleep while "
                 "the trainer works"
@@ -595,8 +599,15 @@ class RunConfig(CommonRunConfig):
             raise ValueError(
                 "deterministic needs over_sampling 1: which groups finish first is a matter of time"
             )
+        if self.deterministic and self.evaluation and self.evaluation.is_told_to_run_beside:
+            raise ValueError(
+                "deterministic needs evaluation.beside_training false: what is sampled beside "
+                "training is a matter of time"
+            )
         if self.surplus == "drop" and self.over_sampling == 1:
             raise ValueError("surplus: has no effect without over_sampling")
+        if "max_filtered_in_a_row" in self.model_fields_set and not self.filters:
+            raise ValueError("max_filtered_in_a_row: has no effect without filters")
         return self
 
 

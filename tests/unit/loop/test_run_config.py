@@ -103,6 +103,17 @@ def test_the_loss_has_the_temperature_of_the_sampling(temperature):
         ({"algorithm": GAE}, r"critic: the advantage gae needs one"),
         ({"critic": {}}, r"critic: has no effect for the advantage grpo"),
         ({"stop_window": 3}, r"stop_window: has no effect without stop_at_reward"),
+        ({"max_filtered_in_a_row": 3}, r"max_filtered_in_a_row: has no effect without filters"),
+        (
+            {
+                "deterministic": True,
+                "evaluation": {
+                    "datasets": {"d": {"prompts": {"index_count": 1}}},
+                    "beside_training": True,
+                },
+            },
+            r"deterministic needs evaluation\.beside_training false",
+        ),
         ({"max_mismatch": -0.1}, r"max_mismatch"),
         ({"max_mismatch": float("nan")}, r"max_mismatch"),
     ],
