@@ -36,6 +36,15 @@ FORGETFUL = (
     "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# As Qwen's: answers of tools that follow one another are one turn of the user.
+GROUPED = (
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "\n~{{ m.content }}~"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 ONE_SYSTEM_TURN = CHATML.replace(
     "{% for m in messages %}",
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}",
@@ -65,11 +74,12 @@ def said(made: TextTokenizer, text: str, *, ended: bool = True) -> list[int]:
     return made.encode(text + ("<|im_end|>" if ended else ""), special=False)
 
 
-def test_turns_add_up_to_the_whole_conversation(tmp_path: Path) -> None:
-    made = tokenizer(tmp_path)
+@pytest.mark.parametrize("template", [CHATML, GROUPED])
+def test_turns_add_up_to_the_whole_conversation(template: str, tmp_path: Path) -> None:
+    made = tokenizer(tmp_path, template)
     conversation, messages = Conversation(TASK), list(TASK.messages)
     ids = made.encode_chat(TASK.messages)
-    for answer, observation in (("let me see", ASK), ("so it is", ASK), ("2!", ASK)):
+    for answer, observation in (("let me see", ASK), ("so it is", ASK * 3), ("2!", ASK)):
         tokens = said(made, answer)
         ids += tokens
         ids += conversation.encode(made, answer, tokens[-1], Step(messages=observation))

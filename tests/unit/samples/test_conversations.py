@@ -33,6 +33,14 @@ BRACKETS = (  # no opening of its own, as Mistral's
     "{% for message in messages %}{% if message.role == 'user' %}[{{ message.content }}]"
     "{% else %} {{ message.content }}<|im_end|>{% endif %}{% endfor %}"
 )
+GROUPED = (  # answers of tools that follow one another are one turn, as Qwen's
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "\n({{ m.content }})"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 CHAT = [
     {"role": "user", "content": "1+1?"},
     {"role": "assistant", "content": "two"},
@@ -123,6 +131,15 @@ def test_tools_and_system_are_not_trained_on(tmp_path: Path) -> None:
     (masked,) = mask_conversation(tokenizer, chat)
     assert read(tokenizer, masked)[1] == TURNS
     assert masked.loss_mask[-1]  # nothing is kept behind the last turn
+
+
+def test_answers_of_several_tools_are_not_trained_on(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path, GROUPED)
+    tools = [{"role": "tool", "content": each} for each in "123"]
+    chat = [*CHAT[:2], *tools, CHAT[3], *tools[:2], CHAT[3]]
+    (masked,) = mask_conversation(tokenizer, chat)
+    assert read(tokenizer, masked)[1] == [*TURNS, TURNS[1]]
+    assert masked.token_ids.tolist() == tokenizer.encode_chat(chat)[: len(masked.token_ids)]
 
 
 def test_a_plain_answer_ends_with_the_end_token(tmp_path: Path) -> None:
