@@ -25,6 +25,7 @@ from sluice.weights.errors import FileDigestError
 from sluice.weights.manifest import seal, unseal
 
 RUN_CHECKPOINTS, LEDGER = "cuts", "ledger.sqlite"
+_WAYS_ON = "put a copy back, or begin another run_dir from a checkpoint (initial_checkpoint)"
 FORMAT, SEAL = 2, "manifest_digest"  # earlier releases wrote neither
 # what a sample and its part in the gradients depend on, besides the prompts
 _SHAPING = {
@@ -193,7 +194,9 @@ def checked_run_checkpoint(run_dir: Path, *, resume: bool, seed: int) -> RunChec
     if run_checkpoint is None and (damaged := damaged_run_checkpoints(run_dir / RUN_CHECKPOINTS)):
         raise none_intact(run_dir / RUN_CHECKPOINTS, damaged)
     if run_checkpoint is not None and not has_ledger:
-        raise RunDirectoryError(f"run_dir: {run_dir} has run checkpoints and no {LEDGER}")
+        raise RunDirectoryError(
+            f"run_dir: {run_dir} has run checkpoints and no {LEDGER}; {_WAYS_ON}"
+        )
     if run_checkpoint is not None and run_checkpoint.seed != seed:
         raise ConfigError(f"seed: is {seed}, the run to resume has {run_checkpoint.seed}")
     return run_checkpoint
@@ -217,7 +220,7 @@ def check_ledger(ledger: Ledger, run_checkpoint: RunCheckpoint | None) -> None:
     try:
         ledger.check()
     except sqlite3.DatabaseError as error:
-        raise RunDirectoryError(f"{LEDGER} {error}") from None
+        raise RunDirectoryError(f"{LEDGER} {error}; {_WAYS_ON}") from None
     position, step = ledger.next_position(), ledger.last_consumed_step()
     if run_checkpoint is None:
         if step:
@@ -230,7 +233,7 @@ def check_ledger(ledger: Ledger, run_checkpoint: RunCheckpoint | None) -> None:
         raise RunDirectoryError(
             f"{LEDGER} ends at group {position} and step {step}, before the last run "
             f"checkpoint (group {run_checkpoint.position}, step {run_checkpoint.step}): it is "
-            f"damaged, or of another time than {RUN_CHECKPOINTS}/"
+            f"damaged, or of another time than {RUN_CHECKPOINTS}/; {_WAYS_ON}"
         )
 
 
