@@ -124,17 +124,18 @@ class DirectoryJournals(Journals):
         with contextlib.suppress(FileNotFoundError):  # another worker has settled it
             self._path(request_id).rename(self._settled_path(request_id))
             faults.point("journal.settled")
-        settled: list[tuple[float, str]] = []
-        abandoned: list[tuple[float, str]] = []
+        own = self._settled_path(request_id).name  # the latest, whatever a clock says
+        settled: list[tuple[bool, float, str]] = []
+        abandoned: list[tuple[bool, float, str]] = []
         for entry in os.scandir(self._root):
             try:
-                age = (entry.stat().st_mtime, entry.name)
+                age = (entry.name == own, entry.stat().st_mtime, entry.name)
             except FileNotFoundError:  # settled or forgotten by another call meanwhile
                 continue
             (settled if entry.name.endswith(SETTLED) else abandoned).append(age)
         oldest = time.time() - ABANDONED_SECONDS
-        gone = [name for modified, name in abandoned if modified < oldest]
-        gone += [name for _, name in sorted(settled)[: max(0, len(settled) - keep)]]
+        gone = [name for _, modified, name in abandoned if modified < oldest]
+        gone += [name for *_, name in sorted(settled)[: max(0, len(settled) - keep)]]
         for name in gone:
             (self._root / name).unlink(missing_ok=True)
         self._unpin_forgotten()

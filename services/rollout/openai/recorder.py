@@ -377,7 +377,8 @@ class Recorder:
             path = self._root / quote(name)
             if (opened := path.with_name(path.name + OPEN)).exists():
                 opened.rename(path.with_name(path.name + CLOSED))
-            for old in self._list(CLOSED)[: -self._config.kept_groups]:
+            closed = sorted(self._list(CLOSED), key=lambda each: each == name)  # it is the latest
+            for old in closed[: -self._config.kept_groups]:
                 self._forget(old)
             return group.describe()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -131,3 +132,16 @@ async def test_no_more_groups_are_open_or_kept_than_the_settings_say(tmp_path: P
         await here.reward(name, {"s": 1.0})
         await here.close(name)
     assert await here.names() == {"open": [], "closed": ["c"]}
+
+
+async def test_a_group_that_was_just_closed_is_kept_though_the_clock_was_set_back(
+    tmp_path: Path,
+) -> None:
+    here = recorder(tmp_path, kept_groups=1)
+    for name in ("a", "b"):
+        await here.add(Record(group=name, session="s"), PROMPT, answer(1), [()])
+        await here.reward(name, {"s": 1.0})
+        await here.close(name)
+        later = time.time() + 3600  # as it was when this was written
+        os.utime(tmp_path / "records" / f"{name}.closed", (later, later))
+        assert await here.names() == {"open": [], "closed": [name]}

@@ -199,6 +199,21 @@ def test_two_workers_that_begin_a_rollout_at_once_agree(blobs: BlobStore) -> Non
     assert (progress.body, progress.finished.keys()) == ("body", {"a"})
 
 
+def test_what_has_just_settled_is_the_latest_though_the_clock_was_set_back(
+    blobs: BlobStore,
+) -> None:
+    store = journals(blobs)
+    for name in ("first", "second", "last"):
+        store.open(name, "body")
+        store.record(name, put(blobs, name))
+        store.settle(name, keep=2)
+        later = time.time() + 3600  # as it was when they were written
+        if name != "last":
+            os.utime(blobs.root / "rollouts" / f"{name}.settled", (later, later))
+    assert store.open("last", "body").finished.keys() == {"last"}
+    assert "rollout/last" in blobs.owners()
+
+
 def test_retention_keeps_the_latest_settled_and_all_that_go_on(blobs: BlobStore) -> None:
     store = journals(blobs)
     now = time.time()
