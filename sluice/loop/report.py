@@ -316,7 +316,7 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
             row = json.loads(line)
             if not isinstance(row, dict) or not isinstance(row["step"], int):
                 raise ValueError("no row")
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, RecursionError):
             damaged += line is not last
         else:
             rows.append(row)

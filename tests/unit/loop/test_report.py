@@ -55,6 +55,8 @@ def test_a_damaged_line_is_left_out_and_said(tmp_path: Path) -> None:
         for size in range(0, len(data), 20):
             path.write_bytes(data[:size])
             assert len(report.truncate(9)) == data[:size].count(b"\n")
+        path.write_bytes(b"[" * 100_000 + b"\n" + data)
+        assert len(report.truncate(9)) == 3
         path.write_bytes(data.replace(b"response_length_mean", b"response_length_meen"))
         assert report.plot() is None
     assert "damaged lines are left out" in said.getvalue()
