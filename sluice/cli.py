@@ -7,7 +7,6 @@ import contextlib
 import json
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from importlib import metadata
@@ -65,8 +64,7 @@ from sluice.run_commands import (
 from sluice.runtime.addresses import by_name, read_services
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import Server
-from sluice.runtime.waits import listed_in
-from sluice.runtime.wire import seconds_of
+from sluice.runtime.waits import age_of, listed_in
 from sluice.slime.command import IMPORT_USAGE, import_slime
 from sluice.stack import STACK_FILE, UpConfig, read_store, read_weights
 from sluice.supervise import LONGEST_PATH, ServiceDiedError, Supervisor, end_supervisor
@@ -401,8 +399,8 @@ async def waits(arguments: Sequence[str]) -> None:
             return
         table = Table("what", "on", "for", "explanation")
         for wait in waits:
-            age = time.time() - seconds_of(wait.start_time)
-            table.add_row(wait.what, ", ".join(wait.on), f"{age:.1f} s", wait.explanation)
+            age = f"{age_of(wait):.1f} s"
+            table.add_row(wait.what, ", ".join(wait.on), age, wait.explanation)
     Console().print(table)
 
 

@@ -365,7 +365,6 @@ class RolloutProcess:
         logger.error("%s takes %.0f s: not ready until it ends", what, status.busy_seconds)
         await self.server.set_serving(False)
         with self.server.waits.waiting(what, on=[self._config.engine_id]) as wait:
-            wait.start -= status.busy_seconds
             wait.began -= status.busy_seconds
             while True:
                 await asyncio.sleep(WATCH_SECONDS)

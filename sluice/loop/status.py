@@ -28,6 +28,7 @@ from sluice.loop.journal import END, NOTE, START, read_journal
 from sluice.loop.report import RECENT, read_metrics, seconds_left, tokens_per_second
 from sluice.runtime.addresses import address_of
 from sluice.runtime.security import SecurityConfig
+from sluice.runtime.waits import age_of
 from sluice.runtime.wire import seconds_of
 
 LOOP_ADDRESS = "loop.address.json"  # in a run directory
@@ -258,7 +259,7 @@ async def _service_status(
                 {
                     "what": wait.what,
                     "on": list(wait.on),
-                    "seconds": time.time() - seconds_of(wait.start_time),
+                    "seconds": age_of(wait),
                     "explanation": wait.explanation,
                 }
                 for wait in await client.list_waits()

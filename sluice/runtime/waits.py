@@ -13,7 +13,7 @@ from prometheus_client import Gauge
 
 from sluice.api.common.v1 import wait_service_pb2 as pb
 from sluice.api.common.v1 import wait_service_pb2_grpc as pb_grpc
-from sluice.runtime.wire import timestamp_of
+from sluice.runtime.wire import duration_of, seconds_of, timestamp_of
 
 Names = Sequence[str] | Callable[[], Sequence[str]]
 
@@ -28,20 +28,29 @@ class Wait:
 
     what: str
     on: Names = ()
-    deadline: float | None = None  # unix seconds
+    timeout: float | None = None  # seconds
     explain: Callable[[], str] = lambda: ""
-    start: float = field(default_factory=time.time)
     began: float = field(default_factory=time.monotonic)  # clocks are set back now and then
 
     def to_proto(self) -> pb.Wait:
         names = self.on() if callable(self.on) else self.on
+        age = time.monotonic() - self.began
+        start = time.time() - age
         return pb.Wait(
             what=self.what,
             on=names,
             explanation=self.explain(),
-            start_time=timestamp_of(self.start),
-            deadline_time=None if self.deadline is None else timestamp_of(self.deadline),
+            start_time=timestamp_of(start),
+            deadline_time=None if self.timeout is None else timestamp_of(start + self.timeout),
+            age=duration_of(age),
         )
+
+
+def age_of(wait: pb.Wait) -> float:
+    """Seconds since a wait that a process listed began."""
+    return (
+        seconds_of(wait.age) if wait.HasField("age") else time.time() - seconds_of(wait.start_time)
+    )
 
 
 class Waits(pb_grpc.WaitServiceServicer):
@@ -76,8 +85,7 @@ class Waits(pb_grpc.WaitServiceServicer):
         explain: Callable[[], str] = lambda: "",
     ) -> Wait:
         """List a wait until `end`; for what is no block."""
-        deadline = None if timeout is None else time.time() + timeout
-        wait = Wait(what, on, deadline, explain)
+        wait = Wait(what, on, timeout, explain)
         self._waits.append(wait)
         return wait
 

@@ -92,8 +92,7 @@ class RewardModelProcess:
         logger.error("%s takes %.0f s: not ready until it ends", WORK, began)
         self.classify.set_ready(False)
         await self.server.set_serving(False)
-        with self.server.waits.waiting(WORK, on=["device"], timeout=limit) as wait:
-            wait.start -= began
+        with self.server.waits.waiting(WORK, on=["device"], timeout=2 * limit) as wait:
             wait.began -= began
             while (seconds := self.thread.busy_seconds) > limit:
                 if seconds > 2 * limit:

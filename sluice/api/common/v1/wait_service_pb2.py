@@ -22,22 +22,23 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'sluice/api/common/v1/wait_service.proto\x12\x14sluice.api.common.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x12\n\x10ListWaitsRequest\"\x98\x01\n\x04Wait\x12\x0c\n\x04what\x18\x01 \x01(\t\x12\n\n\x02on\x18\x02 \x03(\t\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\rdeadline_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0b\x65xplanation\x18\x05 \x01(\t\">\n\x11ListWaitsResponse\x12)\n\x05waits\x18\x01 \x03(\x0b\x32\x1a.sluice.api.common.v1.Wait2k\n\x0bWaitService\x12\\\n\tListWaits\x12&.sluice.api.common.v1.ListWaitsRequest\x1a\'.sluice.api.common.v1.ListWaitsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'sluice/api/common/v1/wait_service.proto\x12\x14sluice.api.common.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x12\n\x10ListWaitsRequest\"\xc0\x01\n\x04Wait\x12\x0c\n\x04what\x18\x01 \x01(\t\x12\n\n\x02on\x18\x02 \x03(\t\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\rdeadline_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0b\x65xplanation\x18\x05 \x01(\t\x12&\n\x03\x61ge\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\">\n\x11ListWaitsResponse\x12)\n\x05waits\x18\x01 \x03(\x0b\x32\x1a.sluice.api.common.v1.Wait2k\n\x0bWaitService\x12\\\n\tListWaits\x12&.sluice.api.common.v1.ListWaitsRequest\x1a\'.sluice.api.common.v1.ListWaitsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'sluice.api.common.v1.wait_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LISTWAITSREQUEST']._serialized_start=98
-  _globals['_LISTWAITSREQUEST']._serialized_end=116
-  _globals['_WAIT']._serialized_start=119
-  _globals['_WAIT']._serialized_end=271
-  _globals['_LISTWAITSRESPONSE']._serialized_start=273
-  _globals['_LISTWAITSRESPONSE']._serialized_end=335
-  _globals['_WAITSERVICE']._serialized_start=337
-  _globals['_WAITSERVICE']._serialized_end=444
+  _globals['_LISTWAITSREQUEST']._serialized_start=130
+  _globals['_LISTWAITSREQUEST']._serialized_end=148
+  _globals['_WAIT']._serialized_start=151
+  _globals['_WAIT']._serialized_end=343
+  _globals['_LISTWAITSRESPONSE']._serialized_start=345
+  _globals['_LISTWAITSRESPONSE']._serialized_end=407
+  _globals['_WAITSERVICE']._serialized_start=409
+  _globals['_WAITSERVICE']._serialized_end=516
 # @@protoc_insertion_point(module_scope)
