@@ -43,7 +43,12 @@ TOLERANCE = 2e-5
 SAVED = {  # family of tests/megatron, ranks, layout
     "TP2": ("qwen3", 2, {"tensor": 2}),
     "PP2 tied": ("qwen3_tied", 2, {"pipeline": 2}),
+    "PP2xVPP2": ("qwen3", 2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "PP2 of 1+3": ("qwen3", 2, {"pipeline": 2, "first_stage_layers": 1}),
     "EP2": ("qwen3_moe", 2, {"expert": 2}),
+    "EP2xETP2": ("qwen3_moe", 4, {"tensor": 2, "sequence_parallel": True, "expert": 2}),
+    "CP2xPP2": ("glm4", 4, {"context": 2, "pipeline": 2}),
+    "latent": ("deepseek_v3", 2, {"expert": 2, "context": 2}),
 }
 
 
