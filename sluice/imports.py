@@ -88,6 +88,28 @@ def _folders_remembered() -> Iterator[None]:
         functools.lru_cache = bounded
 
 
+@contextmanager
+def unsymbolic() -> Iterator[None]:
+    """For transformers to make a model without sympy, which is a sixth of a start.
+
+    It makes layers on the meta device, where torch imports sympy to draw weights and to count: here
+    nothing is drawn that a checkpoint replaces, and what rotary embeddings count is on the host.
+    """
+    import torch
+
+    draw, count = torch.nn.init.normal_, torch.arange
+
+    def draw_real(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        return tensor if tensor.is_meta else draw(tensor, *given, **named)
+
+    torch.nn.init.normal_ = draw_real
+    torch.arange = functools.partial(count, device="cpu")
+    try:
+        yield
+    finally:
+        torch.nn.init.normal_, torch.arange = draw, count
+
+
 def with_shards() -> None:
     """To be called before transformers shards a model: it may have been imported without."""
     _sharding.set()

@@ -48,6 +48,7 @@ COMPILER = {
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.onnx",
+    "sympy",
 }
 WATCHER = """
 import importlib, sys

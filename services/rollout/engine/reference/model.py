@@ -7,6 +7,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,7 +33,7 @@ from sluice import vision
 from sluice.algo.logprobs import float32_logits
 from sluice.fused_layers import adapt, choose_for, heads_of
 from sluice.fused_operations import attention_kernel
-from sluice.imports import uncompiled
+from sluice.imports import uncompiled, unsymbolic
 from sluice.operations import UNASKED, OperationError, OperationsConfig, Usage, capability_of
 from sluice.vision import VisionTower, rotary_positions
 from sluice.weights.manifest import Manifest
@@ -112,15 +113,17 @@ class ServingModel:
         try:
             sees = config.model_type in vision.FAMILIES
             own = {"text_config": IMPLEMENTATION} if sees else IMPLEMENTATION
-            model, report = (
-                AutoModelForImageTextToText if sees else AutoModelForCausalLM
-            ).from_pretrained(
-                directory,
-                config=config,
-                dtype=dtype,
-                attn_implementation=None if self._foreign else own,
-                output_loading_info=True,
-            )
+            # of layers that are not known here, some may count on the device that they are made on
+            with nullcontext() if self._foreign else unsymbolic():
+                model, report = (
+                    AutoModelForImageTextToText if sees else AutoModelForCausalLM
+                ).from_pretrained(
+                    directory,
+                    config=config,
+                    dtype=dtype,
+                    attn_implementation=None if self._foreign else own,
+                    output_loading_info=True,
+                )
         except (ValueError, OSError, KeyError, RuntimeError) as error:
             name, why = directory.name, str(error)
             if not sees and reads_media(config.to_dict()):

@@ -34,7 +34,7 @@ from sluice.algo.logprobs import (
 from sluice.algo.losses import LossColumns
 from sluice.fused_layers import adapt, choose_for, heads_of
 from sluice.fused_operations import Attention, PackRows, attention_kernel
-from sluice.imports import uncompiled
+from sluice.imports import uncompiled, unsymbolic
 from sluice.operations import UNASKED, OperationsConfig, Usage
 from sluice.samples.images import ImageRules
 from sluice.vision import TEXT, Features, Patches, VisionTower, rotary_positions
@@ -433,12 +433,13 @@ def _load(path: str, config: PretrainedConfig, head: Head) -> Any:
     }
     if head == "policy":
         kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
-        return kind.from_pretrained(path, **options)
+        with unsymbolic():
+            return kind.from_pretrained(path, **options)
     if seeing:
         kind = _value_class(config)
     else:
         kind, options["num_labels"] = AutoModelForTokenClassification, 1
-    with errors_only():  # a new head and an unused one are what is asked for
+    with errors_only(), unsymbolic():  # a new head and an unused one are what is asked for
         model, loading = kind.from_pretrained(path, output_loading_info=True, **options)
     if "score.weight" in loading["missing_keys"]:
         for parameter in model.score.parameters():
