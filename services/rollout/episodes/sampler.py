@@ -87,8 +87,8 @@ class SamplingPrompt:
     def mark_sampled(self, place: str, deltas: Iterable[tuple[int, Delta]]) -> None:
         """Write on the timeline that these samples came from an engine."""
         if self.timeline is not None:
-            for index, delta in deltas:
-                self.timeline.sampled(place, self.first_episode + index, delta)
+            first = self.first_episode
+            self.timeline.sampled(place, {first + index: delta for index, delta in deltas})
 
 
 class PartialSamples:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,11 @@ from sluice.samples.sample import SCORE_PREFIX, SEVERAL, MediaSpan, Sample, Vers
 
 ALL = -1  # in place of an episode
 SHORTEST_SECONDS = 1e-6  # what is shorter counts for the next span
+_PARTS = (
+    (pb.SPAN_KIND_QUEUE, attrgetter("queue")),
+    (pb.SPAN_KIND_PREFILL, attrgetter("prefill")),
+    (pb.SPAN_KIND_DECODE, attrgetter("decode")),
+)
 
 
 class Timeline:
@@ -43,29 +49,21 @@ class Timeline:
 
     def mark(self, kind: pb.SpanKind, place: str, episodes: Iterable[int] | None = None) -> None:
         """Note what these episodes (default: all) did until now."""
-        now = self.now()
-        if episodes is None and len(set(self._ends)) == 1:  # one span for all
-            self._add(kind, place, 0, now, shared=True)
-            self._ends = [now] * len(self._ends)
-            return
-        for episode in range(len(self._ends)) if episodes is None else episodes:
-            self._add(kind, place, episode, now)
+        every = range(len(self._ends)) if episodes is None else episodes
+        self._add(kind, place, dict.fromkeys(every, self.now()))
 
-    def sampled(self, place: str, episode: int, delta: Delta) -> None:
-        """Note that an answer came from the engine `place`, where it was since its last mark.
+    def sampled(self, place: str, deltas: Mapping[int, Delta]) -> None:
+        """Note that answers of episodes came from the engine `place`, where they were since their
+        last mark.
 
         What the engine does not account for is left to the next mark.
         """
-        now, timing = self.now(), delta.timing
-        if timing is None:
-            self._add(pb.SPAN_KIND_GENERATE, place, episode, now)
-            return
-        for kind, seconds in (
-            (pb.SPAN_KIND_QUEUE, timing.queue),
-            (pb.SPAN_KIND_PREFILL, timing.prefill),
-            (pb.SPAN_KIND_DECODE, timing.decode),
-        ):
-            self._add(kind, place, episode, min(now, self._ends[episode] + seconds))
+        now = self.now()
+        timings = {e: timing for e, delta in deltas.items() if (timing := delta.timing)}
+        self._add(pb.SPAN_KIND_GENERATE, place, dict.fromkeys(deltas.keys() - timings, now))
+        for kind, part in _PARTS:
+            ends = {e: min(now, self._ends[e] + part(timing)) for e, timing in timings.items()}
+            self._add(kind, place, ends)
 
     def to_proto(self) -> pb.GroupTrace:
         return pb.GroupTrace(
@@ -78,18 +76,24 @@ class Timeline:
             durations=self._durations,
         )
 
-    def _add(
-        self, kind: pb.SpanKind, place: str, episode: int, end: float, *, shared: bool = False
-    ) -> None:
-        start = self._ends[episode]
-        if end - start < SHORTEST_SECONDS:
-            return
-        self._kinds.append(kind)
-        self._episodes.append(ALL if shared else episode)
-        self._spots.append(self._places.setdefault(place, len(self._places)))
-        self._starts.append(start)
-        self._durations.append(end - start)
-        self._ends[episode] = end
+    def _add(self, kind: pb.SpanKind, place: str, ends: Mapping[int, float]) -> None:
+        """Add what each of these episodes did until its end; of all together it is one span."""
+        begins = self._ends
+        if len(ends) == len(begins) and len({*begins}) == 1 == len({*ends.values()}):
+            ends = {ALL: next(iter(ends.values()))}
+        for episode, end in ends.items():
+            start = begins[episode]
+            if end - start < SHORTEST_SECONDS:
+                continue
+            self._kinds.append(kind)
+            self._episodes.append(episode)
+            self._spots.append(self._places.setdefault(place, len(self._places)))
+            self._starts.append(start)
+            self._durations.append(end - start)
+            if episode == ALL:
+                self._ends = [end] * len(begins)
+            else:
+                begins[episode] = end
 
 
 class Trajectory:

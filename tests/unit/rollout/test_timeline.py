@@ -80,7 +80,7 @@ def test_spans_add_up_to_the_whole_time_of_an_episode(made: list) -> None:
             timing = None
             if parts is not None:
                 timing = Timing(queue=parts[0], prefill=parts[1], decode=parts[2])
-            timeline.sampled("engine", episode, delta_of(timing))
+            timeline.sampled("engine", {episode: delta_of(timing)})
     clock.seconds += 1
     timeline.mark(pb.SPAN_KIND_STORE, "store")
     trace = timeline.to_proto()
@@ -91,7 +91,7 @@ def test_what_the_engine_says_is_cut_at_the_time_that_passed() -> None:
     clock = Clock()
     timeline = Timeline(1, clock)
     clock.seconds = 1.0
-    timeline.sampled("engine", 0, delta_of(Timing(queue=0.5, prefill=0.25, decode=3.0)))
+    timeline.sampled("engine", {0: delta_of(Timing(queue=0.5, prefill=0.25, decode=3.0))})
     trace = timeline.to_proto()
     assert list(trace.durations) == [0.5, 0.25, 0.25]
     assert list(trace.kinds) == [
@@ -113,3 +113,15 @@ def test_what_all_do_together_is_one_span() -> None:
     trace = timeline.to_proto()
     assert list(trace.episodes) == [ALL, 1, 0, 1, 2]
     assert list(trace.durations) == [1, 1, 2, 1, 2]
+
+
+def test_siblings_that_an_engine_began_together_share_the_spans_before_they_decode() -> None:
+    clock = Clock()
+    timeline = Timeline(2, clock)
+    clock.seconds = 4.0
+    timings = [Timing(queue=1.0, prefill=0.5, decode=decode) for decode in (1.0, 2.5)]
+    timeline.sampled("engine", {i: delta_of(timing) for i, timing in enumerate(timings)})
+    trace = timeline.to_proto()
+    assert list(trace.episodes) == [ALL, ALL, 0, 1]
+    assert list(trace.starts) == [0, 1, 1.5, 1.5]
+    assert list(trace.durations) == [1, 0.5, 1, 2.5]
