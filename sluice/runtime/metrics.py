@@ -101,6 +101,7 @@ class StateCollector(Collector):
 logger = logging.getLogger(__name__)
 
 SILENT_SECONDS = 10.0  # a connection that says nothing for so long is closed
+STOP_SECONDS = 1.0  # at most, where the system does not say that a port has closed
 MOST_CONNECTIONS = 64  # at once; the oldest makes room for a further one
 
 
@@ -189,7 +190,7 @@ class MetricsServer:
         self._server.set_app(self._serve)
         self.port = int(self._server.server_port)
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.1,), name="metrics"
+            target=self._server.serve_forever, args=(STOP_SECONDS,), name="metrics"
         )
         self._thread.daemon = True
         self._thread.start()
@@ -204,6 +205,8 @@ class MetricsServer:
         return self._app(environ, start_response)
 
     def stop(self) -> None:
+        with contextlib.suppress(OSError):
+            self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(timeout=5)

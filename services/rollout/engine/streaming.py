@@ -17,7 +17,7 @@ from sluice.weights.store import Announcement, WeightStore
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.005  # for a file that is announced, at first
+POLL_SECONDS = 0.02  # for a file that is announced, at first
 SLOW_POLL_SECONDS = 0.05  # of a version that takes long
 KEEP_SECONDS = 60.0  # that what was staged waits for its preparation
 
@@ -36,6 +36,7 @@ class WeightStream:
         self._following: asyncio.Task[tuple[int, int]] | None = None
         self._forgetting: asyncio.TimerHandle | None = None
         self._version = 0
+        self._committed = asyncio.Event()
 
     async def follow(self, version: int, seconds: float) -> tuple[int, int]:
         """Stages files until the version is committed; returns how many, and their bytes.
@@ -64,6 +65,7 @@ class WeightStream:
         if version != self._version:
             await self.drop()
         elif self._following is not None:
+            self._committed.set()
             await asyncio.wait([self._following])
 
     async def drop(self) -> None:
@@ -94,7 +96,10 @@ class WeightStream:
                     if ended:
                         sizes = await asyncio.gather(*tasks.values())
                         return sum(size > 0 for size in sizes), sum(sizes)
-                    await asyncio.sleep(poll)
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(poll):
+                            await self._committed.wait()
+                        self._committed.clear()  # looked for once
                     poll = min(1.1 * poll, SLOW_POLL_SECONDS)
             finally:
                 for task in tasks.values():
