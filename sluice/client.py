@@ -55,6 +55,7 @@ M = TypeVar("M", bound=pb.Message)
 C = TypeVar("C", bound="Client")
 
 PUT_BYTES = 1 << 20  # of one message of PutColumns, unless a row alone is larger
+BLOBS_TOGETHER = 4096  # in one message of UploadBatch
 
 
 def new_request_id() -> str:
@@ -214,8 +215,10 @@ class TrainerClient(Client):
 
         async def messages() -> AsyncIterator[trainer_pb.UploadBatchRequest]:
             yield trainer_pb.UploadBatchRequest(header=header)
-            for blob in blobs:
-                yield trainer_pb.UploadBatchRequest(blob=wire.blob_to_proto(blob))
+            named = [wire.blob_to_proto(blob) for blob in blobs]
+            for first in range(0, len(named), BLOBS_TOGETHER):
+                blob, *more = named[first : first + BLOBS_TOGETHER]
+                yield trainer_pb.UploadBatchRequest(blob=blob, more_blobs=more)
             for sample in samples:
                 yield trainer_pb.UploadBatchRequest(sample=wire.sample_to_proto(sample))
 

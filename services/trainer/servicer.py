@@ -107,9 +107,14 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             self._trainer.state.batches.check_new(header.batch_id)
         upload, count = self._trainer.batches.begin_upload(), 0
         async for message in request_iterator:
-            kind, count = message.WhichOneof("payload"), count + 1
+            kind = message.WhichOneof("payload")
+            count += 1 + len(message.more_blobs)
             if count > header.sample_count:
-                raise InvalidFieldError("header.sample_count", f"is {count - 1}, more came")
+                raise InvalidFieldError(
+                    "header.sample_count", f"is {header.sample_count}, more came"
+                )
+            if message.more_blobs and kind != "blob":
+                raise InvalidFieldError("more_blobs", "come with a blob before them")
             if kind == "sample":
                 upload.add_sample(sample_from_proto(message.sample))
                 if upload.full:
@@ -117,7 +122,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             elif kind == "blob":
                 if upload.pending:
                     await asyncio.to_thread(upload.spool)
-                upload.add_blob(blob_from_proto(message.blob))
+                for blob in (message.blob, *message.more_blobs):
+                    upload.add_blob(blob_from_proto(blob))
             else:
                 raise InvalidFieldError("payload", "must be a sample or a blob after the header")
         if not count:

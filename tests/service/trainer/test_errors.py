@@ -213,7 +213,11 @@ async def test_malformed_uploads(client: TrainerClient) -> None:
             yield message
 
     first, row = pb.UploadBatchRequest(header=header), pb.UploadBatchRequest(sample=sample)
-    for messages in ((row,), (), (first, first), (first, pb.UploadBatchRequest())):
+    blob = {"digest": "a" * 32, "size_bytes": 5}
+    behind_none = pb.UploadBatchRequest(more_blobs=[blob])
+    too_many = pb.UploadBatchRequest(blob=blob, more_blobs=[blob])
+    wrong = (first, pb.UploadBatchRequest()), (first, behind_none), (first, too_many)
+    for messages in ((row,), (), (first, first), *wrong):
         error = await refusal(client.stub.UploadBatch(stream(*messages)))
         assert_is(error, INVALID, "INVALID_FIELD")
 

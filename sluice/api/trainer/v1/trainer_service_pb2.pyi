@@ -175,14 +175,16 @@ class BatchHeader(_message.Message):
     def __init__(self, batch_id: _Optional[str] = ..., sample_count: _Optional[int] = ..., request_id: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class UploadBatchRequest(_message.Message):
-    __slots__ = ("header", "sample", "blob")
+    __slots__ = ("header", "sample", "blob", "more_blobs")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     BLOB_FIELD_NUMBER: _ClassVar[int]
+    MORE_BLOBS_FIELD_NUMBER: _ClassVar[int]
     header: BatchHeader
     sample: _sample_pb2.Sample
     blob: _sample_pb2.BlobReference
-    def __init__(self, header: _Optional[_Union[BatchHeader, _Mapping]] = ..., sample: _Optional[_Union[_sample_pb2.Sample, _Mapping]] = ..., blob: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ...) -> None: ...
+    more_blobs: _containers.RepeatedCompositeFieldContainer[_sample_pb2.BlobReference]
+    def __init__(self, header: _Optional[_Union[BatchHeader, _Mapping]] = ..., sample: _Optional[_Union[_sample_pb2.Sample, _Mapping]] = ..., blob: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ..., more_blobs: _Optional[_Iterable[_Union[_sample_pb2.BlobReference, _Mapping]]] = ...) -> None: ...
 
 class UploadBatchResponse(_message.Message):
     __slots__ = ("batch", "sample_count", "token_count", "group_count")
