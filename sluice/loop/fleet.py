@@ -69,6 +69,7 @@ class EngineFleet:
         self._updating = asyncio.Lock()
         self._is_asleep = False  # or is to be: engines that come late are put to sleep too
         self._staging: set[asyncio.Task[None]] = set()
+        self._alive: list[router_pb.Engine] = []  # when they were last asked for
 
     @property
     def version(self) -> int:
@@ -171,8 +172,9 @@ class EngineFleet:
             task.add_done_callback(self._staging.discard)
 
     async def _stage_all(self, version: int) -> None:
+        """Those that have come since prepare the version once it is there."""
         try:
-            alive = await self._list_alive()
+            alive = self._alive or await self._list_alive()
         except RemoteError as error:
             logger.info("no engine reads ahead: %s", error)
             return
@@ -228,11 +230,12 @@ class EngineFleet:
     async def _list_alive(self) -> list[router_pb.Engine]:
         """Those of the policy: a teacher's engines keep the weights they have."""
         engines = await self._router.list_engines(router_pb.ROLE_ENGINE)
-        return [
+        self._alive = [
             engine
             for engine in engines
             if engine.state != router_pb.ENGINE_STATE_LOST and (engine.pool or POOL) == POOL
         ]
+        return self._alive
 
     async def _update_all(self) -> CommitReport:
         assert self._weights is not None
