@@ -31,6 +31,7 @@ from sluice.samples.tokenizer import TextTokenizer
 if TYPE_CHECKING:
     from sluice.loop.run_archive import RunArchive  # nobody else needs obstore
 
+MEDIA = ("image", "images", "video", "videos")  # columns: the text alone is not what was asked
 ASSISTANT = "assistant"
 
 
@@ -222,6 +223,9 @@ class ConversationRows:
 
 def _check(where: str, row: Mapping[str, Any]) -> None:
     """What can be told of a row without tokenising it."""
+    for key in MEDIA:
+        if row.get(key):
+            raise PromptFileError(f"{where}: {key}: supervised training is of text alone")
     messages = row.get("messages")
     if not messages:
         for key in ("prompt", "answer"):
@@ -233,6 +237,8 @@ def _check(where: str, row: Mapping[str, Any]) -> None:
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise PromptFileError(f"{where}: messages[{number}] needs a role")
+        if isinstance(message.get("content"), list):
+            raise PromptFileError(f"{where}: messages[{number}]: content must be one text")
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             raise PromptFileError(f"{where}: messages[{number}] needs a content")
     roles = [message["role"] for message in messages]

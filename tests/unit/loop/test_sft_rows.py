@@ -70,6 +70,8 @@ def test_samples_are_valid_rows_of_a_blob(tokenizer: TextTokenizer, tmp_path: Pa
         ({"messages": "hello"}, "must be a list"),
         ({"messages": [{"content": "1"}]}, r"messages\[0\] needs a role"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\] needs a content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "must be one text"),
+        ({"prompt": "1", "answer": "2", "images": ["a.png"]}, "images: .* of text alone"),
         ({"messages": [{"role": "user", "content": "1"}]}, "no message is the assistant's"),
         ({"messages": [{"role": "assistant", "content": "1"}]}, "nothing before it"),
     ],
