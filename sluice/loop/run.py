@@ -319,6 +319,7 @@ class TrainerRun(ABC, Generic[C]):
                 run_checkpoint,
                 checkpoint=await writing.name(),
                 critic_checkpoint="" if critic is None else await critic.name(),
+                critic_optimizer_step=None if critic is None else critic.step,
             )
         faults.point("checkpoint")
         if run_checkpoint.weight_version in self.ledger.promised_versions():
@@ -840,7 +841,9 @@ class TrainingRun(TrainerRun[RunConfig]):
             await self._dispatcher.close()
             self._dispatcher = None
         if self.critic is not None:
-            await self.critic.load(run_checkpoint.critic_checkpoint)
+            await self.critic.load(
+                run_checkpoint.critic_checkpoint, run_checkpoint.critic_optimizer_step
+            )
         group_count = await self._load(run_checkpoint)
         self._mismatch_checked = False
         self._rewards = self.report.truncate(self.step)

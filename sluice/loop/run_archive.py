@@ -41,6 +41,7 @@ from sluice.loop.run_directory import (
     RUN_CHECKPOINTS,
     RunCheckpoint,
     RunDirectoryError,
+    document_of,
     latest_run_checkpoint,
     write_run_checkpoint,
 )
@@ -302,7 +303,7 @@ class RunArchive:
             {
                 "run": run_id,
                 "claim": self._claimed,
-                "cut": asdict(run_checkpoint),
+                "cut": document_of(run_checkpoint),
                 "files": files,
             }
         )

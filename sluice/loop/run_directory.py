@@ -27,6 +27,7 @@ from sluice.weights.manifest import seal, unseal
 RUN_CHECKPOINTS, LEDGER = "cuts", "ledger.sqlite"
 _WAYS_ON = "put a copy back, or begin another run_dir from a checkpoint (initial_checkpoint)"
 FORMAT, SEAL = 2, "manifest_digest"  # earlier releases wrote neither
+FORMAT_OF_CRITIC = 3  # with the step of a critic, which releases of format 2 do not know
 # what a sample and its part in the gradients depend on, besides the prompts
 _SHAPING = {
     "algorithm",
@@ -59,6 +60,7 @@ class RunCheckpoint:
     position: int
     seed: int
     critic_checkpoint: str = ""  # empty where the run has no critic
+    critic_optimizer_step: int | None = None  # earlier releases did not write it
     settings: dict[str, str] = field(default_factory=dict)
     layouts: dict[str, dict[str, int]] = field(default_factory=dict)
 
@@ -71,8 +73,18 @@ class RunCheckpoint:
 def write_run_checkpoint(directory: Path, run_checkpoint: RunCheckpoint) -> None:
     """Writes the manifest; it is durable and whole, or not there."""
     directory.mkdir(parents=True, exist_ok=True)
-    data = seal({"format": FORMAT, **asdict(run_checkpoint)}, SEAL)
+    has_step = run_checkpoint.critic_optimizer_step is not None
+    number = FORMAT_OF_CRITIC if has_step else FORMAT
+    data = seal({"format": number, **document_of(run_checkpoint)}, SEAL)
     replace_file(_path(directory, run_checkpoint.step), data, temporary=directory)
+
+
+def document_of(run_checkpoint: RunCheckpoint) -> dict[str, Any]:
+    """A run checkpoint as it is stored."""
+    document = asdict(run_checkpoint)
+    if run_checkpoint.critic_optimizer_step is None:
+        del document["critic_optimizer_step"]
+    return document
 
 
 def list_run_checkpoints(directory: Path) -> list[RunCheckpoint]:
@@ -111,7 +123,7 @@ def _read(path: Path) -> RunCheckpoint | str:
             document = unseal(data, SEAL, path.name)
         elif "format" in document:
             return "it has lost its digest"
-        if document.pop("format", FORMAT) != FORMAT:
+        if document.pop("format", FORMAT) not in (FORMAT, FORMAT_OF_CRITIC):
             raise RunDirectoryError(f"{path}: was written by a newer release of Sluice")
         run_checkpoint = RunCheckpoint(**document)
     except (

@@ -200,9 +200,15 @@ class Critic:
             raise ConfigError(f"critic: the trainer at {self.client.address} has no head: value")
         self.optimizer_step = trainer.step
 
-    async def load(self, checkpoint: str) -> None:
+    async def load(self, checkpoint: str, step: int | None) -> None:
+        """Goes back to a checkpoint. Raises CheckpointLostError where it is of another step."""
         await wait_for_trainer(self.client, self._wait_seconds)
-        self.optimizer_step = (await self.client.load_checkpoint(checkpoint)).step
+        loaded = await self.client.load_checkpoint(checkpoint)
+        if step is not None and loaded.step != step:
+            raise CheckpointLostError(
+                f"{checkpoint} of the critic is of optimizer step {loaded.step}, not {step}"
+            )
+        self.optimizer_step = loaded.step
 
     async def layout(self) -> dict[str, int]:
         return layout_of(await wait_for_trainer(self.client, self._wait_seconds))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 
 import psutil
 import pytest
 
-from sluice.loop.run_directory import latest_run_checkpoint
+from sluice.loop.run_directory import latest_run_checkpoint, list_run_checkpoints
 from tests.e2e.conftest import start_stack, stop_stack
 from tests.patience import PATIENCE
 
@@ -80,3 +81,21 @@ def test_a_critic_that_is_missing_or_idle_is_refused(training, stack):
         assert message in output
     output, _ = stack.train("ppo", resume=True).process.communicate(timeout=PATIENCE)
     assert "critic: the run to resume had one" in output
+
+
+def test_a_critic_that_comes_back_as_of_another_step_is_no_place_to_go_on_from(stack):
+    """Every file is as it was written: only the run checkpoint knows which step it is of."""
+    settings = {**PPO, "critic": {}, "retention": {"cuts": 2}, "checkpoint_every": 1}
+    training = stack.train("mixed", **{**settings, "steps": 2})
+    training.finish()
+    before, newest = list_run_checkpoints(training.run_dir / "cuts")[-2:]
+    (critics,) = (stack.run_dir / "store" / "critics").iterdir()
+    shutil.rmtree(critics / newest.critic_checkpoint)
+    shutil.copytree(critics / before.critic_checkpoint, critics / newest.critic_checkpoint)
+    output = " ".join(
+        stack.train("mixed", resume=True, **{**settings, "steps": 3}).finish().split()
+    )
+    assert "run checkpoint of step 2 is damaged" in output
+    assert f"{newest.critic_checkpoint} of the critic is of optimizer step" in output
+    assert "went back to the run checkpoint of step 1" in output
+    assert [row["step"] for row in training.rows()] == [1, 2, 3]

@@ -251,7 +251,7 @@ def test_a_run_checkpoint_under_the_name_of_another_is_none(cuts) -> None:
 
 def test_a_run_checkpoint_of_a_newer_release_is_refused(cuts, tmp_path, ledger) -> None:
     """Going back to the one before would throw away what that release has trained."""
-    document = {**asdict(RUN_CHECKPOINT), "format": 3, "moon": "full"}
+    document = {**asdict(RUN_CHECKPOINT), "format": 4, "moon": "full"}
     (cuts / "00000004.json").write_bytes(seal(document, "manifest_digest"))
     settings = config(tmp_path)
     with pytest.raises(RunDirectoryError, match=r"00000004\.json: was written by a newer release"):
@@ -273,9 +273,19 @@ def test_a_run_whose_run_checkpoints_are_all_damaged_is_told_of_the_newest(
 
 def test_a_run_checkpoint_of_an_earlier_release_is_taken(cuts) -> None:
     document = asdict(replace(RUN_CHECKPOINT, step=6))
-    del document["layouts"], document["settings"]
+    del document["layouts"], document["settings"], document["critic_optimizer_step"]
     (cuts / "00000006.json").write_text(json.dumps(document))
     assert latest_run_checkpoint(cuts) == replace(RUN_CHECKPOINT, step=6)
+
+
+def test_the_step_of_a_critic_is_of_a_format_that_earlier_releases_refuse(cuts) -> None:
+    """They took a manifest with what they do not know for a damaged one, and went further back."""
+    with_critic = replace(RUN_CHECKPOINT, step=6, critic_optimizer_step=9)
+    write_run_checkpoint(cuts, with_critic)
+    assert latest_run_checkpoint(cuts) == with_critic
+    formats = [json.loads(path.read_text())["format"] for path in sorted(cuts.iterdir())]
+    assert formats == [2, 2, 3]
+    assert "critic_optimizer_step" not in (cuts / "00000004.json").read_text()
 
 
 @pytest.mark.parametrize("role", ["trainer", "critic"])
