@@ -188,6 +188,26 @@ async def test_cancelling_does_not_wait_for_a_step(store: Store, models: Models)
                 await asyncio.sleep(0.02)
 
 
+async def test_no_rank_is_held_while_an_environment_steps(store: Store, models: Models) -> None:
+    environments = {"stalling": talk.STALLING}
+    async with running_episodes(store, models.first, environments=environments) as episodes:
+        request = rollout_request(copy_rows(1), environment="stalling", max_new_tokens=40)
+        stream = episodes.client.stub.Rollout(request)
+        async with (
+            asyncio.timeout(PATIENCE),
+            RouterClient(episodes.router.server.address) as router,
+        ):
+            leased, stepping = 1, 0
+            while leased or stepping < request.sample_count:
+                (engine,) = await router.list_engines(router_pb.ROLE_ENGINE)
+                leased = sum(engine.leased_counts)
+                waits = await episodes.client.list_waits()
+                stepping = sum("step of" in wait.what for wait in waits)
+                await asyncio.sleep(0.02)
+        assert await episodes.client.cancel(request.request_id) == ["g0"]
+        assert (await stream.read()).failed.group_id == "g0"
+
+
 async def test_a_cancelled_group_leaves_engine_and_router(store: Store, models: Models) -> None:
     """Also when half of its samples run and the others wait for a slot."""
     engine = {"max_running": 2, "max_model_length": 64, "threads": 1}
