@@ -108,12 +108,12 @@ def use(trace: RunTrace) -> None:
 def span(lane: str, name: str, detail: str = "") -> Iterator[None]:
     """The block as a span of the trace in use, if there is one."""
     trace = _current.get()
-    start = time.time()
+    start, began = time.time(), time.monotonic()
     try:
         yield
     finally:
-        if trace is not None:
-            trace.add(lane, name, start, time.time(), detail)
+        if trace is not None:  # its length by a clock that nobody sets
+            trace.add(lane, name, start, start + (time.monotonic() - began), detail)
 
 
 def add_group(group: pb.FinishedGroup) -> None:

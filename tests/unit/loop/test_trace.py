@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -231,6 +232,19 @@ def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
 def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path: Path) -> None:
     (tmp_path / "traces").write_text("a file where the directory should be")
     written(tmp_path, 2)
+
+
+@pytest.mark.parametrize("jump", [-3600.0, 3600.0])
+async def test_a_clock_that_is_set_meanwhile_makes_no_span_longer_or_negative(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    run, now = RunTrace(tmp_path, TraceConfig()), time.time()
+    trace.use(run)
+    with trace.span(LOOP, STEP), trace.span(TRAINER, "upload"):
+        monkeypatch.setattr(time, "time", lambda: now + jump)
+    run.flush(1)
+    (path,) = trace_files(tmp_path / "traces")
+    assert all(0 <= each < 60 for each in trace.read_trace(path)["duration"].to_pylist())
 
 
 async def test_spans_go_to_the_trace_in_use(tmp_path: Path) -> None:
