@@ -55,7 +55,6 @@ class RankLink:
     operations: Mapping[str, str] = field(default_factory=dict)
     activity: str = "loading"
     heard: float = field(default_factory=time.monotonic)
-    heard_time: float = field(default_factory=time.time)
     spoke: asyncio.Event = field(default_factory=asyncio.Event)
     loss: ServiceError | None = None
 
@@ -65,7 +64,7 @@ class RankLink:
         return time.monotonic() - self.heard
 
     def hear(self) -> None:
-        self.heard, self.heard_time = time.monotonic(), time.time()
+        self.heard = time.monotonic()
         self.spoke.set()
 
     def describe_silence(self) -> str:
@@ -80,7 +79,7 @@ class RankLink:
             host=self.host,
             activity=self.activity,
             data_rank=self.data_rank,
-            heartbeat_time=timestamp_of(self.heard_time),
+            heartbeat_time=timestamp_of(time.time() - self.silence),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,14 @@ async def test_a_trainer_is_not_ready_while_a_rank_is_silent(open_house: Any) ->
     await is_active(house.group, False)
     sleeper.beating.set()
     await is_active(house.group, True)
+
+
+async def test_a_clock_that_is_set_makes_no_rank_look_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank, now = incarnation.RankLink(0, 1, "here"), time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3600)
+    assert rank.to_proto().heartbeat_time.ToNanoseconds() / 1e9 > now + 3540
 
 
 async def test_a_rank_silent_for_too_long_is_lost(open_house: Any) -> None:
