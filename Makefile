@@ -8,7 +8,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH" OMP_WAIT_POLICY=passive PYTHONPATH="$(CURDIR)" $(BIN)/python
-TEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q
+TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q  # hundreds of processes load the same modules
 TEST_WORKERS ?= $(shell expr $$(nproc) + 1)  # tests mostly wait for processes
 APART := megatron lm_eval connectors node compose kubernetes pages trackers vision bucket  # targets of their own
 TEST_ALL := $(TEST) --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(APART:%=--ignore tests/%)
@@ -134,12 +134,17 @@ lint: $(VENV)/.dev  ## style, types, layers, contract, generated files
 	$(BIN)/buf format --diff --exit-code protos
 	$(BIN)/buf breaking protos --against protos/released.binpb
 
-test: lint  ## what CI runs: lint, unit, service, contract, short end-to-end
-	$(TEST_ALL) -m "not sglang and not long"
-	$(TEST) tests/megatron tests/vision tests/bucket -m "fast and not sglang"
-	$(MAKE) build/sglang/.installed
-	$(TEST) tests/sglang -m "sglang and fast"
+test:  ## what CI runs: lint, unit, service, contract, short end-to-end
+	$(MAKE) --jobs 2 lint build/sglang/.installed
+	$(MAKE) --jobs 2 test-most test-parts
 	$(RUN) -m tools.stress_tests --changed HEAD~1 --load 2 --seconds 60
+
+test-most: $(VENV)/.dev
+	$(TEST_ALL) -m "not sglang and not long"
+
+test-parts: $(VENV)/.dev build/sglang/.installed
+	$(TEST) tests/megatron tests/vision tests/bucket -m "fast and not sglang"
+	$(TEST) tests/sglang -m "sglang and fast"
 
 test-long: $(VENV)/.dev  ## what takes minutes and `make test` leaves out: learning, Ray, the accelerator check, tutorials
 	$(TEST_ALL) -m "long and not sglang"
@@ -327,5 +332,5 @@ accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: righ
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help site test-nodes test-kubernetes observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-node test-pages test-trackers proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-ray test-ray-rewards test-bucket test-slurm compose-smoke test-compose \
+.PHONY: help site test-nodes test-kubernetes observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-node test-pages test-trackers proto docs lint test test-most test-parts house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-ray test-ray-rewards test-bucket test-slurm compose-smoke test-compose \
 	verify bench bench-adapters bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-fleet bench-demo bench-training bench-checkpoint bench-colocated bench-algorithms bench-router bench-router-simulation clean

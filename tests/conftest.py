@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from functools import cache, partial
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from sluice.sandbox.programs import REMEDY, SandboxUnavailableError, check_sandbox
+from tests import warm
 
 
 @cache
@@ -38,9 +40,17 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cold", action="store_true", help="start every service afresh; see tests/warm.py"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """A plugin of its own: hooks of this file are not asked about fixtures of a session."""
     config.pluginmanager.register(EndsWithDirectory())
+    if sys.platform == "linux" and not config.getoption("--cold"):
+        warm.install(warm.Nursery())
 
 
 class EndsWithDirectory:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.client import TrainerClient
+from tests import warm
 from tests.service.trainer.harness import ACTIVE, RunningTrainer, running_trainer, until
 
 
@@ -19,8 +21,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trainer(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[RunningTrainer]:
-    root = tmp_path_factory.mktemp("trainer")
-    with running_trainer(root, model) as running:
+    """As a user starts it, and without the libraries of its ranks."""
+    with ExitStack() as stack:
+        with warm.cold():
+            root = tmp_path_factory.mktemp("trainer")
+            running = stack.enter_context(running_trainer(root, model))
         yield running
 
 

@@ -16,6 +16,7 @@ import pytest
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.client import RemoteError, TrainerClient
 from sluice.samples.sample import Sample
+from tests import warm
 from tests.service.trainer.harness import (
     ACTIVE,
     RunningTrainer,
@@ -36,17 +37,19 @@ def trainers(
 ) -> Iterator[list[RunningTrainer]]:
     root = tmp_path_factory.mktemp("algorithms")
     with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                running_trainer(
-                    root / str(count),
-                    model,
-                    ranks={"count": count},
-                    user_modules=["tests.service"],
+        with warm.cold():  # without the libraries of their ranks
+            running = [
+                stack.enter_context(
+                    running_trainer(
+                        root / str(count),
+                        model,
+                        ranks={"count": count},
+                        user_modules=["tests.service"],
+                    )
                 )
-            )
-            for count in (1, 2)
-        ]
+                for count in (1, 2)
+            ]
+        yield running
 
 
 @pytest.fixture

@@ -1,0 +1,84 @@
+"""A process that begins warm is what a cold one is; without a nursery it begins afresh."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import warm
+from tests.patience import PATIENCE
+
+COMMAND = [sys.executable, "-m", "tests.unit.process_facts"]
+ENVIRONMENT = {**os.environ, "OWN": "é \udcff"}
+
+
+def facts(code: int, **options: Any) -> dict[str, Any]:
+    """What a process with this end finds, read from its output."""
+    done = subprocess.run(
+        [*COMMAND, str(code), "a b", ""],
+        **{
+            "env": ENVIRONMENT,
+            "capture_output": True,
+            "input": b"in",
+            "timeout": PATIENCE,
+            **options,
+        },
+    )
+    assert done.returncode == code, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["parent"] == os.getpid()
+    assert found["read"] == "in"
+    return found
+
+
+@pytest.fixture
+def passed() -> Any:
+    with open(os.devnull) as file:
+        yield file.fileno()
+
+
+@pytest.mark.parametrize("code", [0, 3, -signal.SIGKILL])
+def test_it_finds_what_a_cold_one_finds(code: int, tmp_path: Path, passed: int) -> None:
+    (tmp_path / "tests").symlink_to(warm.ROOT / "tests")
+    own = {"cwd": tmp_path, "pass_fds": [passed], "start_new_session": True}
+    for options in ({}, own):
+        with warm.cold():
+            expected = facts(code, **options)
+        found = facts(code, **options)
+        assert loads_torch_first(**options)
+        assert found == expected
+
+
+def loads_torch_first(**options: Any) -> bool:
+    """Whether it was warm indeed: libraries are there that nobody has asked for."""
+    process = subprocess.Popen(
+        [*COMMAND, "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options
+    )
+    found = "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
+    process.communicate(b"", timeout=PATIENCE)
+    return found
+
+
+def test_what_is_loaded_by_another_environment_begins_afresh(tmp_path: Path) -> None:
+    environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "3"}
+    assert not loads_torch_first(env=environment)
+
+
+def test_a_nursery_that_was_killed_is_done_without() -> None:
+    nursery = warm.Nursery()
+    order = warm.Order(os.getpid(), [*COMMAND, "5"], dict(os.environ), os.getcwd(), False, [0])
+    with open(os.devnull) as nothing:
+        child = nursery.bear(order, [nothing.fileno()])
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+        assert nursery.process is not None
+        nursery.process.kill()
+        nursery.process.wait(PATIENCE)
+        with pytest.raises(OSError):
+            nursery.bear(order, [nothing.fileno()])
