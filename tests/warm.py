@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from sluice.imports import uncompiled
 from sluice.runtime.processes import PR_SET_CHILD_SUBREAPER, end_with_parent
 
@@ -288,6 +290,19 @@ def cold() -> Iterator[None]:
         yield
     finally:
         _cold.pop()
+
+
+def children(process_id: int, recursive: bool = False) -> list[psutil.Process]:
+    """Without nurseries."""
+    found = psutil.Process(process_id).children(recursive)
+    return [process for process in found if not _is_nursery(process)]
+
+
+def _is_nursery(process: psutil.Process) -> bool:
+    try:
+        return START in process.cmdline()
+    except psutil.Error:  # it has ended
+        return False
 
 
 def install(nursery: Nursery) -> None:

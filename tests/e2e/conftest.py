@@ -20,6 +20,7 @@ from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice import faults
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.report import read_metrics
+from tests import warm
 from tests.patience import PATIENCE
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -102,8 +103,7 @@ class Stack:
         return self.services[name]["pid"]
 
     def rank_pids(self) -> list[int]:
-        children = psutil.Process(self.pid("trainer")).children(recursive=True)
-        return [child.pid for child in children]
+        return [child.pid for child in warm.children(self.pid("trainer"), recursive=True)]
 
     def train(
         self, name: str, *, dies_at: tuple[str, int] | None = None, **changes: Any

@@ -6,10 +6,10 @@ import os
 import shutil
 import signal
 
-import psutil
 import pytest
 
 from sluice.loop.run_directory import latest_run_checkpoint, list_run_checkpoints
+from tests import warm
 from tests.e2e.conftest import start_stack, stop_stack
 from tests.patience import PATIENCE
 
@@ -35,7 +35,7 @@ def training(stack):
     """A run that ended well, though a rank of its critic and then the loop were killed."""
     training = stack.train("ppo", **PPO)
     training.wait_for_step(3)
-    (rank,) = psutil.Process(stack.pid("critic")).children()
+    (rank,) = warm.children(stack.pid("critic"))
     os.kill(rank.pid, signal.SIGKILL)
     training.wait_for_step(5)
     training.die_at("consumed")  # never while a run checkpoint replaces the one before

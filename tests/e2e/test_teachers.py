@@ -7,12 +7,12 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.samples.arrow import decode_group
 from sluice.samples.blobs import BlobStore
+from tests import warm
 from tests.e2e.conftest import Stack, start_stack, stop_stack
 from tests.e2e.test_mixtures import assert_whole, shares_of, train_mixture
 
@@ -45,7 +45,7 @@ def test_teachers_that_are_killed_miss_no_row(taught: Stack) -> None:
         algorithm={"advantage": {"name": "distillation"}},
     )
     training.wait_for_step(2)
-    ranks = psutil.Process(taught.pid("maths")).children()
+    ranks = warm.children(taught.pid("maths"))
     for pid in (taught.pid("large"), *(rank.pid for rank in ranks)):
         os.kill(pid, signal.SIGKILL)
     training.finish()

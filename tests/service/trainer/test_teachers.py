@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -23,6 +22,7 @@ from sluice.loop.training import train_step
 from sluice.samples.arrow import encode_group
 from sluice.samples.blobs import BlobReference, BlobStore
 from sluice.samples.sample import top_columns
+from tests import warm
 from tests.patience import PATIENCE
 from tests.service.trainer.harness import PPO, RunningTrainer, make_group, running_trainer
 from tests.service.trainer.test_errors import INVALID, PRECONDITION, assert_is, refusal
@@ -304,7 +304,7 @@ async def test_a_teacher_whose_ranks_are_killed_scores_again(
     batch = (await client.upload_batch("killed", 4, blobs=[group.blob])).batch
     scoring = TrainerTeacher(running.address, running.security, PATIENCE)
     await scoring.vocabulary()  # it takes work
-    for rank in psutil.Process(running.process.pid).children():
+    for rank in warm.children(running.process.pid):
         rank.kill()
     try:
         await scoring.teach(client, batch, [group], "killed", None, COUNT)

@@ -28,6 +28,7 @@ from sluice.client import RemoteError, TrainerClient
 from sluice.durable import locked
 from sluice.weights.shards import load_verified
 from sluice.weights.store import WeightStore
+from tests import warm
 from tests.patience import PATIENCE
 from tests.service.trainer.harness import (
     ACTIVE,
@@ -275,7 +276,7 @@ async def test_a_rank_that_dies_while_it_writes_loses_the_version_for_good(
     held_before = bytes_of(store, (await client.publish_weights()).weights.version)
     restarts = (await client.get()).restart_count
     await take_step(client, "lost")
-    ranks = psutil.Process(trainer.process.pid).children(recursive=True)
+    ranks = warm.children(trainer.process.pid)
     faults.arm(armed(trainer), "weights.behind", number=signal.SIGSTOP)
     lost = (await client.publish_weights(all_of(engines))).weights
     for c in clients:
@@ -306,7 +307,7 @@ async def test_a_rank_that_dies_while_it_writes_loses_the_version_for_good(
 async def test_a_full_disk_behind_is_told_once_and_then_work_goes_on(
     trainer, client, clients, engines, store
 ) -> None:
-    ranks = psutil.Process(trainer.process.pid).children(recursive=True)
+    ranks = warm.children(trainer.process.pid)
     with held(trainer, "weights.sent") as go_on:
         publishing = asyncio.create_task(client.publish_weights(all_of(engines)))
         root = psutil.Process(trainer.process.pid)
@@ -335,7 +336,7 @@ async def test_a_full_disk_behind_is_told_once_and_then_work_goes_on(
 
 
 async def a_child_is_stopped(trainer: RunningTrainer) -> bool:
-    ranks = psutil.Process(trainer.process.pid).children(recursive=True)
+    ranks = warm.children(trainer.process.pid)
     return any([await is_stopped(rank) for rank in ranks])
 
 
