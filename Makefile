@@ -9,7 +9,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH" OMP_WAIT_POLICY=passive PYTHONPATH="$(CURDIR)" $(BIN)/python
 TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q  # hundreds of processes load the same modules
-TEST_WORKERS ?= $(shell expr $$(nproc) + 1)  # tests mostly wait for processes
+TEST_WORKERS ?= $(shell expr $$(nproc) + 2)  # tests mostly wait for processes
 APART := megatron lm_eval connectors node compose kubernetes pages trackers vision bucket  # targets of their own
 TEST_ALL := $(TEST) --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(APART:%=--ignore tests/%)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
@@ -39,7 +40,7 @@ class Pool:
 
     def __init__(self, jobs: str) -> None:
         self._module = jobs
-        self._origin: SpawnProcess | None = None
+        self._origin: subprocess.Popen[bytes] | None = None
         self._orders: Connection  # of the origin
         self._ranks: list[tuple[int, Connection]] = []  # process ids too
         self._jobs = 0
@@ -73,7 +74,7 @@ class Pool:
         if self._origin is not None:
             self._orders.close()
             self._origin.kill()
-            self._origin.join(10)
+            self._origin.wait()
             self._origin = None
 
     def _end_ranks(self) -> None:
@@ -84,16 +85,15 @@ class Pool:
         self._ranks, self._jobs = [], 0
 
     def _start_rank(self) -> tuple[int, Connection]:
-        context = multiprocessing.get_context("spawn")
         if self._origin is None:
-            self._orders, orders = context.Pipe()
-            self._origin = context.Process(
-                target=_originate, args=(self._module, orders), daemon=True
+            self._orders, orders = Pipe()
+            self._origin = subprocess.Popen(
+                [sys.executable, "-m", "tests.rank_pool", self._module, str(orders.fileno())],
+                pass_fds=[orders.fileno()],
             )
-            self._origin.start()
             orders.close()  # so that its end is heard of
             _receive(self._orders)
-        mine, theirs = context.Pipe()
+        mine, theirs = Pipe()
         send_handle(self._orders, theirs.fileno(), self._origin.pid)
         theirs.close()
         return _receive(self._orders)["process"], mine
@@ -166,3 +166,7 @@ def _run(rank: int, task: dict[str, Any]) -> dict[str, Any]:
         jobs.clean_up()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _originate(sys.argv[1], Connection(int(sys.argv[2])))

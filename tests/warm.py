@@ -36,7 +36,10 @@ from sluice.imports import uncompiled
 from sluice.runtime.processes import PR_SET_CHILD_SUBREAPER, end_with_parent
 
 ROOT = Path(__file__).parent.parent
-MODULES = ("services.", "sluice.cli", "sluice.demo.", "examples.", "tests.unit.process_facts")
+MODULES = (
+    *("services.", "sluice.cli", "sluice.demo.", "examples."),
+    *("tests.rank_pool", "tests.unit.process_facts"),
+)
 PARENTS = ("services.trainer", "sluice.cli")  # start such processes themselves
 LOADED_BY = ("PYTHON", "LD_", "OMP_", "TORCH_", "MKL_", "KMP_", "CUDA_", "ASCEND_", "GRPC_")
 ROOM = 100_000  # bytes, of a command line or an environment
