@@ -41,7 +41,7 @@ MODULES = (
     *("tests.rank_pool", "tests.unit.process_facts"),
 )
 PARENTS = ("services.trainer", "sluice.cli")  # start such processes themselves
-LOADED_BY = ("PYTHON", "LD_", "OMP_", "TORCH_", "MKL_", "KMP_", "CUDA_", "ASCEND_", "GRPC_")
+LOADED_BY = ("PYTHON", "LD_", "OMP_NUM_", "TORCH_", "MKL_", "KMP_", "CUDA_", "ASCEND_", "GRPC_")
 ROOM = 100_000  # bytes, of a command line or an environment
 ABOVE = 500  # where descriptors are kept on their way
 
@@ -94,7 +94,7 @@ class Nursery:
     def __init__(self, line: socket.socket | None = None) -> None:
         self._line, self._lock, self._owner = line, threading.Lock(), os.getpid()
         self.process: subprocess.Popen[bytes] | None = None
-        self._loaded_by = loaded_by(dict(os.environ))
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # else imports start threads
 
     def takes(self, command: Any, environment: dict[str, str]) -> bool:
         return (
@@ -104,7 +104,7 @@ class Nursery:
             and len(command) > 2
             and list(command[:2]) == [sys.executable, "-m"]
             and str(command[2]).startswith(MODULES)
-            and loaded_by(environment) == self._loaded_by
+            and loaded_by(environment) == loaded_by(self._environment)
         )
 
     def bear(self, order: Order, descriptors: list[int]) -> int:
@@ -129,7 +129,7 @@ class Nursery:
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", START, str(theirs.fileno()), " " * ROOM],
-                env={**os.environ, "ROOM": " " * ROOM},
+                env={**self._environment, "ROOM": " " * ROOM},
                 cwd=ROOT,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
