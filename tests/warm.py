@@ -40,7 +40,6 @@ MODULES = (
     *("services.", "sluice.cli", "sluice.demo.", "examples."),
     *("tests.rank_pool", "tests.unit.process_facts"),
 )
-PARENTS = ("services.trainer", "sluice.cli")  # start such processes themselves
 LOADED_BY = ("PYTHON", "LD_", "OMP_NUM_", "TORCH_", "MKL_", "KMP_", "CUDA_", "ASCEND_", "GRPC_")
 ROOM = 100_000  # bytes, of a command line or an environment
 ABOVE = 500  # where descriptors are kept on their way
@@ -86,6 +85,11 @@ class Order:
     @property
     def module(self) -> str:
         return self.command[2]
+
+    @property
+    def has_children(self) -> bool:
+        """Whether it starts such processes itself."""
+        return self.module == "services.trainer" or self.command[2:4] == ["sluice.cli", "up"]
 
 
 class Nursery:
@@ -150,7 +154,7 @@ def originate() -> None:
     _import_libraries()
     while True:
         order = _serve(line)
-        if order.module not in PARENTS:
+        if not order.has_children:
             break
         line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         owner = os.getpid()
@@ -258,7 +262,7 @@ _exec = asyncio.create_subprocess_exec
 
 
 class Child:
-    """A `asyncio.subprocess.Process` whose pipes, if any, are nobody's."""
+    """An `asyncio.subprocess.Process` whose pipes, if any, are nobody's."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         self.pid, self.kill, self.terminate = popen.pid, popen.kill, popen.terminate
