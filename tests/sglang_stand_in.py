@@ -301,7 +301,7 @@ class Handler(BaseHTTPRequestHandler):
                 "id": rid,
                 "finish_reason": reason,
                 "prompt_tokens": len(prompt),
-                "cached_tokens": 0,
+                "cached_tokens": 1,
                 "completion_tokens": place + 1,
                 "weight_version": of.version,
                 "weight_versions": [{"version": of.version, "start": 0, "end": place + 1}],

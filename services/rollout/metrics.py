@@ -103,3 +103,9 @@ CACHE_LIMIT = Reading("sluice_rollout_cache_limit_tokens", "Tokens the cache has
 PAUSED = Reading("sluice_rollout_paused", "1 while the engine is paused.")
 DECODED = Reading("sluice_rollout_decoded_tokens_total", "Tokens sampled.")
 PREFILLED = Reading("sluice_rollout_prefilled_tokens_total", "Prompt tokens read.")
+PREFIX_HITS = Reading(
+    "sluice_rollout_prefix_hit_tokens_total", "Prompt tokens that the cache had from others."
+)
+RESTARTS = Reading(
+    "sluice_rollout_engine_restarts_total", "Servers of SGLang that were lost and started anew."
+)

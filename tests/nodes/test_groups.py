@@ -156,6 +156,9 @@ async def test_one_process_a_node_and_only_the_first_serves(parts: Parts) -> Non
     async with running_nodes(parts, nnodes=2, server_args=arguments) as (first, _):
         engine = engine_of(first)
         assert await ask(engine, "a") == [expected(PROMPT, 6, parts.model)]
+        status = engine.status()
+        read, cached = status.prefill_tokens_total, status.prefix_hit_tokens_total
+        assert (read, cached) == (len(PROMPT) - 1, 1)
         found = servers()
         assert sorted(found) == [0, 1]
         assert [len(engine.status().rank_loads)] == [2]

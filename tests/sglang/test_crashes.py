@@ -58,7 +58,7 @@ async def test_a_killed_server_is_restarted_with_the_weights_it_had(
             await complete(engine, request_of("b", [1, 2]))
     await restarted(engine)
     assert engine.status().digest == new.digest
-    assert engine.status().extra["restarts_total"] == 1
+    assert engine.status().restarts_total == 1
     (sample,) = await complete(engine, request_of("c", [1, 2]))
     expected = models[1].logprobs([1, 2], sample.token_ids)
     assert sample.logprobs == pytest.approx(expected, abs=1e-3)

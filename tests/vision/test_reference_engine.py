@@ -90,11 +90,11 @@ async def test_a_prompt_is_cached_with_what_it_shows(
     pictures = [draw_image(model.rules, seed, 3, 4) for seed in (1, 2)]
     rows = [make_row("a/0", [4, picture, 20], [8], seed=1) for picture in pictures]
     assert torch.equal(rows[0].token_ids, rows[1].token_ids)
-    hits = list[float]()
+    hits = list[int]()
     for turn, (row, picture) in enumerate([*zip(rows, pictures, strict=True)] * 2):
         found = await sample(engine, request(row, [picture], request_id=str(turn)))
         check(oracle, row, LAYOUT, found)
-        hits.append(engine.status().extra["prefix_hit_tokens_total"])
+        hits.append(engine.status().prefix_hit_tokens_total)
     assert hits[0] == hits[1] == 0 < hits[2] < hits[3]
 
 

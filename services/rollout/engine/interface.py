@@ -246,13 +246,14 @@ class EngineStatus:
     last_prepare_seconds: float = 0.0
     decode_tokens_total: int = 0
     prefill_tokens_total: int = 0
+    prefix_hit_tokens_total: int = 0  # of prompts, that were in the cache already
+    restarts_total: int = 0  # of servers that were lost
     failure: str = ""
     busy: str = ""
     busy_seconds: float = 0.0
     deterministic: bool = False
     asleep: bool = False
     transfer_ranks: int = 0  # that it takes in a transfer group; 0: it reads directories only
-    extra: dict[str, float] = field(default_factory=dict)
 
 
 class EngineService(NamedTuple):

@@ -521,3 +521,5 @@ class EngineCollector(StateCollector):
         yield metrics.PAUSED.of(status.paused)
         yield metrics.DECODED.of(status.decode_tokens_total)
         yield metrics.PREFILLED.of(status.prefill_tokens_total)
+        yield metrics.PREFIX_HITS.of(status.prefix_hit_tokens_total)
+        yield metrics.RESTARTS.of(status.restarts_total)

@@ -92,6 +92,8 @@ def test_a_scrape_of_an_engine_shows_what_is_declared() -> None:
         max_running=4,
         max_model_length=8,
         decode_tokens_total=11,
+        prefix_hit_tokens_total=13,
+        restarts_total=17,
     )
     registry = CollectorRegistry()
     collector = EngineCollector(SimpleNamespace(status=lambda: status), registry)  # type: ignore[arg-type]
@@ -104,6 +106,8 @@ def test_a_scrape_of_an_engine_shows_what_is_declared() -> None:
         "cache_limit_tokens": 14,
         "paused": 1,
         "decoded_tokens_total": 11,
+        "prefix_hit_tokens_total": 13,
+        "engine_restarts_total": 17,
     }
     for name, value in values.items():
         assert registry.get_sample_value(f"sluice_rollout_{name}") == value

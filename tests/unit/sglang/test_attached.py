@@ -174,7 +174,7 @@ async def test_an_attached_server_that_comes_back_before_any_weights_is_given_th
             await asyncio.sleep(0.02)
     async with await asyncio.start_server(recorded.serve, "127.0.0.1", port):
         async with asyncio.timeout(PATIENCE):
-            while not engine.status().extra["restarts_total"]:
+            while not engine.status().restarts_total:
                 await asyncio.sleep(0.02)
         await engine.commit(record.version, PauseMode.ABORT)
         assert (engine.status().version, engine.status().failure) == (record.version, "")

@@ -68,7 +68,7 @@ async def test_loads_follow_a_sample_through_a_pause_and_back() -> None:
     load.arrive(0, 2)
     load.enter(0, 10)
     load.enter(0, 10)
-    load.begin(0, 3)
+    load.begin(0, 3, 2)
     load.leave(0, 10, has_begun=False, ends=False)  # sent back to the gate
     (rank,) = load.by_rank(99)
     assert (rank.running_count, rank.waiting_count, rank.used_tokens) == (1, 1, 10)
@@ -80,7 +80,7 @@ async def test_loads_follow_a_sample_through_a_pause_and_back() -> None:
     load.depart(0)
     (rank,) = load.by_rank(99)
     assert (rank.running_count, rank.waiting_count, rank.used_tokens) == (0, 0, 0)
-    assert load.prefill_tokens == 3
+    assert (load.prefill_tokens, load.prefix_hit_tokens) == (3, 2)
 
 
 async def test_an_engine_that_closes_a_gate_can_be_waited_for() -> None:

@@ -345,6 +345,8 @@ class SglangEngine(Engine):
             last_prepare_seconds=self._prepare_seconds,
             decode_tokens_total=self._load.drawn_tokens,
             prefill_tokens_total=self._load.prefill_tokens,
+            prefix_hit_tokens_total=self._load.prefix_hit_tokens,
+            restarts_total=self._replica.restart_count,
             failure=self._failure,
             transfer_ranks=capabilities.tp_size if capabilities and transfers else 0,
             deterministic=bool(capabilities and capabilities.is_seeded),
@@ -352,7 +354,6 @@ class SglangEngine(Engine):
             adapters=tuple(one.weights for one in adapters.held.values()) if base else (),
             lines={v: one.line for v, one in adapters.held.items() if one.line},
             asleep=self._is_asleep,
-            extra={"restarts_total": self._replica.restart_count},
         )
 
     async def sleep(self) -> None:

@@ -287,8 +287,8 @@ class Job:
         )
         if is_new and sample.began:
             meta = message["meta_info"]
-            computed = meta["prompt_tokens"] - (meta.get("cached_tokens") or 0)
-            server.load.begin(self._rank, max(0, computed))
+            cached = meta.get("cached_tokens") or 0
+            server.load.begin(self._rank, max(0, meta["prompt_tokens"] - cached), cached)
         server.load.draw(count)
         if sample.finish is FinishReason.ABORTED and not sample.token_ids and not self._is_aborted:
             sample.finish = None  # a pause came before its first token

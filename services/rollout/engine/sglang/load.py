@@ -76,7 +76,7 @@ class Load:
     def __init__(self, dp_size: int) -> None:
         self._ranks = [_Rank() for _ in range(dp_size)]
         self._changed = asyncio.Event()
-        self.drawn_tokens = self.prefill_tokens = 0
+        self.drawn_tokens = self.prefill_tokens = self.prefix_hit_tokens = 0
         self.moves = 0  # grows with whatever SGLang answers
 
     @property
@@ -99,10 +99,11 @@ class Load:
         self._ranks[rank].inside += 1
         self._ranks[rank].reserved += reserved
 
-    def begin(self, rank: int, prefill_tokens: int) -> None:
+    def begin(self, rank: int, prefill_tokens: int, prefix_hit_tokens: int) -> None:
         self._ranks[rank].waiting -= 1
         self._ranks[rank].running += 1
         self.prefill_tokens += prefill_tokens
+        self.prefix_hit_tokens += prefix_hit_tokens
 
     def draw(self, count: int) -> None:
         self.moves += 1
