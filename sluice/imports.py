@@ -31,13 +31,14 @@ _sharding = threading.Event()  # set: transformers may shard models in this proc
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Collects no garbage meanwhile."""
+    """Collects no garbage meanwhile, nor looks later through what is there at the end."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
+            gc.freeze()
             gc.enable()
 
 

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from sluice.durable import naming, replace_file
+from sluice.imports import uncollected
 from sluice.loop import metrics
 from sluice.loop.journal import BACK, END, NOTE, RunJournal, without_secrets
 from sluice.loop.trackers import TrackersConfig
@@ -354,8 +355,9 @@ def smoothed(values: Sequence[float], width: float) -> np.ndarray:
 
 def draw(rows: list[dict[str, Any]], path: Path, scores: list[dict[str, Any]]) -> Path:
     """Three panels that share the step axis; scores on held-out tasks are in the first."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+    with uncollected():
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     steps = [row["step"] for row in rows]
     figure = Figure(figsize=(7, 7), layout="constrained")
