@@ -123,7 +123,11 @@ def test_transformers_alone_is_seen_to_import_all_that() -> None:
     assert found == TORCH | COMPILER | MODELS - {"megatron"}
 
 
-def test_garbage_is_collected_again_after_imports() -> None:
+def test_garbage_is_collected_again_after_imports_and_not_looked_for_in_them() -> None:
+    gc.collect()
+    with uncollected():
+        imported = [object()]
+    assert not any(each is imported for each in gc.get_objects())
     with pytest.raises(ModuleNotFoundError), uncollected():
         assert not gc.isenabled()
         with uncollected():
