@@ -28,10 +28,12 @@ import numpy as np
 from sluice.weights.checkpoint import BITS, encode_header
 
 BLOCK = 1 << 17  # elements that are compared at a time: they stay in a core's cache
+CHANGES = 1 << 15  # of a sparse form that are expanded at a time
 LONG_GAP = 255
 SPARSE_LIMIT = 0.5  # of elements; a denser difference is hardly ever smaller in the sparse form
 _HEAD = struct.Struct("<BQQQ")
 _LENGTH = struct.Struct("<Q")
+_NOTHING = np.empty(0, np.uint8)
 
 Bytes = np.ndarray  # uint8[n], contiguous
 
@@ -82,36 +84,62 @@ def encode(old: Bytes, new: Bytes, width: int) -> Encoded:
     return Encoded(payload, changed)
 
 
-@dataclass(frozen=True)
 class Patch:
-    """A decoded payload: what `count` elements become, to be applied block by block.
+    """A decoded payload: what elements become, to be applied block by block, in their order."""
 
-    SPARSE: `values` are added at `positions`. DENSE: they are added to all. RAW: they replace all.
-    """
-
-    form: Form
-    values: np.ndarray
-    positions: np.ndarray
+    def __init__(
+        self,
+        form: Form,
+        values: np.ndarray,
+        gaps: np.ndarray = _NOTHING,
+        long: np.ndarray = _NOTHING,
+    ) -> None:
+        """`values`: RAW the new elements, else byte planes of differences, uint8[width, n]."""
+        self._form, self._given = form, values
+        self._gaps, self._long = gaps, long
+        self._taken, self._position = 0, -1  # of the changes: how many, and where the last is
+        self._positions, self._values = np.empty(0, np.int64), _NOTHING  # that are next
 
     def apply(self, block: np.ndarray, start: int) -> bool:
         """Turn the old elements from `start` on into the new ones; whether any changes."""
-        end = start + len(block)
-        if self.form == Form.SPARSE:
-            first, last = np.searchsorted(self.positions, (start, end))
-            if first == last:
-                return False
-            np.add.at(block, self.positions[first:last] - start, self.values[first:last])
-        elif self.form == Form.DENSE:
-            block += self.values[start:end]
-        elif self.form == Form.RAW:
-            block[:] = self.values[start:end]
-        return self.form != Form.SAME
+        if self._form == Form.SPARSE:
+            return self._add(block, start)
+        if self._form == Form.DENSE:
+            block += _differences(self._given[:, start : start + len(block)])
+        elif self._form == Form.RAW:
+            block[:] = self._given[start : start + len(block)]
+        return self._form != Form.SAME
+
+    def _add(self, block: np.ndarray, start: int) -> bool:
+        has_changed = False
+        while len(self._positions) or self._take_more():
+            count = int(np.searchsorted(self._positions, start + len(block)))
+            if not count:
+                break
+            np.add.at(block, self._positions[:count] - start, self._values[:count])
+            self._positions, self._values = self._positions[count:], self._values[count:]
+            has_changed = True
+        return has_changed
+
+    def _take_more(self) -> bool:
+        """Expand some more changes: few enough to stay in a core's cache."""
+        gaps = self._gaps[self._taken : self._taken + CHANGES]
+        if not len(gaps):
+            return False
+        steps = np.add(gaps, 1, dtype=np.int64)
+        is_long = np.flatnonzero(gaps == LONG_GAP)
+        steps[is_long] = self._long[: len(is_long)] + 1
+        self._long = self._long[len(is_long) :]
+        steps[0] += self._position
+        self._positions = np.cumsum(steps, out=steps)
+        self._position = int(steps[-1])
+        self._values = _differences(self._given[:, self._taken : self._taken + len(gaps)])
+        self._taken += len(gaps)
+        return True
 
 
 def decode(payload: memoryview, count: int, width: int) -> Patch:
     """Decode a payload for `count` elements of `width` bytes. Raises DeltaError."""
-    kind = np.dtype(f"<u{width}")
-    values, positions = np.empty(0, kind), np.empty(0, np.int64)
     try:
         form, expected, changed, long_gaps = _HEAD.unpack_from(payload)
         if count != expected:
@@ -119,23 +147,24 @@ def decode(payload: memoryview, count: int, width: int) -> Patch:
         if not long_gaps <= changed <= count:
             raise DeltaError("has counts that do not fit")
         streams = payload[_HEAD.size :]
+        patch = Patch(Form.SAME, _NOTHING)
         if form == Form.SPARSE:
             gaps, streams = _take(streams, changed)
             long, streams = _take(streams, 8 * long_gaps)
             planes, streams = _take(streams, width * changed)
-            positions = _positions(gaps, long.view("<u8"), count)
-            values = _unzigzag(_unplanes(planes, kind))
+            patch = Patch(Form.SPARSE, planes.reshape(width, -1), gaps, long.view("<u8"))
+            _check_gaps(gaps, long.view("<u8"), count)
         elif form == Form.DENSE:
             planes, streams = _take(streams, width * count)
-            values = _unzigzag(_unplanes(planes, kind))
+            patch = Patch(Form.DENSE, planes.reshape(width, -1))
         elif form == Form.RAW:
             raw, streams = _take(streams, width * count)
-            values = raw.view(kind)
+            patch = Patch(Form.RAW, raw.view(f"<u{width}"))
         elif form != Form.SAME:
             raise DeltaError(f"has the unknown form {form}")
         if streams:
             raise DeltaError(f"has {len(streams)} bytes too many")
-        return Patch(Form(form), values, positions)
+        return patch
     except (struct.error, ValueError, IndexError, OSError, OverflowError) as error:
         if isinstance(error, DeltaError):
             raise
@@ -159,29 +188,17 @@ def _elements(data: Bytes, width: int) -> np.ndarray:
     return data.view(f"<u{width}")
 
 
-def _positions(gaps: np.ndarray, long: np.ndarray, count: int) -> np.ndarray:
-    steps = np.add(gaps, 1, dtype=np.int64)
-    is_long = np.flatnonzero(gaps == LONG_GAP)
-    if len(is_long) != len(long) or (len(long) and int(long.max()) >= count):
+def _check_gaps(gaps: np.ndarray, long: np.ndarray, count: int) -> None:
+    if np.count_nonzero(gaps == LONG_GAP) != len(long) or (len(long) and long.max() >= count):
         raise DeltaError("has gaps that do not fit")
-    steps[is_long] = long + 1
-    steps[:1] -= 1
-    positions = np.cumsum(steps, out=steps)
-    if len(positions) and positions[-1] >= count:
+    end = gaps.sum(dtype=np.float64) + len(gaps) + long.sum(dtype=np.float64)
+    if end - LONG_GAP * len(long) > count:
         raise DeltaError("reaches beyond the tensor")
-    return positions
 
 
 def _zigzag(difference: np.ndarray) -> np.ndarray:
     sign = difference.view(difference.dtype.str.replace("u", "i")) < 0
     return np.where(sign, ~(difference << 1), difference << 1)
-
-
-def _unzigzag(coded: np.ndarray) -> np.ndarray:
-    half, sign = coded >> 1, coded & 1
-    np.negative(sign, out=sign)  # all ones where the difference is negative
-    half ^= sign
-    return half
 
 
 def _planes(values: np.ndarray) -> np.ndarray:
@@ -190,13 +207,17 @@ def _planes(values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(values.view(np.uint8).reshape(-1, width).T).reshape(-1)
 
 
-def _unplanes(planes: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    rows = planes.reshape(dtype.itemsize, -1)
-    values = rows[-1].astype(dtype)
-    for row in rows[-2::-1]:
-        values <<= 8
-        values |= row
-    return values
+def _differences(planes: np.ndarray) -> np.ndarray:
+    """Return the differences of which these are the byte planes, uint8[width, n], zigzag coded."""
+    coded = planes[-1].astype(f"<u{len(planes)}")
+    for plane in planes[-2::-1]:
+        coded <<= 8
+        coded |= plane
+    sign = coded & 1
+    np.negative(sign, out=sign)  # all ones where the difference is negative
+    coded >>= 1
+    coded ^= sign
+    return coded
 
 
 def _pack(form: Form, count: int, changed: int, long_gaps: int, *streams: np.ndarray) -> bytes:
