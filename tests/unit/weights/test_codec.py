@@ -50,6 +50,23 @@ def test_gaps_around_the_end_of_a_byte(gap: int) -> None:
     assert applied(old, encoded.payload, 2) == new.tobytes()
 
 
+def test_changes_come_block_by_block_wherever_they_are_cut() -> None:
+    old = np.random.default_rng(0).integers(0, 2**16, 300_000, dtype=np.uint16)
+    new = old.copy()
+    new[1:100_000:2] += 1
+    new[250_000::3] -= 7
+    payload = delta.encode(old.view(np.uint8), new.view(np.uint8), 2).payload
+    assert Form(payload[0]) is Form.SPARSE
+    for size in (997, 50_000, 300_000):
+        patch = delta.decode(memoryview(payload), len(old), 2)
+        found = old.copy()
+        for start in range(0, len(old), size):
+            block = found[start : start + size]
+            same = np.array_equal(block, new[start : start + size])
+            assert patch.apply(block, start) is not same
+        assert np.array_equal(found, new)
+
+
 @pytest.mark.parametrize(
     ("rate", "form", "at_most"),
     [(0.0, Form.SAME, 0.001), (1e-6, Form.SPARSE, 0.03), (1e-2, Form.DENSE, 0.75)],
