@@ -238,7 +238,8 @@ def _build(
         raise ConfigError(describe(error, cls, cls.former_keys)) from None
     except SettingsError as error:
         raise ConfigError(str(error)) from None
-    return cast(C, cls.model_construct(**{n: getattr(built, n) for n in cls.model_fields}))
+    settings = {name: getattr(built, name) for name in cls.model_fields}
+    return cast(C, cls.model_construct(built.model_fields_set, **settings))
 
 
 def describe(
