@@ -147,7 +147,7 @@ test-parts: $(VENV)/.dev build/sglang/.installed
 	$(TEST) tests/sglang -m "sglang and fast"
 
 test-long: $(VENV)/.dev  ## what takes minutes and `make test` leaves out: learning, Ray, the accelerator check, tutorials
-	$(TEST_ALL) -m "long and not sglang"
+	$(TEST_ALL) -m "long and not sglang" --cold
 
 house: $(VENV)/.dev  ## the grain of the code, and the files that a sample, a tensor and a lease pass
 	$(RUN) -m tools.house
