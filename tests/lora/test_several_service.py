@@ -25,6 +25,7 @@ from tests.service.trainer.harness import (
     ACTIVE,
     GRPO,
     PPO,
+    RESTART_SECONDS,
     RunningTrainer,
     end,
     make_groups,
@@ -37,7 +38,12 @@ fast = pytest.mark.fast
 LORA = {"rank": 4, "alpha": 8, "max_adapters": 3}
 REFERENCE = {"lora": LORA, "keep_versions": 1}
 TWO_RANKS = {
-    "ranks": {"count": 2, "heartbeat_seconds": 0.2, "silent_seconds": 1, "restart_backoff": 0.1},
+    "ranks": {
+        "count": 2,
+        "heartbeat_seconds": 0.2,
+        "silent_seconds": 1,
+        "restart_backoff": RESTART_SECONDS / 4,
+    },
     "lora": LORA,
 }
 FSDP = {**TWO_RANKS, "backend": "fsdp", "fsdp": {"dtype": "float32"}}

@@ -31,6 +31,7 @@ from tests.patience import PATIENCE
 
 PPO = LossSpec(name="ppo_clip", clip_low=0.2)
 GRPO = AdvantageSpec(name="grpo")
+RESTART_SECONDS = 2.0  # clients that try again on their own hear of a loss before it is over
 ACTIVE, FAILED = pb.Trainer.STATE_ACTIVE, pb.Trainer.STATE_FAILED
 
 

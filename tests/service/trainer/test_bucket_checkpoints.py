@@ -12,7 +12,7 @@ from sluice import faults
 from sluice.bucket import ObjectBucket
 from sluice.client import RemoteError
 from tests.service.trainer.bucket_checkpoints import bucket_url, check_checkpoints, left_in
-from tests.service.trainer.harness import ACTIVE, running_trainer, until
+from tests.service.trainer.harness import ACTIVE, RESTART_SECONDS, running_trainer, until
 
 TWO = {"ranks": {"count": 2}}
 
@@ -32,7 +32,7 @@ async def test_a_rank_killed_in_an_upload_leaves_the_checkpoint_before(
 ) -> None:
     with bucket_url() as url:
         bucket, cache = ObjectBucket(url), tmp_path / "cache"
-        ranks = {"count": 2, "restart_backoff": 0.1}
+        ranks = {"count": 2, "restart_backoff": RESTART_SECONDS}
         settings = {"store": url, "ranks": ranks, "store_cache": {"directory": str(cache)}}
         with running_trainer(tmp_path / "trainer", model, **settings) as running:
             async with running.client() as client:

@@ -22,6 +22,7 @@ from tests.patience import PATIENCE
 from tests.service.trainer.harness import (
     ACTIVE,
     PPO,
+    RESTART_SECONDS,
     RunningTrainer,
     end,
     make_groups,
@@ -49,7 +50,7 @@ def pair(
         "silent_seconds": 2.0,
         "lost_seconds": 10 * PATIENCE,
         "command_timeout": 10 * PATIENCE,
-        "restart_backoff": 0.1,
+        "restart_backoff": RESTART_SECONDS,
     }
     settings = {"store": str(trainer.store), "name": "pair", "ranks": ranks}
     with running_trainer(root, model, **settings) as running:

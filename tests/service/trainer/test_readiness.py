@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sluice.client import TrainerClient
 from tests.patience import PATIENCE
-from tests.service.trainer.harness import ACTIVE, end, poll, running_trainer, until
+from tests.service.trainer.harness import ACTIVE, RESTART_SECONDS, end, poll, running_trainer, until
 
 TRAINER_SERVICE = "sluice.api.trainer.v1.TrainerService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -19,7 +19,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 async def test_readiness_falls_with_the_ranks_and_a_trainer_that_loses_them_for_good_ends(
     model: Path, tmp_path: Path
 ) -> None:
-    ranks = {"max_restarts": 1, "restart_backoff": 0.1}
+    ranks = {"max_restarts": 1, "restart_backoff": RESTART_SECONDS}
     with running_trainer(tmp_path, model, ranks=ranks) as running:
         async with running.client() as client:
             await until(client, lambda now: now.state == ACTIVE)

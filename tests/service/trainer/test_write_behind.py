@@ -11,6 +11,7 @@ from sluice.algo.spec import AdvantageSpec
 from sluice.client import RemoteError
 from tests.service.trainer.harness import (
     ACTIVE,
+    RESTART_SECONDS,
     make_groups,
     running_trainer,
     train_step,
@@ -24,7 +25,7 @@ FILES = ("policy.safetensors", "optimizer.safetensors", "random-00001.safetensor
 async def test_training_goes_on_and_a_kill_leaves_the_checkpoint_before(
     tmp_path: Path, model: Path
 ) -> None:
-    ranks = {"count": 2, "heartbeat_seconds": 0.5, "restart_backoff": 0.1}
+    ranks = {"count": 2, "heartbeat_seconds": 0.5, "restart_backoff": RESTART_SECONDS}
     with running_trainer(tmp_path, model, name="behind", ranks=ranks) as running:
         checkpoints = running.store / "checkpoints"
         async with running.client() as client:

@@ -22,6 +22,7 @@ from tests.imported import import_checkpoint
 from tests.patience import PATIENCE
 from tests.service.trainer.harness import (
     ACTIVE,
+    RESTART_SECONDS,
     RunningTrainer,
     make_groups,
     poll,
@@ -39,7 +40,7 @@ PROMPT = [1, 2, 3, 10]
 def trainer(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[RunningTrainer]:
     settings = {
         "lora": {"rank": 4, "alpha": 16},
-        "ranks": {"count": 2, "restart_backoff": 0.1},
+        "ranks": {"count": 2, "restart_backoff": RESTART_SECONDS},
         "optim": {"learning_rate": 0.05},
         "transfer": {"enabled": True, "timeout_seconds": PATIENCE / 2},
         "keep_versions": 0,

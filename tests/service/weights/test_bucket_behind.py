@@ -13,7 +13,14 @@ from sluice.client import RemoteError, TrainerClient
 from sluice.weights.store import WeightStore
 from tests.patience import PATIENCE
 from tests.s3_server import environment, make_bucket, running_s3
-from tests.service.trainer.harness import ACTIVE, RunningTrainer, poll, running_trainer, until
+from tests.service.trainer.harness import (
+    ACTIVE,
+    RESTART_SECONDS,
+    RunningTrainer,
+    poll,
+    running_trainer,
+    until,
+)
 from tests.service.weights.harness import RunningEngine, running_engines, serves
 
 URL = "s3://weights/behind"
@@ -22,7 +29,7 @@ URL = "s3://weights/behind"
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[RunningTrainer]:
     settings = {
-        "ranks": {"count": 2, "restart_backoff": 0.1},
+        "ranks": {"count": 2, "restart_backoff": RESTART_SECONDS},
         "weights": URL,
         "transfer": {"enabled": True, "write_behind": True, "timeout_seconds": PATIENCE / 2},
     }

@@ -15,6 +15,7 @@ from sluice.weights.store import WeightStore
 from tests.patience import PATIENCE
 from tests.service.trainer.harness import (
     ACTIVE,
+    RESTART_SECONDS,
     RunningTrainer,
     full_disk,
     make_groups,
@@ -31,7 +32,7 @@ SMALL_ROOM = 1_000  # too little for what changes in a step
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[RunningTrainer]:
     settings = {
-        "ranks": {"count": 1, "restart_backoff": 0.1},
+        "ranks": {"count": 1, "restart_backoff": RESTART_SECONDS},
         "publish": {"delta": True},
         "optim": {"learning_rate": 1e-5},
         "keep_versions": 0,  # all: old ones would go at a time of their own, in the background

@@ -16,6 +16,7 @@ from sluice.config import ConfigError, parse_config
 from tests.patience import PATIENCE
 from tests.service.trainer.harness import (
     ACTIVE,
+    RESTART_SECONDS,
     RunningTrainer,
     make_groups,
     poll,
@@ -33,7 +34,7 @@ BY_HANDLES = {"enabled": True, "medium": "handles", "timeout_seconds": PATIENCE 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[RunningTrainer]:
     settings = {
-        "ranks": {"count": 2, "restart_backoff": 0.1},
+        "ranks": {"count": 2, "restart_backoff": RESTART_SECONDS},
         "transfer": {**BY_HANDLES, "bucket_bytes": 40_000},
     }
     with running_trainer(tmp_path_factory.mktemp("trainer"), model, **settings) as running:

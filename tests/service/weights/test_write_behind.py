@@ -33,6 +33,7 @@ from tests.patience import PATIENCE
 from tests.service.trainer.harness import (
     ACTIVE,
     PPO,
+    RESTART_SECONDS,
     RunningTrainer,
     make_groups,
     poll,
@@ -44,7 +45,7 @@ from tests.service.weights.harness import RunningEngine, serves
 from tests.service.weights.test_transfer import failures, score
 
 SETTINGS = {
-    "ranks": {"count": 2, "restart_backoff": 0.1, "max_restarts": 9},
+    "ranks": {"count": 2, "restart_backoff": RESTART_SECONDS, "max_restarts": 9},
     "transfer": {"enabled": True, "write_behind": True, "timeout_seconds": PATIENCE / 2},
     "keep_versions": 2,
 }
