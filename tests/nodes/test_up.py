@@ -18,6 +18,7 @@ from sluice.config import ConfigError, parse_config
 from sluice.stack import UpConfig
 from sluice.supervise import Supervisor
 from tests.patience import PATIENCE
+from tests.service.trainer.harness import process_exists
 from tests.sglang_stand_in import expected, write_program
 from tests.unit.sglang.test_weights import write_model
 
@@ -112,7 +113,7 @@ async def test_an_engine_of_two_nodes_outlives_each_of_its_processes(tmp_path: P
             async with asyncio.timeout(PATIENCE):
                 while len(now := servers(run_dir)) < 2 or now & before:
                     await asyncio.sleep(0.1)
-            assert not any(psutil.pid_exists(pid) for pid in before)
+            assert not any(map(process_exists, before))
             await asking.until_answered()
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
