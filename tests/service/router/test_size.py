@@ -10,6 +10,7 @@ import psutil
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
+from tests import warm
 from tests.patience import PATIENCE
 from tests.service.router.processes import processes
 
@@ -18,7 +19,8 @@ ENGINES, RANKS, CLIENTS, LEASES, BATCH = 256, 8, 64, 100_000, 1000
 
 async def test_a_full_router_is_small_and_even(tmp_path):
     async with processes(tmp_path) as started:
-        router = psutil.Process((await started.router(ttl=600)).pid)
+        with warm.cold():
+            router = psutil.Process((await started.router(ttl=600)).pid)
         async with grpc.aio.insecure_channel(started.address) as channel:
             stub = pb_grpc.RouterServiceStub(channel)
             for number in range(ENGINES):
