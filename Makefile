@@ -136,7 +136,7 @@ lint: $(VENV)/.dev  ## style, types, layers, contract, generated files
 
 test:  ## what CI runs: lint, unit, service, contract, short end-to-end
 	$(MAKE) --jobs 2 lint build/sglang/.installed
-	$(MAKE) --jobs 2 test-most test-parts
+	$(MAKE) test-most test-parts
 	$(RUN) -m tools.stress_tests --changed HEAD~1 --load 2 --seconds 60
 
 test-most: $(VENV)/.dev

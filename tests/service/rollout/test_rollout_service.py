@@ -13,6 +13,7 @@ import pytest
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import RemoteError, RouterClient, error_from_status
+from sluice.demo.tiny_qwen3 import WORDS
 from sluice.runtime import wire
 from sluice.samples.arrow import read_metadata
 from sluice.samples.blobs import BlobStore
@@ -191,7 +192,8 @@ async def test_cancelling_does_not_wait_for_a_step(store: Store, models: Models)
 async def test_no_rank_is_held_while_an_environment_steps(store: Store, models: Models) -> None:
     environments = {"stalling": talk.STALLING}
     async with running_episodes(store, models.first, environments=environments) as episodes:
-        request = rollout_request(copy_rows(1), environment="stalling", max_new_tokens=40)
+        request = rollout_request(copy_rows(1), environment="stalling")
+        request.sampling.stop_token_ids.extend(range(len(WORDS)))  # no answer is cut off
         stream = episodes.client.stub.Rollout(request)
         async with (
             asyncio.timeout(PATIENCE),
