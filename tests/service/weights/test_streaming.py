@@ -295,7 +295,9 @@ async def test_an_engine_stopped_and_one_killed_while_they_read_ahead(
     with pytest.raises(RemoteError):
         await following[1]
     stopped.signal(signal.SIGCONT)
-    assert await following[0] == sum(shard.size for shard in writer.written)
+    sizes = [shard.size for shard in writer.written]
+    # a file that it had not seen announced before it was stopped is read at the swap
+    assert await following[0] in (sum(sizes), sum(sizes[:2]))
     await serve(clients[0], record)
     killed.revive()
     await clients[1].close()
