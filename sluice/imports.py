@@ -31,14 +31,18 @@ _sharding = threading.Event()  # set: transformers may shard models in this proc
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Collects no garbage meanwhile, nor looks later through what is there at the end."""
-    was_enabled = gc.isenabled()
+    """Collects no garbage meanwhile, nor looks later through what is there once it has imported.
+
+    What imported nothing leaves all as it is: garbage of that moment would never be collected.
+    """
+    was_enabled, imported = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
-            gc.freeze()
+            if len(sys.modules) > imported:
+                gc.freeze()
             gc.enable()
 
 

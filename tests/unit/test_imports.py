@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -123,11 +124,19 @@ def test_transformers_alone_is_seen_to_import_all_that() -> None:
     assert found == TORCH | COMPILER | MODELS - {"megatron"}
 
 
-def test_garbage_is_collected_again_after_imports_and_not_looked_for_in_them() -> None:
+def test_garbage_is_collected_again_after_imports_and_not_looked_for_in_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "module_of_this_test.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
     gc.collect()
     with uncollected():
-        imported = [object()]
+        imported = [object(), importlib.import_module("module_of_this_test")]
     assert not any(each is imported for each in gc.get_objects())
+    frozen, later = gc.get_freeze_count(), [object()]
+    import_named("module_of_this_test:__name__")  # it is there: what came since may be garbage
+    assert gc.get_freeze_count() <= frozen
+    assert any(each is later for each in gc.get_objects())
     with pytest.raises(ModuleNotFoundError), uncollected():
         assert not gc.isenabled()
         with uncollected():
