@@ -11,6 +11,7 @@ from pathlib import Path
 
 import yaml
 
+from sluice.address import plain_host
 from sluice.durable import replace_file
 from sluice.stack import HTTP_SECTIONS
 from sluice.weights.errors import FileDigestError
@@ -80,7 +81,7 @@ def reserve_port(host: str, port: int = 0) -> socket.socket:
     do, can have it: no process that asks for any port, or connects from one, is given it while
     the server is down. Raises OSError, and UnicodeError for text that is no name of a host.
     """
-    name = host.strip("[]") or None  # none is all interfaces
+    name = plain_host(host) or None  # none is all interfaces
     found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, address = found[0][0], found[0][4]
     holder = socket.socket(family)

@@ -90,29 +90,23 @@ def slow_down(pool, name: str, factor: float) -> None:
             )
 
 
-def test_a_session_leaves_only_when_the_slow_down_exceeds_its_prefill(make_pool):
-    pool = make_pool(engines=3, ranks=1)
+@pytest.mark.parametrize(
+    ("settings", "stays", "leaves"),
+    [({}, 40_000, 20_000), ({"prefill_rate": 2000}, 4000, 2000)],  # a tenth of the default
+)
+def test_a_session_leaves_only_when_the_slow_down_exceeds_its_prefill(
+    make_pool, settings, stays, leaves
+):
+    pool = make_pool(engines=3, ranks=1, **settings)
     lease, home = turn(pool, "s")
     end(pool, lease)
     slow_down(pool, f"e{home}", 4.0)
-    # 100 tokens at 60 ms more each gain 6 s; 40,000 prompt tokens cost 2 s, times the margin 4.
+    # 100 tokens at 60 ms more each gain 6 s; `stays` tokens of prompt cost 2 s, times the margin 4.
     expected = {"expected_tokens": np.array([100.0])}
-    lease, target = turn(pool, "s", now=60.0, prefix=40_000, **expected)
+    lease, target = turn(pool, "s", now=60.0, prefix=stays, **expected)
     assert target == home
     end(pool, lease, now=60.0)
-    assert turn(pool, "s", now=60.0, prefix=20_000, **expected)[1] != home
-
-
-def test_where_prompts_are_read_slowly_a_session_stays_for_less(make_pool):
-    pool = make_pool(engines=3, ranks=1, prefill_rate=2000)  # a tenth of the default
-    lease, home = turn(pool, "s")
-    end(pool, lease)
-    slow_down(pool, f"e{home}", 4.0)
-    expected = {"expected_tokens": np.array([100.0])}
-    lease, target = turn(pool, "s", now=60.0, prefix=4000, **expected)
-    assert target == home
-    end(pool, lease, now=60.0)
-    assert turn(pool, "s", now=60.0, prefix=2000, **expected)[1] != home
+    assert turn(pool, "s", now=60.0, prefix=leaves, **expected)[1] != home
 
 
 def test_one_request_of_several_leases_in_one_session_is_not_split(make_pool):

@@ -38,7 +38,7 @@ from services.rollout.engine.sglang.servers import (
 from services.rollout.engine.sglang.weights import read_config
 from services.rollout.errors import EngineFailedError
 from sluice import platform
-from sluice.address import join_address
+from sluice.address import join_address, plain_host
 from sluice.runtime.idempotency import all_of, cancel_all
 from sluice.runtime.recovery import NotReadyError, wait_until_ready
 
@@ -140,10 +140,10 @@ def _in_url(host: str) -> str:
 def _own_address(host: str) -> dict[str, str]:
     """Tells SGLang under which address it is reached; it would take that of any network."""
     try:
-        ipaddress.ip_address(host.strip("[]"))
+        ipaddress.ip_address(plain_host(host))
     except ValueError:
         return {}
-    return {"SGLANG_HOST_IP": host.strip("[]")}
+    return {"SGLANG_HOST_IP": plain_host(host)}
 
 
 class ServerGroup:
