@@ -32,20 +32,23 @@ class ConfigError(ValueError):
     """A setting is unknown, missing or of the wrong type; the message names it."""
 
 
-class NumbersOnly(BaseModel):
-    """True is no number: pydantic would take it for 1."""
+class WhatIsMeant(BaseModel):
+    """True is no number, nothing no path: pydantic would take them for 1 and for where one is."""
 
     @field_validator("*", mode="before")
     @classmethod
-    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        return _refuse_truth(cls, value, info)
+    def _is_meant(cls, value: Any, info: ValidationInfo) -> Any:
+        wanted = cls.model_fields[str(info.field_name)].annotation
+        if "" in (value if isinstance(value, list | tuple) else [value]) and _takes_path(wanted):
+            raise ValueError("names no path; the working directory is '.'")
+        return _refuse_truth(wanted, value)
 
 
-class Config(NumbersOnly, frozen=True, extra="forbid", allow_inf_nan=False):
+class Config(WhatIsMeant, frozen=True, extra="forbid", allow_inf_nan=False):
     """Base of every part of a configuration. A number is finite: no time is without end."""
 
 
-class ProcessConfig(NumbersOnly, BaseSettings):
+class ProcessConfig(WhatIsMeant, BaseSettings):
     """Base of a process's whole configuration.
 
     Defaults < `--config file.yaml` < `SLUICE_OPTIM__LR=x` < `--optim.lr x`. An empty variable
@@ -67,9 +70,8 @@ class ProcessConfig(NumbersOnly, BaseSettings):
     )
 
 
-def _refuse_truth(cls: type[BaseModel], value: Any, info: ValidationInfo) -> Any:
+def _refuse_truth(wanted: Any, value: Any) -> Any:
     """Raises ValueError where a number is asked for and true or false is given."""
-    wanted = cls.model_fields[str(info.field_name)].annotation
     found = isinstance(value, bool) or (_holds_truth(value) and not any(models_of(wanted)))
     if found and not _takes_truth(wanted):
         raise ValueError("is true or false, as YAML reads yes, no, on and off too")
@@ -87,6 +89,10 @@ def _takes_truth(annotation: Any) -> bool:
     if annotation in (bool, Any, object) or isinstance(annotation, bool):
         return True
     return any(map(_takes_truth, get_args(annotation)))
+
+
+def _takes_path(annotation: Any) -> bool:
+    return annotation is Path or any(map(_takes_path, get_args(annotation)))
 
 
 class _YamlSource(PydanticBaseSettingsSource):

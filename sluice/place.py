@@ -31,6 +31,8 @@ def place_of(value: object) -> Place:
     if not isinstance(text, str) or "\0" in text:
         raise ValueError(f"{text!r} can be no path")
     if not is_bucket(text):
+        if text.startswith("file://") and not text.startswith("file:///"):
+            raise ValueError(f"{text[:200]!r} names no directory, as file:///directory does")
         return Path(text.removeprefix("file://"))
     if not text.startswith(SCHEMES):
         raise ValueError(f"{text[:200]!r} is neither a directory nor an s3:// URL")

@@ -5,6 +5,7 @@ import pytest
 from pydantic import Field, JsonValue
 
 from sluice.config import Config, ConfigError, ProcessConfig, load_config, parse_config
+from sluice.place import StorePlace
 from sluice.runtime.server import ServerConfig
 
 
@@ -23,6 +24,9 @@ class TrainerConfig(ProcessConfig):
     extra: dict[str, OptimConfig] = Field(default_factory=dict)
     options: dict[str, JsonValue] = Field(default_factory=dict)
     rates: dict[str, float] = Field(default_factory=dict)
+    logs: Path | None = None
+    roots: tuple[Path, ...] = ()
+    store: StorePlace = Path("/store")
 
 
 def write(tmp_path: Path, text: str) -> list[str]:
@@ -57,7 +61,8 @@ def test_flags_beat_environment_beats_file_beats_defaults(tmp_path, monkeypatch)
         ("model: m\nmodle: x", r"modle: unknown key; did you mean model\?"),
         (
             "model: m\nzzz: x",
-            "zzz: unknown key; known: backend, extra, model, offload, optim, options, rates",
+            "zzz: unknown key; known: backend, extra, logs, model, offload, optim, options, rates, "
+            "roots, store",
         ),
         ("model: m\nextra: {a: {rate: 1}}", r"extra\.a\.rate: .*known: betas, lr"),
         ("model: m\nbackend: jax", "backend: .*'transformers' or 'megatron'.*'jax'"),
@@ -67,6 +72,10 @@ def test_flags_beat_environment_beats_file_beats_defaults(tmp_path, monkeypatch)
         ("model: m\nrates: {a: on}", "rates: is true or false"),
         ("model: m\nextra: {a: {lr: no}}", r"extra\.a\.lr: is true or false"),
         ("model: true", "model: is true or false"),
+        ("model: m\nlogs: ''", "logs: names no path"),
+        ("model: m\nroots: [/data, '']", "roots: names no path"),
+        ("model: m\nstore: ''", "store: names no path"),
+        ("model: m\nstore: file://data/store", "store: .*names no directory, as file:///"),
         ("backend: megatron", "model: Field required"),
         ("- a list", "must hold a mapping"),
         ("model: [", "not valid YAML"),
