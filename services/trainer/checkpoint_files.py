@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from sluice.durable import scratch
 from sluice.file_cache import host_cache
 from sluice.place import StoreCacheConfig
 from sluice.weights.checkpoint import check_file
-from sluice.weights.errors import FileDigestError, MissingFileError
+from sluice.weights.errors import FileDigestError
 from sluice.weights.manifest import FileEntry
 
 WRITING, READING = "sluice-checkpoint-", "sluice-restored-"
@@ -84,14 +85,22 @@ def fetched(
 
 def check_path(path: Path, name: str, entry: FileEntry) -> None:
     """Read a file, which is `name` of a checkpoint or a copy. Raises CheckpointDamagedError."""
+    check_size(path, name, entry)
     try:
-        if (size := path.stat().st_size) != entry.size:
-            raise MissingFileError(name, f"has {size} bytes, not {entry.size}")
         check_file(path, entry.digest)
-    except FileNotFoundError:
-        raise CheckpointDamagedError(name, f"file {name!r} is missing") from None
-    except MissingFileError as error:
-        raise CheckpointDamagedError(name, str(error)) from error
     except FileDigestError as error:  # that of a copy has another name
         told = FileDigestError(name, error.expected, error.actual)
         raise CheckpointDamagedError(name, str(told)) from error
+
+
+def check_size(path: Path, name: str, entry: FileEntry) -> None:
+    """See that it is a file of as many bytes as were written. Raises CheckpointDamagedError."""
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointDamagedError(name, f"file {name!r} is missing") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointDamagedError(name, f"file {name!r} is no file any more")
+    if status.st_size != entry.size:
+        told = f"file {name!r} has {status.st_size} bytes, not {entry.size}"
+        raise CheckpointDamagedError(name, told)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from services.trainer import metrics
-from services.trainer.checkpoint_files import check_path
+from services.trainer.checkpoint_files import check_path, check_size
 from services.trainer.config import TrainerConfig
 from services.trainer.controller.incarnation import RankIncarnation
 from services.trainer.controller.publication import Publisher
@@ -212,7 +212,11 @@ class CheckpointStore(Checkpoints):
         return nullcontext(self.directory(name))
 
     def read(self, name: str, backend: str) -> CheckpointRecord:
-        return decode_record((self.directory(name) / RECORD).read_bytes(), name, backend)
+        directory = self.directory(name)
+        record = decode_record((directory / RECORD).read_bytes(), name, backend)
+        for file, entry in (record.files or {}).items():  # ranks that read them keep no state
+            check_size(directory / file, file, entry)
+        return record
 
 
 def document_of(record: CheckpointRecord) -> dict[str, Any]:
@@ -245,7 +249,7 @@ def decode_record(data: bytes, name: str, backend: str) -> CheckpointRecord:
         record = _decode_record(data, name)
     except FileDigestError as error:
         raise CheckpointDamagedError(RECORD, f"{name}: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         detail = f"{name}: file {RECORD!r} is malformed: {error}"
         raise CheckpointDamagedError(RECORD, detail) from None
     if record.backend != backend:

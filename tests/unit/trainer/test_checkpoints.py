@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import resource
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -46,6 +47,10 @@ DAMAGES: dict[str, Damage] = {
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
     "empty": lambda path: path.write_bytes(b""),
+    "gone": lambda path: path.unlink(),
+    "a directory": lambda path: (path.unlink(), path.mkdir()),
+    "nested too deep": lambda path: path.write_bytes(b"[" * 100_000),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
 }
 
 
@@ -134,20 +139,14 @@ async def test_a_damaged_file_is_found_and_named(whole: WholeStage, file: str, d
         await checkpoints.load("checkpoints/bad")
     assert (caught.value.code.name, caught.value.reason) == ("DATA_LOSS", "CHECKPOINT_DAMAGED")
     assert caught.value.metadata["file"] == file
-    if file != "checkpoint.json":  # which is read before the ranks hear of it
+    if damage == "flipped" and file != "checkpoint.json":  # found by ranks that read already
         await whole.reconnect()
+    else:
+        assert "load" not in whole.commands
+        assert all(map(torch.equal, whole.parameters, expected))
     whole.change()
     assert await checkpoints.load("checkpoints/good") == 0
     assert all(map(torch.equal, whole.parameters, expected))
-
-
-@pytest.mark.parametrize("file", FILES)
-async def test_a_file_that_is_gone_is_named(whole: WholeStage, file: str) -> None:
-    await whole.trainer.checkpoints.save("bad")
-    (checkpoint(whole, "bad") / file).unlink()
-    with pytest.raises(ServiceError, match=f"{file}.*is missing") as caught:
-        await whole.trainer.checkpoints.load("checkpoints/bad")
-    assert caught.value.reason == "CHECKPOINT_DAMAGED"
 
 
 @pytest.mark.parametrize("where", [0.0, 0.2, 0.4, 0.6, 0.8, 0.99])
