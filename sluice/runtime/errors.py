@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -201,11 +200,15 @@ def _clipped(text: str, size: int) -> str:
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Clear the variables of the frames that an error and its causes came through."""
+    """Let go of the frames that an error and its causes came through, with all they hold.
+
+    They are not cleared: of an error that several calls are ended by some are of coroutines that
+    have not ended yet, and clearing those would end them wherever they wait.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 

@@ -17,6 +17,7 @@ from sluice.runtime.operations import Operations
 from tests.patience import PATIENCE
 
 NUMBER = 25
+DONE = pb.ListOperationsRequest(filter="done=true")
 
 
 class Run:
@@ -179,3 +180,46 @@ async def test_beyond_so_many_that_run_none_is_begun_until_one_has_ended() -> No
     await run.end(0)
     run.start()
     await run.operations.close()
+
+
+async def test_an_error_that_ends_several_lets_each_clean_up_and_holds_nothing() -> None:
+    """Such as the loss of the ranks, which many wait for."""
+    lost, cleaned = asyncio.get_running_loop().create_future(), asyncio.Event()
+    operations = Operations()
+    seen: list[weakref.ref[Held]] = []
+
+    class Held:
+        """What a frame has."""
+
+    async def clean() -> empty_pb2.Empty:
+        held = Held()
+        seen.append(weakref.ref(held))
+        try:
+            await lost
+        finally:
+            await cleaned.wait()
+        return empty_pb2.Empty()
+
+    async def end() -> empty_pb2.Empty:
+        held = Held()
+        seen.append(weakref.ref(held))
+        await lost
+        return empty_pb2.Empty()
+
+    _, name = [
+        operations.start("work", empty_pb2.Empty(), run, empty_pb2.Empty).name
+        for run in (end, clean)
+    ]
+    await asyncio.sleep(0)
+    lost.set_exception(QueueFullError("lost", limit=1, kind="ranks"))
+    while len((await operations.ListOperations(DONE, None)).operations) < 1:
+        await asyncio.sleep(0)
+    gc.collect()
+    assert [one() is None for one in seen] == [True, False]
+    cleaned.set()
+    async with asyncio.timeout(PATIENCE):
+        while not operations.describe(name).done:
+            await asyncio.sleep(0)
+    assert "lost" in operations.describe(name).error.message
+    gc.collect()
+    assert seen[1]() is None
