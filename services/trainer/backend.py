@@ -22,7 +22,7 @@ from sluice.weights.manifest import FileEntry, ShardFile
 from sluice.weights.shards import ShardWrite
 
 if TYPE_CHECKING:
-    from services.trainer.config import LoraConfig, TrainerConfig
+    from services.trainer.config import LoraConfig, OptimConfig, TrainerConfig
 
 NON_FINITE = "non-finite gradient norm"
 ModelName = Literal["policy", "reference"]
@@ -154,9 +154,12 @@ class TrainingBackend(ABC):
         """Add the gradients of `sum_rows loss_weight * sum_tokens loss` to those gathered."""
 
     @abstractmethod
-    def step(self, *, normalizer: float, learning_rate: float | None) -> StepOutcome:
+    def step(
+        self, *, normalizer: float, learning_rate: float | None, optim: OptimConfig | None = None
+    ) -> StepOutcome:
         """Reduce gradients over ranks, divide by `normalizer`, clip, apply, and clear them.
 
+        `optim` has other numbers of AdamW for this step of an adapter.
         A gradient norm that `refuse_norm` refuses skips the update on every rank alike.
         """
 
@@ -177,9 +180,10 @@ class TrainingBackend(ABC):
         return self.stage_checkpoint(directory).write()
 
     @abstractmethod
-    def load_checkpoint(self, directory: Path) -> None:
+    def load_checkpoint(self, directory: Path, *, weights_only: bool = False) -> None:
         """Read what `save_checkpoint` wrote; others check the digests.
 
+        `weights_only`: the parameters of an adapter, whose optimizer begins anew.
         Raises OSError or ValueError for what cannot be read; the state is then undefined.
         """
 
@@ -192,10 +196,11 @@ class TrainingBackend(ABC):
         default is `write_shard`.
         """
 
-    def create_adapter(self, name: str, settings: LoraConfig) -> None:
+    def create_adapter(self, name: str, settings: LoraConfig, seed: int | None = None) -> None:
         """Begin another adapter of the base, with an optimizer of its own; collective.
 
-        It replaces one of that name. Raises InvalidAdapterError.
+        It replaces one of that name; `seed` draws it in place of the settings'. Raises
+        InvalidAdapterError.
         """
         raise NotImplementedError(f"{type(self).__name__} has one adapter only")
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 import grpc
 from google.longrunning import operations_pb2
 
+from services.trainer.adam import optim_from_proto
 from services.trainer.config import Head, TrainerConfig
 from services.trainer.controller.checkpoints import check_id, id_of
 from services.trainer.controller.passes import COLUMN_OF_MODEL, GradientsRequest
@@ -20,7 +21,7 @@ from services.trainer.controller.state import PassScalars, PolicyState
 from services.trainer.controller.trainer import Trainer
 from services.trainer.controller.transfer import Target
 from services.trainer.controller.uploads import ColumnUpdate, ReferencedColumns
-from services.trainer.errors import WrongHeadError
+from services.trainer.errors import AdaptersUnsupportedError, WrongHeadError
 from sluice.algo.plugins import SHIPPED, is_shipped
 from sluice.algo.spec import LossSpec
 from sluice.api.common.v1 import sample_pb2
@@ -324,13 +325,23 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self, request: pb.StepOptimizerRequest, context: grpc.aio.ServicerContext
     ) -> pb.StepOptimizerResponse:
         rate = request.learning_rate if request.HasField("learning_rate") else None
-        highest = self._trainer.config.highest_rate
+        config, optim = self._trainer.config, None
+        highest = config.highest_rate
+        if request.HasField("adam"):
+            if config.lora is None:
+                raise AdaptersUnsupportedError(
+                    "adam: steps of this trainer have the numbers of `optim`: set lora"
+                )
+            optim = optim_from_proto(
+                request.adam, self._trainer.state.policy(request.adapter).optim
+            )
+            highest = optim.highest_rate
         if rate is not None and not 0 <= rate <= highest:
             raise InvalidFieldError("learning_rate", f"must be from 0 to {highest:g}, got {rate}")
 
         async def run() -> pb.StepOptimizerResponse:
             done = await self._trainer.passes.step(
-                request.expected_step, request.part_ids, rate, request.adapter
+                request.expected_step, request.part_ids, rate, request.adapter, optim
             )
             skipped = pb.StepOptimizerResponse.OUTCOME_SKIPPED
             applied = pb.StepOptimizerResponse.OUTCOME_APPLIED
@@ -377,11 +388,18 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     ) -> operations_pb2.Operation:
         id_of(request.checkpoint)
         self._trainer.state.policy(request.adapter)
+        for field in ("saved_adapter", "weights_only"):
+            if getattr(request, field) and not request.adapter:
+                raise InvalidFieldError(field, "is of adapters that a call began alone")
 
         async def run() -> pb.LoadCheckpointResponse:
-            return pb.LoadCheckpointResponse(
-                step=await self._trainer.checkpoints.load(request.checkpoint, request.adapter)
+            step = await self._trainer.checkpoints.load(
+                request.checkpoint,
+                request.adapter,
+                saved_adapter=request.saved_adapter or request.adapter,
+                weights_only=request.weights_only,
             )
+            return pb.LoadCheckpointResponse(step=step)
 
         metadata = pb.CheckpointMetadata(
             checkpoint=request.checkpoint, create_time=timestamp_of(time.time())
@@ -462,7 +480,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             )
 
         async def run() -> pb.CreateAdapterResponse:
-            policy = await adapters.create(request.adapter, settings, rate)
+            seed = request.seed if request.HasField("seed") else None
+            policy = await adapters.create(request.adapter, settings, rate, seed)
             return pb.CreateAdapterResponse(adapter=describe_adapter(policy))
 
         return await self._requests.once(request.request_id, request, run)

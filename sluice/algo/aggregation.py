@@ -44,13 +44,16 @@ def weigh_samples(
 
     token_mean: every trained token counts the same. sample_mean: every episode with a trained
     token does. group_mean: every group with one does. constant: every token the same, divided by
-    constant_length x all episodes (Dr.GRPO, arXiv 2503.20783). A group must be given whole.
+    constant_length x all episodes (Dr.GRPO, arXiv 2503.20783). sum: every token the same, divided
+    by nothing, be the step of one call or of many. A group must be given whole.
     `episodes[i]` names that of sample i, which may have several; None: each is one.
     """
     if len(token_counts) != len(group_ids):
         raise ValueError(f"{len(token_counts)} token counts but {len(group_ids)} group ids")
     if spec.aggregation == "token_mean":
         return LossWeights(weights=(1.0,) * len(token_counts), normalizer=float(sum(token_counts)))
+    if spec.aggregation == "sum":
+        return LossWeights(weights=(1.0,) * len(token_counts), normalizer=1.0)
     if spec.aggregation == "constant":
         assert spec.constant_length is not None
         count = len(token_counts) if episodes is None else len(set(episodes))

@@ -42,7 +42,7 @@ from sluice.algo.surrogate import Loss, LossHead
 from sluice.config import Config
 from sluice.samples.sample import LEAST_TEMPERATURE, MOST_TEMPERATURE, top_columns
 
-Aggregation = Literal["token_mean", "sample_mean", "group_mean", "constant"]
+Aggregation = Literal["token_mean", "sample_mean", "group_mean", "constant", "sum"]
 OldLogprobs = Literal["old", "rollout"]
 ImportanceLevel = Literal["token", "sequence", "geometric"]
 ImportanceMode = Literal["truncate", "clip", "mask", "reject"]

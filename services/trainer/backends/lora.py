@@ -263,8 +263,8 @@ class AdapterTraining:
         self.is_writer = is_writer
         self.optimizer = FlatOptimizer(adapters.parameters, optim, adamw=adamw)
 
-    def step(self, normalizer: float, rate: float) -> StepOutcome:
-        return self.optimizer.step(normalizer, rate, self.reduce, self.norm)
+    def step(self, normalizer: float, rate: float, optim: OptimConfig | None) -> StepOutcome:
+        return self.optimizer.step(normalizer, rate, self.reduce, self.norm, optim)
 
     def clear(self) -> None:
         self.optimizer.clear()
@@ -299,12 +299,17 @@ class AdapterTraining:
         small = {ADAPTER_CONFIG: encode_adapter_config(self.adapters.spec)}
         return StagedFiles(directory, files, small, sync=sync)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, *, weights_only: bool = False) -> None:
         """Read what was staged, by any backend. Raises ValueError for others or another base."""
         check_checkpoint(directory, self.adapters.spec)
-        parameters = self.adapters.parameters
         replica.load(
-            directory, parameters, self.optimizer, self._mesh, part=self.part, holds_all=False
+            directory,
+            self.adapters.parameters,
+            self.optimizer,
+            self._mesh,
+            part=self.part,
+            holds_all=False,
+            weights_only=weights_only,
         )
 
     def write(self, directory: Path, write: ShardWrite, dtype: torch.dtype) -> list[ShardFile]:
@@ -344,10 +349,11 @@ class TrainedAdapters:
         self._trained = {"": start(first)}
         self.use("")
 
-    def create(self, name: str, settings: LoraConfig) -> None:
+    def create(self, name: str, settings: LoraConfig, seed: int | None) -> None:
         """Begin another one, which is not in use. Raises InvalidAdapterError."""
         spec = settings.spec(self._base_digest)
-        self._trained[name] = self._start(Adapters(spec, seed=self._seed))
+        drawn = self._seed if seed is None else seed
+        self._trained[name] = self._start(Adapters(spec, seed=drawn))
 
     def delete(self, name: str) -> None:
         """Forget one, if it is there."""

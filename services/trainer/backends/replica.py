@@ -47,7 +47,6 @@ class FlatOptimizer:
     ) -> None:
         """`adamw`: the implementation of the optimizer."""
         scales = (vision or VisionConfig()).scales(optim.learning_rate)
-        self._max_norm = optim.max_grad_norm
         for name, parameter in parameters.items():
             if not scales[part_of(name)]:
                 parameter.requires_grad_(False)
@@ -57,14 +56,14 @@ class FlatOptimizer:
         self.gradients = torch.zeros(size, dtype=first.dtype, device=first.device)
         for name, view in self.views():
             self.parameters[name].grad = view
-        groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+        groups: dict[tuple[bool, float], list[torch.nn.Parameter]] = {}
         for name, parameter in self.parameters.items():
-            decay = optim.weight_decay if parameter.ndim > 1 else 0.0
-            groups.setdefault((decay, scales[part_of(name)]), []).append(parameter)
+            groups.setdefault((parameter.ndim > 1, scales[part_of(name)]), []).append(parameter)
+        self._optim = optim
         self.adam = torch.optim.AdamW(
             [
-                {"params": parameters, "weight_decay": decay, "scale": scale}
-                for (decay, scale), parameters in groups.items()
+                {"params": parameters, "decays": decays, "scale": scale}
+                for (decays, scale), parameters in groups.items()
             ],
             lr=optim.learning_rate,
             betas=optim.betas,
@@ -86,20 +85,27 @@ class FlatOptimizer:
         rate: float,
         reduce: Callable[[torch.Tensor], None],
         norm: Callable[[torch.Tensor], float] = norm_of,
+        optim: OptimConfig | None = None,
     ) -> StepOutcome:
         """Sum gradients over ranks with `reduce`, divide, clip, apply, clear.
 
-        `norm` is that of all parameters, where this rank holds some of them.
+        `norm` is that of all parameters, where this rank holds some of them. `optim` has other
+        numbers for this step.
         """
+        used = self._optim if optim is None else optim
         reduce(self.gradients)
         measured = norm(self.gradients) / normalizer
-        if refused := refuse_norm(measured, clips=bool(self._max_norm)):
+        if refused := refuse_norm(measured, clips=bool(used.max_grad_norm)):
             self.clear()
             return StepOutcome(grad_norm=measured, learning_rate=rate, skipped_reason=refused)
-        clip = min(1.0, self._max_norm / (measured + CLIP_EPSILON)) if self._max_norm else 1.0
+        clip = 1.0
+        if used.max_grad_norm:
+            clip = min(1.0, used.max_grad_norm / (measured + CLIP_EPSILON))
         self.gradients.mul_(clip / normalizer)
         for group in self.adam.param_groups:
             group["lr"] = rate * group["scale"]
+            group["betas"], group["eps"] = used.betas, used.epsilon
+            group["weight_decay"] = used.weight_decay if group["decays"] else 0.0
         self.adam.step()
         self.clear()
         return StepOutcome(grad_norm=measured, learning_rate=rate)
@@ -192,12 +198,13 @@ def load(
     *,
     part: Part = _whole,
     holds_all: bool = True,
+    weights_only: bool = False,
 ) -> None:
     """Read what was staged, under any count of ranks.
 
     `part` cuts what this rank holds out of a tensor of that name. Unless it `holds_all`, there may
-    be more in the checkpoint. Raises ValueError for another model's or a damaged one; the state is
-    then undefined.
+    be more in the checkpoint. With `weights_only` the optimizer begins anew. Raises ValueError for
+    another model's or a damaged one; the state is then undefined.
     """
     with _open(directory / MODEL_FILE) as saved, torch.no_grad():
         names = set(saved.keys())
@@ -207,6 +214,10 @@ def load(
             raise ValueError(f"the checkpoint is of another model, they differ in: {named}")
         for name, tensor in tensors.items():
             _fill(name, tensor, part(name, saved.get_tensor(name)))
+    if weights_only:
+        optimizer.adam.state.clear()
+        optimizer.clear()
+        return
     with _open(directory / OPTIMIZER_FILE) as moments:
         stepped = set(moments.keys())
         for name, parameter in optimizer.parameters.items():

@@ -60,7 +60,9 @@ class TrainerAdapters:
             raise InvalidFieldError(*_wrong(error)) from None
 
     @in_turn
-    async def create(self, name: str, settings: LoraConfig, learning_rate: float) -> PolicyState:
+    async def create(
+        self, name: str, settings: LoraConfig, learning_rate: float, seed: int | None = None
+    ) -> PolicyState:
         """Begin an adapter on all ranks."""
         state, ranks = self._state, self._ranks.incarnation
         state.check_awake()
@@ -72,7 +74,7 @@ class TrainerAdapters:
                 limit=settings.max_adapters,
             )
         optim = self._config.optim.model_copy(update={"learning_rate": learning_rate})
-        policy = PolicyState(adapter=name, settings=settings, optim=optim)
+        policy = PolicyState(adapter=name, settings=settings, optim=optim, seed=seed)
         await self.begin(ranks, policy)
         state.adapters[name] = policy
         return policy
@@ -93,7 +95,11 @@ class TrainerAdapters:
         assert settings is not None
         spec = settings.spec("0" * 32)
         command = pb.AddAdapter(
-            name=policy.adapter, rank=spec.rank, alpha=spec.alpha, targets=spec.targets
+            name=policy.adapter,
+            rank=spec.rank,
+            alpha=spec.alpha,
+            targets=spec.targets,
+            seed=policy.seed,
         )
         try:
             await ranks.run(pb.FollowResponse(add_adapter=command))

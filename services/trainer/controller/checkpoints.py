@@ -463,21 +463,38 @@ class TrainerCheckpoints:
         return record.step
 
     @in_turn
-    async def load(self, name: str, adapter: str = "") -> int:
+    async def load(
+        self,
+        name: str,
+        adapter: str = "",
+        *,
+        saved_adapter: str | None = None,
+        weights_only: bool = False,
+    ) -> int:
         """Go back to a checkpoint; batches and gradients are dropped. Returns its step.
 
-        Those of other policies stay, whatever is wrong with a checkpoint of adapters.
+        Those of other policies stay, whatever is wrong with a checkpoint of adapters. One that was
+        saved of another adapter, or of which the weights alone are taken, begins a line of its own:
+        ranks that restart do not come back to it.
         """
+        saved = adapter if saved_adapter is None else saved_adapter
         self._state.check_awake()
         policy = self._state.policy(adapter)
         await self.settle()
         ranks = self._ranks.incarnation
-        record = await self._read(name, adapter)  # refused before anything is dropped
+        record = await self._read(name, saved)  # refused before anything is dropped
         if self._state.adapters:
             await self._check_ahead(policy, name, record)
         await self._publisher.forget_loss()
         await self._batches.drop_all(ranks, adapter)
-        await self._load_into(ranks, policy, name)
+        if saved == adapter and not weights_only:
+            await self._load_into(ranks, policy, name)
+            return policy.step
+        await self._load_recorded(ranks, name, record, adapter, weights_only=weights_only)
+        begun = replace(record, weights=None)
+        if weights_only:
+            begun = replace(begun, step=0, skipped_count=0)
+        restore_state(policy, policy.checkpoint, begun)
         return policy.step
 
     async def _check_ahead(self, policy: PolicyState, name: str, record: CheckpointRecord) -> None:
@@ -513,7 +530,7 @@ class TrainerCheckpoints:
     async def _load_into(self, ranks: RankIncarnation, policy: PolicyState, name: str) -> None:
         with _forgetting_lost(policy, name):
             record = await self._read(name, policy.adapter)
-            await self._load_recorded(ranks, name, record)
+            await self._load_recorded(ranks, name, record, policy.adapter)
         restore_state(policy, name, record)
         if not policy.adapter:
             metrics.STEP.set(policy.step)
@@ -545,9 +562,16 @@ class TrainerCheckpoints:
         return record
 
     async def _load_recorded(
-        self, ranks: RankIncarnation, name: str, record: CheckpointRecord
+        self,
+        ranks: RankIncarnation,
+        name: str,
+        record: CheckpointRecord,
+        adapter: str,
+        *,
+        weights_only: bool = False,
     ) -> None:
-        command = pb.LoadCommand(directory=self.store.location(name, record))
+        location = self.store.location(name, record)
+        command = pb.LoadCommand(directory=location, weights_only=weights_only)
         if record.files is None:
             metrics.UNVERIFIED_CHECKPOINTS.inc()
             logger.warning("%s names no digests of its files: damage would not be found", name)
@@ -563,7 +587,7 @@ class TrainerCheckpoints:
             )
         try:
             with metrics.CHECKPOINT_SECONDS.labels("load").time():
-                await ranks.run(pb.FollowResponse(load=command, adapter=record.adapter))
+                await ranks.run(pb.FollowResponse(load=command, adapter=adapter))
         except ServiceError as error:  # what the ranks hold now is neither old nor new
             ranks.fail(error)
             raise

@@ -11,6 +11,8 @@ from functools import reduce
 import numpy as np
 
 from services.trainer import metrics
+from services.trainer.adam import optim_to_proto
+from services.trainer.config import OptimConfig
 from services.trainer.controller.algorithms import Algorithms
 from services.trainer.controller.incarnation import Build, RankIncarnation
 from services.trainer.controller.planning import (
@@ -252,9 +254,17 @@ class TrainerPasses:
 
     @in_turn
     async def step(
-        self, expected_step: int, part_ids: Sequence[str], rate: float | None, adapter: str = ""
+        self,
+        expected_step: int,
+        part_ids: Sequence[str],
+        rate: float | None,
+        adapter: str = "",
+        optim: OptimConfig | None = None,
     ) -> StepScalars:
-        """Apply exactly the parts named and advance the step."""
+        """Apply exactly the parts named and advance the step.
+
+        `optim` has other numbers for this one.
+        """
         self._state.check_awake()
         ranks, state = self._ranks.incarnation, self._state.policy(adapter)
         _check_step(state, expected_step)
@@ -266,7 +276,7 @@ class TrainerPasses:
             await ranks.run(_discard(adapter))
             outcome = pb.StepResult(grad_norm=0.0, learning_rate=used, skipped_reason=NO_TOKENS)
         else:
-            outcome = await self._apply(ranks, state, used)
+            outcome = await self._apply(ranks, state, used, optim)
         ledger.clear()
         seconds = time.perf_counter() - started
         self._note_step(state, outcome, seconds)
@@ -292,9 +302,13 @@ class TrainerPasses:
         return state.ledger.clear()
 
     async def _apply(
-        self, ranks: RankIncarnation, state: PolicyState, rate: float
+        self, ranks: RankIncarnation, state: PolicyState, rate: float, optim: OptimConfig | None
     ) -> pb.StepResult:
-        command = pb.StepCommand(normalizer=state.ledger.normalizer, learning_rate=rate)
+        command = pb.StepCommand(
+            normalizer=state.ledger.normalizer,
+            learning_rate=rate,
+            adam=None if optim is None else optim_to_proto(optim),
+        )
         try:
             results = await ranks.run(pb.FollowResponse(step=command, adapter=state.adapter))
         except ServiceError as error:

@@ -247,12 +247,14 @@ class Planner:
 def weigh_pass(batch: Batch, selection: np.ndarray, loss: LossSpec) -> PassWeights:
     """Compute weights and divisor of a selection, such that divisors of disjoint selections add up.
 
-    A group's weight counts its tokens in the whole batch and its divisor is 1 over all its
-    rows, so that a group may be spread over calls.
+    That of `sum` is 1 for all of a step. A group's weight counts its tokens in the whole batch and
+    its divisor is 1 over all its rows, so that a group may be spread over calls.
     """
     counts, episodes = batch.mask_counts, batch.episode_keys()
     whole = weigh_samples(loss, counts.tolist(), batch.facts.group_ids, episodes)
     weights = np.asarray(whole.weights, dtype=np.float64)[selection]
+    if loss.aggregation == "sum":
+        return PassWeights(weights, 1.0)
     if loss.aggregation == "constant":
         assert loss.constant_length is not None
         return PassWeights(weights, loss.constant_length * _episode_share(episodes, selection))

@@ -261,7 +261,10 @@ class GradientLedger(Generic[T]):
 
     @property
     def normalizer(self) -> float:
-        return sum(part.normalizer for part in self.parts.values())
+        parts = self.parts.values()
+        if any(part.aggregation[0] == "sum" for part in parts):
+            return 1.0
+        return sum(part.normalizer for part in parts)
 
     def clear(self) -> list[str]:
         """Forget all parts; returns their ids."""
@@ -303,11 +306,13 @@ class PolicyState:
     """What is one policy's own: its steps, gradients, versions and checkpoints.
 
     weights: the latest published version that the parameters descend from. checkpoint: the
-    name of the one that ranks restart from. adapter, settings: of an adapter that a call began.
+    name of the one that ranks restart from. adapter, settings, seed: of an adapter that a call
+    began.
     """
 
     adapter: str = ""
     settings: LoraConfig | None = None
+    seed: int | None = None
     optim: OptimConfig = field(default_factory=OptimConfig)
     step: int = 0
     skipped_count: int = 0

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from services.trainer.adam import optim_from_proto
 from services.trainer.backend import (
     Mesh,
     ModelName,
@@ -25,7 +26,7 @@ from services.trainer.backend import (
     create_backend,
 )
 from services.trainer.checkpoint_files import check_path, fetched, written_there
-from services.trainer.config import LoraConfig, TrainerConfig
+from services.trainer.config import LoraConfig, OptimConfig, TrainerConfig
 from services.trainer.errors import (
     CheckpointMismatchError,
     RanksPartedError,
@@ -276,7 +277,9 @@ class Executor:
     def _step(self, command: pb.StepCommand, result: pb.CommandResult) -> None:
         self._behind.keep()
         outcome = self._backend.step(
-            normalizer=command.normalizer, learning_rate=command.learning_rate
+            normalizer=command.normalizer,
+            learning_rate=command.learning_rate,
+            optim=_optim_of(command),
         )
         result.step.grad_norm = outcome.grad_norm
         result.step.learning_rate = outcome.learning_rate
@@ -314,7 +317,8 @@ class Executor:
             rank=command.rank, alpha=command.alpha, targets=tuple(command.targets)
         )
         try:
-            self._backend.create_adapter(command.name, settings)
+            seed = command.seed if command.HasField("seed") else None
+            self._backend.create_adapter(command.name, settings, seed)
         except InvalidAdapterError as error:
             raise InvalidFieldError("targets", str(error)) from error
 
@@ -356,7 +360,7 @@ class Executor:
             reading = checked_beside(Path(location), files, mesh.rank, mesh.world_size)
         with reading as directory:
             try:
-                self._backend.load_checkpoint(directory)
+                self._backend.load_checkpoint(directory, weights_only=command.weights_only)
             except (OSError, ValueError) as error:
                 raise CheckpointMismatchError(str(error)) from error
 
@@ -509,6 +513,10 @@ def _sums_to_proto(sums: PassSums) -> pb.PassSums:
             for name, (total, weight) in sums.metrics.items()
         },
     )
+
+
+def _optim_of(command: pb.StepCommand) -> OptimConfig | None:
+    return optim_from_proto(command.adam, OptimConfig()) if command.HasField("adam") else None
 
 
 def find_mesh(config: TrainerConfig, rank: int, world_size: int) -> Mesh:

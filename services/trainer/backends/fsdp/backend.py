@@ -40,7 +40,7 @@ from services.trainer.backends.fsdp.tensor_parallel import (
 )
 from services.trainer.backends.reference.model import PackedLayout, PassInputs, images_of, pack
 from services.trainer.backends.sums import SumsOnDevice, by_sample, pass_sums
-from services.trainer.config import Head, LoraConfig, TrainerConfig
+from services.trainer.config import Head, LoraConfig, OptimConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
 from sluice import platform
@@ -176,13 +176,18 @@ class FsdpBackend(TrainingBackend):
             sums.add_terms(terms)
         return pass_sums(sums.read())
 
-    def step(self, *, normalizer: float, learning_rate: float | None) -> StepOutcome:
+    def step(
+        self, *, normalizer: float, learning_rate: float | None, optim: OptimConfig | None = None
+    ) -> StepOutcome:
         rate = self._config.optim.learning_rate if learning_rate is None else learning_rate
         if self._tensor is not None:
             self._tensor.collectives.end_step()
         if self._context is not None:
             self._context.end_step()
-        return self._optimizer.step(normalizer, rate)
+        optimizer = self._optimizer
+        if isinstance(optimizer, lora.AdapterTraining):
+            return optimizer.step(normalizer, rate, optim)
+        return optimizer.step(normalizer, rate)
 
     @property
     def _optimizer(self) -> ShardedOptimizer | lora.AdapterTraining:
@@ -206,9 +211,9 @@ class FsdpBackend(TrainingBackend):
             durable=self._config.durable,
         )
 
-    def load_checkpoint(self, directory: Path) -> None:
+    def load_checkpoint(self, directory: Path, *, weights_only: bool = False) -> None:
         if isinstance(optimizer := self._optimizer, lora.AdapterTraining):
-            optimizer.load(directory)
+            optimizer.load(directory, weights_only=weights_only)
             return
         lora.refuse_checkpoint(directory)
         checkpoint.load(self._policy, optimizer, directory, self._writers)
@@ -219,10 +224,10 @@ class FsdpBackend(TrainingBackend):
             return self._lora.used.write(directory, write, self._export.dtype)
         return self._export.write(directory, write)
 
-    def create_adapter(self, name: str, settings: LoraConfig) -> None:
+    def create_adapter(self, name: str, settings: LoraConfig, seed: int | None = None) -> None:
         assert self._lora is not None
         self._check_targets(settings)
-        self._lora.create(name, settings)
+        self._lora.create(name, settings, seed)
 
     def _check_targets(self, settings: LoraConfig) -> None:
         if self._tensor is not None:

@@ -47,7 +47,7 @@ from services.trainer.backends.megatron.upstream import current_device
 from services.trainer.backends.megatron.weights import export_tensors, repeat, write_shards
 from services.trainer.backends.sums import SumsOnDevice, pass_sums
 from services.trainer.backends.untrained import untrained_tensors
-from services.trainer.config import LoraConfig, TrainerConfig
+from services.trainer.config import LoraConfig, OptimConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
 from sluice import platform
@@ -125,13 +125,15 @@ class MegatronBackend(TrainingBackend):
         sums = self._passes.train(batches, loss).read()
         return pass_sums(share_sums(sums, self._device))
 
-    def step(self, *, normalizer: float, learning_rate: float | None) -> StepOutcome:
+    def step(
+        self, *, normalizer: float, learning_rate: float | None, optim: OptimConfig | None = None
+    ) -> StepOutcome:
         if self._passes.replay is not None:
             self._passes.replay.step()
         self._groups.end_step()
         if self._lora is not None:
             rate = self._config.optim.learning_rate if learning_rate is None else learning_rate
-            return self._lora.used.step(normalizer, rate)
+            return self._lora.used.step(normalizer, rate, optim)
         outcome = self._stepper.step(normalizer=normalizer, learning_rate=learning_rate)
         self._policy.share_embedding()
         return outcome
@@ -160,9 +162,9 @@ class MegatronBackend(TrainingBackend):
             durable=self._config.durable,
         )
 
-    def load_checkpoint(self, directory: Path) -> None:
+    def load_checkpoint(self, directory: Path, *, weights_only: bool = False) -> None:
         if self._lora is not None:
-            self._lora.used.load(directory)
+            self._lora.used.load(directory, weights_only=weights_only)
             return
         refuse_checkpoint(directory)
         checkpoint.load(self._policy, self._stepper, self._layout, directory, scales=self._scales)
@@ -185,9 +187,9 @@ class MegatronBackend(TrainingBackend):
             write=write,
         )
 
-    def create_adapter(self, name: str, settings: LoraConfig) -> None:
+    def create_adapter(self, name: str, settings: LoraConfig, seed: int | None = None) -> None:
         assert self._lora is not None
-        self._lora.create(name, settings)
+        self._lora.create(name, settings, seed)
         self._passes_of[name] = self._create_passes()
 
     def delete_adapter(self, name: str) -> None:

@@ -27,7 +27,7 @@ from services.trainer.backends.reference.model import PassInputs, ScoredModel, s
 from services.trainer.backends.replica import FlatOptimizer
 from services.trainer.backends.sums import SumsOnDevice, by_sample, pass_sums
 from services.trainer.backends.untrained import untrained_names, untrained_tensors
-from services.trainer.config import Head, LoraConfig, TrainerConfig
+from services.trainer.config import Head, LoraConfig, OptimConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
 from sluice import platform
@@ -130,9 +130,11 @@ class ReferenceBackend(TrainingBackend):
             sums.add_terms(terms)
         return pass_sums(sums.read())
 
-    def step(self, *, normalizer: float, learning_rate: float | None) -> StepOutcome:
+    def step(
+        self, *, normalizer: float, learning_rate: float | None, optim: OptimConfig | None = None
+    ) -> StepOutcome:
         rate = self._config.optim.learning_rate if learning_rate is None else learning_rate
-        return self._optimizer.step(normalizer, rate, self._reduce)
+        return self._optimizer.step(normalizer, rate, self._reduce, optim=optim)
 
     @property
     def _optimizer(self) -> FlatOptimizer:
@@ -152,9 +154,9 @@ class ReferenceBackend(TrainingBackend):
         tensors, state = _model_tensors(self._policy.model), self._optimizer.state()
         return replica.stage(directory, tensors, state, self.mesh, sync=sync)
 
-    def load_checkpoint(self, directory: Path) -> None:
+    def load_checkpoint(self, directory: Path, *, weights_only: bool = False) -> None:
         if self._lora is not None:
-            self._lora.used.load(directory)
+            self._lora.used.load(directory, weights_only=weights_only)
             return
         lora.refuse_checkpoint(directory)
         replica.load(directory, _model_tensors(self._policy.model), self._optimizer, self.mesh)
@@ -176,9 +178,9 @@ class ReferenceBackend(TrainingBackend):
         )
         return files + _write_untrained(directory, untrained, mesh, write)
 
-    def create_adapter(self, name: str, settings: LoraConfig) -> None:
+    def create_adapter(self, name: str, settings: LoraConfig, seed: int | None = None) -> None:
         assert self._lora is not None
-        self._lora.create(name, settings)
+        self._lora.create(name, settings, seed)
 
     def delete_adapter(self, name: str) -> None:
         assert self._lora is not None

@@ -501,18 +501,34 @@ class ForwardBackwardResponse(_message.Message):
     def __init__(self, loss: _Optional[float] = ..., token_count: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., micro_batch_count: _Optional[int] = ..., silent_row_count: _Optional[int] = ...) -> None: ...
 
 class StepOptimizerRequest(_message.Message):
-    __slots__ = ("expected_step", "part_ids", "learning_rate", "request_id", "adapter")
+    __slots__ = ("expected_step", "part_ids", "learning_rate", "request_id", "adapter", "adam")
     EXPECTED_STEP_FIELD_NUMBER: _ClassVar[int]
     PART_IDS_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ADAM_FIELD_NUMBER: _ClassVar[int]
     expected_step: int
     part_ids: _containers.RepeatedScalarFieldContainer[str]
     learning_rate: float
     request_id: str
     adapter: str
-    def __init__(self, expected_step: _Optional[int] = ..., part_ids: _Optional[_Iterable[str]] = ..., learning_rate: _Optional[float] = ..., request_id: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+    adam: AdamSettings
+    def __init__(self, expected_step: _Optional[int] = ..., part_ids: _Optional[_Iterable[str]] = ..., learning_rate: _Optional[float] = ..., request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., adam: _Optional[_Union[AdamSettings, _Mapping]] = ...) -> None: ...
+
+class AdamSettings(_message.Message):
+    __slots__ = ("beta1", "beta2", "epsilon", "weight_decay", "max_grad_norm")
+    BETA1_FIELD_NUMBER: _ClassVar[int]
+    BETA2_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    MAX_GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+    max_grad_norm: float
+    def __init__(self, beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., epsilon: _Optional[float] = ..., weight_decay: _Optional[float] = ..., max_grad_norm: _Optional[float] = ...) -> None: ...
 
 class StepOptimizerResponse(_message.Message):
     __slots__ = ("step", "outcome", "skipped_reason", "grad_norm", "learning_rate", "duration", "skipped_count", "consecutive_skipped_count")
@@ -577,14 +593,18 @@ class SaveCheckpointResponse(_message.Message):
     def __init__(self, checkpoint: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
 
 class LoadCheckpointRequest(_message.Message):
-    __slots__ = ("checkpoint", "request_id", "adapter")
+    __slots__ = ("checkpoint", "request_id", "adapter", "saved_adapter", "weights_only")
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    SAVED_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_ONLY_FIELD_NUMBER: _ClassVar[int]
     checkpoint: str
     request_id: str
     adapter: str
-    def __init__(self, checkpoint: _Optional[str] = ..., request_id: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+    saved_adapter: str
+    weights_only: bool
+    def __init__(self, checkpoint: _Optional[str] = ..., request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., saved_adapter: _Optional[str] = ..., weights_only: bool = ...) -> None: ...
 
 class LoadCheckpointResponse(_message.Message):
     __slots__ = ("step",)
@@ -685,20 +705,22 @@ class WakeResponse(_message.Message):
     def __init__(self, step: _Optional[int] = ...) -> None: ...
 
 class CreateAdapterRequest(_message.Message):
-    __slots__ = ("adapter", "rank", "alpha", "targets", "learning_rate", "request_id")
+    __slots__ = ("adapter", "rank", "alpha", "targets", "learning_rate", "request_id", "seed")
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     ALPHA_FIELD_NUMBER: _ClassVar[int]
     TARGETS_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
     adapter: str
     rank: int
     alpha: float
     targets: _containers.RepeatedScalarFieldContainer[str]
     learning_rate: float
     request_id: str
-    def __init__(self, adapter: _Optional[str] = ..., rank: _Optional[int] = ..., alpha: _Optional[float] = ..., targets: _Optional[_Iterable[str]] = ..., learning_rate: _Optional[float] = ..., request_id: _Optional[str] = ...) -> None: ...
+    seed: int
+    def __init__(self, adapter: _Optional[str] = ..., rank: _Optional[int] = ..., alpha: _Optional[float] = ..., targets: _Optional[_Iterable[str]] = ..., learning_rate: _Optional[float] = ..., request_id: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class CreateAdapterResponse(_message.Message):
     __slots__ = ("adapter",)

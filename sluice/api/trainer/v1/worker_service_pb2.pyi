@@ -481,12 +481,14 @@ class GradientsCommand(_message.Message):
     def __init__(self, batch_id: _Optional[str] = ..., loss: _Optional[_Union[_loss_pb2.LossSpec, _Mapping]] = ..., micro_batches: _Optional[_Iterable[_Union[MicroBatchRows, _Mapping]]] = ..., measured: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class StepCommand(_message.Message):
-    __slots__ = ("normalizer", "learning_rate")
+    __slots__ = ("normalizer", "learning_rate", "adam")
     NORMALIZER_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    ADAM_FIELD_NUMBER: _ClassVar[int]
     normalizer: float
     learning_rate: float
-    def __init__(self, normalizer: _Optional[float] = ..., learning_rate: _Optional[float] = ...) -> None: ...
+    adam: _trainer_service_pb2.AdamSettings
+    def __init__(self, normalizer: _Optional[float] = ..., learning_rate: _Optional[float] = ..., adam: _Optional[_Union[_trainer_service_pb2.AdamSettings, _Mapping]] = ...) -> None: ...
 
 class DiscardCommand(_message.Message):
     __slots__ = ()
@@ -501,12 +503,14 @@ class SaveCommand(_message.Message):
     def __init__(self, directory: _Optional[str] = ..., write_behind: bool = ...) -> None: ...
 
 class LoadCommand(_message.Message):
-    __slots__ = ("directory", "files")
+    __slots__ = ("directory", "files", "weights_only")
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_ONLY_FIELD_NUMBER: _ClassVar[int]
     directory: str
     files: _containers.RepeatedCompositeFieldContainer[CheckpointFile]
-    def __init__(self, directory: _Optional[str] = ..., files: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ...) -> None: ...
+    weights_only: bool
+    def __init__(self, directory: _Optional[str] = ..., files: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ..., weights_only: bool = ...) -> None: ...
 
 class PublishCommand(_message.Message):
     __slots__ = ("directory", "version", "base", "write_behind")
@@ -565,16 +569,18 @@ class WakeCommand(_message.Message):
     def __init__(self) -> None: ...
 
 class AddAdapter(_message.Message):
-    __slots__ = ("name", "rank", "alpha", "targets")
+    __slots__ = ("name", "rank", "alpha", "targets", "seed")
     NAME_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     ALPHA_FIELD_NUMBER: _ClassVar[int]
     TARGETS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
     name: str
     rank: int
     alpha: float
     targets: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., rank: _Optional[int] = ..., alpha: _Optional[float] = ..., targets: _Optional[_Iterable[str]] = ...) -> None: ...
+    seed: int
+    def __init__(self, name: _Optional[str] = ..., rank: _Optional[int] = ..., alpha: _Optional[float] = ..., targets: _Optional[_Iterable[str]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class DropAdapter(_message.Message):
     __slots__ = ("name",)
