@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,6 +21,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import grpc
 
 from sluice.config import Config
+from sluice.json_values import json_fault, shown
 from sluice.runtime.errors import ServiceError
 from sluice.samples.sample import LARGEST_NUMBER
 
@@ -283,11 +283,11 @@ def _reward_from(value: Any, index: int) -> Reward:
     raw, scores = value.get("raw_reward"), value.get("scores") or {}
     trained = value.get("trained", True)
     if not isinstance(scores, Mapping):
-        raise InvalidRewardError(f"{where}.scores is {_shown(scores)}, not an object")
+        raise InvalidRewardError(f"{where}.scores is {shown(scores)}, not an object")
     if not isinstance(trained, bool):
-        raise InvalidRewardError(f"{where}.trained is {_shown(trained)}, not true or false")
+        raise InvalidRewardError(f"{where}.trained is {shown(trained)}, not true or false")
     if nameless := [name for name in scores if not isinstance(name, str)]:
-        raise InvalidRewardError(f"{where}.scores has {_shown(nameless[0])} as a name")
+        raise InvalidRewardError(f"{where}.scores has {shown(nameless[0])} as a name")
     return Reward(
         reward=_number(value["reward"], f"{where}.reward"),
         raw_reward=None if raw is None else _number(raw, f"{where}.raw_reward"),
@@ -301,62 +301,16 @@ def _number(value: Any, where: str) -> float:
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise InvalidRewardError(f"{where} is {_shown(value)}, not a number")
+        raise InvalidRewardError(f"{where} is {shown(value)}, not a number")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not abs(number) <= LARGEST_REWARD:  # NaN neither
         raise InvalidRewardError(
-            f"{where} is {_shown(value)}, not a finite number up to {LARGEST_REWARD:g}"
+            f"{where} is {shown(value)}, not a finite number up to {LARGEST_REWARD:g}"
         )
     return number
-
-
-def _shown(value: Any) -> str:
-    """A value in short, and its type; a number of too many digits has no text at all."""
-    kind = type(value).__name__
-    try:
-        return f"{reprlib.repr(value)} ({kind})"
-    except ValueError:
-        return f"a long {kind}"
-
-
-DEEPEST = 100  # levels of lists and objects
-
-
-def json_fault(value: Any) -> str:
-    """Says why a value is not JSON that every reader takes, or nothing.
-
-    Such has finite numbers and whole characters, and is nested `DEEPEST` levels at most.
-    """
-    values: list[Any] = [value]
-    for _ in range(DEEPEST):
-        inner: list[Any] = []
-        for each in values:
-            if isinstance(each, str):
-                if not each.isascii() and _has_half_pair(each):
-                    return "holds half a surrogate pair"
-            elif isinstance(each, Mapping):
-                inner += (*each.keys(), *each.values())
-            elif isinstance(each, Sequence) and not isinstance(each, bytes | bytearray):
-                inner += each
-            elif not isinstance(each, int | float | None):
-                return f"holds {_shown(each)}, which JSON has not"
-            elif isinstance(each, float) and not math.isfinite(each):
-                return "holds a number that is not finite"
-        if not inner:
-            return ""
-        values = inner
-    return f"is nested deeper than {DEEPEST} levels"
-
-
-def _has_half_pair(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 _KINDS: Mapping[str, type] = {"prompt": str, "answer": str, "done": bool}
@@ -369,7 +323,7 @@ def checked(found: Given, name: str) -> Given:
         value = getattr(found, each.name)
         fault = json_fault(value)
         if not fault and not isinstance(value, _KINDS.get(each.name, object)):
-            fault = f"is {_shown(value)}"
+            fault = f"is {shown(value)}"
         if fault:
             where = f"{type(found).__name__}.{each.name}"
             raise EnvironmentFailedError(f"{name}: {where} {fault}", environment=name)

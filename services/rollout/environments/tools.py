@@ -27,10 +27,10 @@ from services.rollout.environments.environment import (
     Task,
     TaskRequest,
     TextTokenizer,
-    json_fault,
 )
 from services.rollout.environments.prompts import PromptsEnvironment, PromptsSettings
 from services.rollout.environments.registry import load_function
+from sluice.json_values import json_fault
 from sluice.samples.messages import image_part
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

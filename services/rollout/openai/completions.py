@@ -13,7 +13,6 @@ from services.rollout.config import OpenAIConfig
 from services.rollout.engine.interface import Delta, FinishReason
 from services.rollout.engine.wire import VersionBounds
 from services.rollout.episodes.images import SampleImages
-from services.rollout.http import ApiError
 from services.rollout.openai.generation import (
     Answer,
     AnswerRequest,
@@ -30,6 +29,7 @@ from services.rollout.openai.requests import (
     CompletionRequest,
     Record,
 )
+from sluice.runtime.http import ApiError
 from sluice.runtime.idempotency import all_of
 from sluice.samples.tokenizer import TextTokenizer
 

@@ -10,13 +10,13 @@ from typing import Any
 from aiohttp import web
 
 from services.rollout.episodes.images import NO_IMAGES, Passage, SampleImages
-from services.rollout.http import ApiError, read_json
 from services.rollout.openai.requests import (
     ChatRequest,
     DetokenizeRequest,
     TokenizeRequest,
     parse,
 )
+from sluice.runtime.http import ApiError, read_json
 from sluice.samples.chat_template import ChatTemplateError, NoChatTemplateError
 from sluice.samples.messages import MessageError, template_messages
 from sluice.samples.sample import MediaSpan

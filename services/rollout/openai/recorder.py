@@ -32,13 +32,13 @@ from services.rollout.config import OpenAIConfig
 from services.rollout.engine.interface import Delta, FinishReason, Sampling
 from services.rollout.environments.environment import Reward
 from services.rollout.episodes.trajectory import Trajectory
-from services.rollout.http import ApiError
 from services.rollout.openai.generation import Answer
 from services.rollout.openai.prompts import Prompt
 from services.rollout.openai.requests import Record
 from sluice.api.common.v1.sample_pb2 import RoutedExperts
 from sluice.durable import decode_line, encode_line, locked
 from sluice.runtime import wire
+from sluice.runtime.http import ApiError
 from sluice.samples.arrow import encode_group
 from sluice.samples.blobs import BlobNotFoundError, BlobReference, Blobs
 from sluice.samples.sample import MediaSpan, Sample, VersionSpan, validate_sample

@@ -17,7 +17,7 @@ from pydantic import (
 from services.rollout.engine.interface import Sampling
 from services.rollout.engine.wire import VersionBounds
 from services.rollout.environments.environment import LARGEST_REWARD
-from services.rollout.http import ApiError, read_body, read_json
+from sluice.runtime.http import ApiError, read_body, read_json
 from sluice.samples.sample import LEAST_TEMPERATURE, MOST_TEMPERATURE
 
 IGNORED = frozenset(  # of no effect on tokens

@@ -19,7 +19,6 @@ from services.rollout.engine.wire import MediaReader
 from services.rollout.episodes.engines import LOCAL_ADDRESS, EngineAccess, LocalLeases
 from services.rollout.episodes.images import Images
 from services.rollout.episodes.sampler import Sampler
-from services.rollout.http import REFUSALS, ApiError, HttpRunner, api_error, check_key
 from services.rollout.openai.completions import Chat, Chunk, Completions, Responder
 from services.rollout.openai.generation import Generator
 from services.rollout.openai.prompts import Tokenization
@@ -36,6 +35,7 @@ from services.rollout.openai.requests import (
 from sluice.address import join_address
 from sluice.config import ConfigError
 from sluice.place import directory_of
+from sluice.runtime.http import REFUSALS, ApiError, HttpRunner, api_error, check_key
 from sluice.runtime.security import http_context
 from sluice.runtime.server import ServerConfig
 from sluice.runtime.waits import Waits

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from services.rollout.http import ApiError
 from services.rollout.reward_model import metrics
 from services.rollout.reward_model.config import BatchConfig
+from sluice.runtime.http import ApiError
 
 T = TypeVar("T")
 Tokens = Sequence[int]

@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 from pydantic import BaseModel
 
-from services.rollout.http import (
+from services.rollout.reward_model import metrics
+from services.rollout.reward_model.batching import Batches, BusyError
+from services.rollout.reward_model.config import RewardModelConfig
+from sluice.address import join_address, split_address
+from sluice.config import ConfigError
+from sluice.runtime.http import (
     REFUSALS,
     ApiError,
     HttpRunner,
@@ -25,11 +30,6 @@ from services.rollout.http import (
     read_body,
     read_json,
 )
-from services.rollout.reward_model import metrics
-from services.rollout.reward_model.batching import Batches, BusyError
-from services.rollout.reward_model.config import RewardModelConfig
-from sluice.address import join_address, split_address
-from sluice.config import ConfigError
 from sluice.runtime.security import http_context
 from sluice.samples.tokenizer import off_loop
 

@@ -14,10 +14,10 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from services.rollout.engine.wire import sampling_to_proto
-from services.rollout.http import ApiError
 from services.rollout.openai.generation import ToolCalls
 from services.rollout.openai.prompts import chat_prompt, plain_prompt
 from services.rollout.openai.requests import ChatRequest, CompletionRequest, known_fields
+from sluice.runtime.http import ApiError
 from sluice.samples.tokenizer import TextTokenizer
 
 # As Qwen's: it takes apart what it is given.

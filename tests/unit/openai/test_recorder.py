@@ -12,11 +12,11 @@ import pytest
 
 from services.rollout.config import OpenAIConfig
 from services.rollout.engine.interface import Delta, FinishReason
-from services.rollout.http import ApiError
 from services.rollout.openai.generation import Answer
 from services.rollout.openai.prompts import Prompt
 from services.rollout.openai.recorder import Recorder
 from services.rollout.openai.requests import Record
+from sluice.runtime.http import ApiError
 from sluice.samples.blobs import BlobStore
 from sluice.samples.sample import VersionSpan
 

@@ -13,9 +13,8 @@ import grpc
 from aiohttp import web
 from pydantic import ValidationError
 
-from services.rollout.environments.environment import DEEPEST, json_fault
-from sluice.client import RemoteError
-from sluice.runtime.errors import ServiceError
+from sluice.json_values import DEEPEST, json_fault
+from sluice.runtime.errors import RemoteError, ServiceError
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,53 @@
+"""Values as JSON has them that every reader takes."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+DEEPEST = 100  # levels of lists and objects
+
+
+def json_fault(value: Any) -> str:
+    """Says why a value is not JSON that every reader takes, or nothing.
+
+    Such has finite numbers and whole characters, and is nested `DEEPEST` levels at most.
+    """
+    values: list[Any] = [value]
+    for _ in range(DEEPEST):
+        inner: list[Any] = []
+        for each in values:
+            if isinstance(each, str):
+                if not each.isascii() and _has_half_pair(each):
+                    return "holds half a surrogate pair"
+            elif isinstance(each, Mapping):
+                inner += (*each.keys(), *each.values())
+            elif isinstance(each, Sequence) and not isinstance(each, bytes | bytearray):
+                inner += each
+            elif not isinstance(each, int | float | None):
+                return f"holds {shown(each)}, which JSON has not"
+            elif isinstance(each, float) and not math.isfinite(each):
+                return "holds a number that is not finite"
+        if not inner:
+            return ""
+        values = inner
+    return f"is nested deeper than {DEEPEST} levels"
+
+
+def _has_half_pair(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def shown(value: Any) -> str:
+    """A value in short, and its type; a number of too many digits has no text at all."""
+    kind = type(value).__name__
+    try:
+        return f"{reprlib.repr(value)} ({kind})"
+    except ValueError:
+        return f"a long {kind}"
