@@ -17,13 +17,21 @@ from sluice.place import Place, StorePlace, place_of
 from sluice.runtime.addresses import read_entries
 from sluice.runtime.security import SecurityConfig
 
-Kind = Literal["router", "converter", "reward_model", "trainer", "rollout"]
-START_ORDER: tuple[Kind, ...] = ("router", "converter", "reward_model", "trainer", "rollout")
+Kind = Literal["router", "converter", "reward_model", "trainer", "rollout", "gateway"]
+START_ORDER: tuple[Kind, ...] = (
+    "router",
+    "converter",
+    "reward_model",
+    "trainer",
+    "rollout",
+    "gateway",
+)
 MODULES: dict[str, str] = {  # by kind, what is run
     **{kind: f"services.{kind}" for kind in START_ORDER},
     "reward_model": "services.rollout.reward_model",
 }
-HTTP_SECTIONS = ("openai", "classify")  # of configurations: those of a port beside gRPC's
+HTTP_SECTIONS = ("openai", "classify", "tinker")  # of configurations: those of a port beside gRPC's
+ALWAYS_HTTP = {"reward_model": "classify", "gateway": "tinker"}  # by kind
 LOOPBACK = "127.0.0.1"  # where services listen that name no host
 STACK_FILE = "ray.json"  # in a run directory whose services are on Ray
 MAX_NODES = 1024  # of an engine
@@ -192,8 +200,8 @@ def policy_weights(config: UpConfig) -> str:
 
 def http_section(kind: str, config: Mapping[str, Any]) -> str:
     """The section of a configuration that has a port beside gRPC's; empty where none has."""
-    if kind == "reward_model":
-        return "classify"
+    if kind in ALWAYS_HTTP:
+        return ALWAYS_HTTP[kind]
     return "openai" if config.get("openai") is not None else ""
 
 
@@ -231,15 +239,17 @@ def filled_in(config: UpConfig, name: str, entry: ServiceEntry, node: int = 0) -
     server["address_file"] = str(run_dir / "services" / f"{own}.address.json")
     server.setdefault("security", config.security.model_dump(mode="json"))
     filled["server"] = server
-    if entry.kind in ("trainer", "rollout"):
+    if entry.kind in ("trainer", "rollout", "gateway"):
         filled.setdefault("store", default_store(config))
     if entry.kind == "converter":
         filled.setdefault("roots", [str(run_dir)])
     if entry.kind == "trainer":
         filled.setdefault("name", name)
+    if entry.kind == "gateway":
+        filled.setdefault("journal", str(run_dir / own / "journal.sqlite"))
+    if entry.kind in ("rollout", "gateway") and (weights := policy_weights(config)):
+        filled.setdefault("weights", weights)
     if entry.kind == "rollout":
-        if weights := policy_weights(config):
-            filled.setdefault("weights", weights)
         filled.setdefault("engine_id", name)
         filled.setdefault("services", str(run_dir / "services.json"))
     if node:

@@ -255,8 +255,10 @@ class Supervisor:
         server |= {name: ports[name] for name in ("port", "metrics_port") if name in ports}
         for section in ports.keys() & HTTP_SECTIONS:
             config[section] = {**config.get(section, {}), "port": ports[section]}
-        if service.kind == "rollout":
+        if service.kind in ("rollout", "gateway"):
             config.setdefault("router", self._router_address())
+        if service.kind == "gateway":
+            config.setdefault("trainer", self._trainer_address())
         if service.node:
             config["engine"] = with_sglang(config, leader=self._leader_address(service))
         return config
@@ -272,7 +274,14 @@ class Supervisor:
         for service in self._services:
             if service.kind == "router":
                 return str(service.addresses["address"])
-        raise ConfigError("services: a rollout service needs a router")
+        raise ConfigError("services: a rollout service, or a gateway, needs a router")
+
+    def _trainer_address(self) -> str:
+        """Of the trainer of the policy, the first of them."""
+        for service in self._services:
+            if service.kind == "trainer" and service.config.get("head", "policy") == "policy":
+                return str(service.addresses["address"])
+        raise ConfigError("services: a gateway needs a trainer")
 
     async def _opened(self, service: _Service) -> None:
         """Waits until a service has opened its ports."""

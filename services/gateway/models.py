@@ -1,0 +1,599 @@
+"""Models that are trained: the requests of each one after another, each done once.
+
+A model is an adapter of the trainer. Requests come with a place in their order, and a client that
+got no answer sends one again. What the trainer loses with its process, or its ranks, is made anew:
+the adapter goes back to its last checkpoint, and the requests since are done again, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from services.gateway import metrics
+from services.gateway.config import GatewayConfig
+from services.gateway.datums import encode_output, parse_pass
+from services.gateway.errors import (
+    OF_SERVICES,
+    GoneError,
+    RefusedError,
+    SkippedStepError,
+    is_own_fault,
+)
+from services.gateway.journal import (
+    Checkpoint,
+    Journal,
+    Model,
+    ModelState,
+    Request,
+    Sampler,
+    with_answer,
+)
+from services.gateway.requests import LoadWeights, OptimStep, SaveForSampler, SaveWeights
+from services.gateway.samplers import Engines
+from services.gateway.trainer import AdamParams, AdapterTrainer
+from sluice.api.trainer.v1 import trainer_service_pb2 as pb
+from sluice.place import directory_of, within
+from sluice.runtime import waits
+from sluice.runtime.errors import QueueFullError, RemoteError, ServiceError
+from sluice.runtime.recovery import Backoff, is_passing
+from sluice.weights.errors import WeightStoreError
+from sluice.weights.store import WeightStore
+
+logger = logging.getLogger(__name__)
+
+JSON, PROTO = "application/json", "application/x-protobuf"
+NAMES = uuid.UUID("6c1f6a0e-2f2c-4c39-9a57-6f4c1f3a7e11")  # of request ids
+# What a trainer says that has not the state which this gateway left it in.
+LOST = frozenset(
+    {
+        "ADAPTER_NOT_FOUND",
+        "STEP_MISMATCH",
+        "PARTS_MISMATCH",
+        "NO_GRADIENTS",
+        "GRADIENTS_INCOMPLETE",
+        "BATCH_NOT_FOUND",
+        "COLUMN_MISSING",
+        "SKIPPED_TOO_OFTEN",
+    }
+)
+MOST_RECOVERIES = 3  # of one request: it may be what breaks the trainer
+PAUSES = Backoff(first=0.1, longest=2.0)
+NAME_LENGTH = 256
+
+
+class LostError(Exception):
+    """The trainer has not the state that requests have led to."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a request came to: its answer, and what else it changes."""
+
+    state: ModelState
+    media: str
+    answer: bytes
+    checkpoint: Checkpoint | None = None
+    sampler: Sampler | None = None
+    error: ServiceError | None = None  # though the state has changed
+
+
+class TrainedModel:
+    """One model, from its creation or from what the journal has of it."""
+
+    def __init__(
+        self,
+        model: Model,
+        journal: Journal,
+        trainer: AdapterTrainer,
+        engines: Engines,
+        config: GatewayConfig,
+    ) -> None:
+        self.model, self._journal, self._trainer = model, journal, trainer
+        self._engines, self._config = engines, config
+        self._state = journal.state(model.id)
+        self._suspect = self._state.done >= 0  # of whom nobody knows what the trainer did since
+        self._changed = asyncio.Event()
+        self._answered = asyncio.Event()
+        self._waiting = journal.waiting(model.id)
+        self._weights = WeightStore(config.weights or within(config.store, "weights"))
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"model {self.model.adapter}")
+
+    @property
+    def task(self) -> asyncio.Task[None]:
+        assert self._task is not None
+        return self._task
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._answered.set()
+
+    def submit(self, request: Request) -> None:
+        """Take a request, or the repeat of one. Raises RefusedError, GoneError, QueueFullError."""
+        known = self._journal.request(self.model.id, request.seq)
+        if known is not None:
+            if known.digest != request.digest:
+                raise RefusedError(f"seq_id {request.seq} was that of another request")
+            return
+        if request.seq <= self._state.done:
+            raise GoneError(f"the answer to request {request.seq} is not kept any more")
+        if self._waiting >= self._config.tinker.max_waiting:
+            raise QueueFullError(f"{self._waiting} requests of the model wait")
+        self._journal.add_request(request)
+        self._waiting += 1
+        metrics.WAITING.inc()
+        self._changed.set()
+
+    async def answer(self, seq: int, seconds: float) -> Request | None:
+        """A request that is done; None where it is not, so long from now. Raises GoneError."""
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    answered = self._answered
+                    request = self._journal.request(self.model.id, seq)
+                    if request is None or (request.outcome and request.answer is None):
+                        raise GoneError(f"there is no answer to request {seq}")
+                    if request.outcome:
+                        return request
+                    await answered.wait()
+        except TimeoutError:
+            return None
+
+    async def _run(self) -> None:
+        while True:
+            self._changed.clear()
+            request = self._journal.request(self.model.id, self._state.done + 1)
+            if request is None or request.outcome:
+                await self._changed.wait()
+                continue
+            began = time.monotonic()
+            done = await self._perform(request)
+            self._finish(request, done)
+            metrics.REQUEST_SECONDS.labels(request.kind).observe(time.monotonic() - began)
+            await self._checkpoint(request)
+
+    def _finish(self, request: Request, done: Done) -> None:
+        outcome = "done" if done.media else "failed"
+        if done.error is not None:
+            outcome = "done"  # what it changed stays, and is done again in a recovery
+        answered = with_answer(request, outcome, done.media or JSON, done.answer)
+        state = replace(done.state, done=request.seq)
+        kept = self._config.tinker.kept_answers
+        self._journal.finish(answered, state, kept, done.checkpoint, done.sampler)
+        self._state = state
+        self._waiting -= 1
+        metrics.WAITING.dec()
+        failed = outcome == "failed" or done.error is not None
+        metrics.REQUESTS.labels(request.kind, "failed" if failed else "done").inc()
+        answered_event, self._answered = self._answered, asyncio.Event()
+        answered_event.set()
+
+    async def _perform(self, request: Request) -> Done:
+        """Do a request, as often as it takes; what is wrong with it is its answer."""
+        try:
+            with waits.waiting(
+                f"{request.kind} {self.model.adapter}/{request.seq}", on=["trainer"]
+            ):
+                done = await self._persist(request)
+        except (ServiceError, RemoteError) as error:
+            logger.info("request %s/%d: %s", self.model.id, request.seq, error)
+            return Done(self._state, "", _failure(error, user=is_own_fault(error)))
+        if done.error is not None:
+            return replace(done, media=JSON, answer=_failure(done.error, user=True))
+        return done
+
+    async def _persist(self, request: Request) -> Done:
+        """Do a request through failures that pass. Raises ServiceError and RemoteError."""
+        deadline = time.monotonic() + self._config.tinker.recovery_seconds
+        failures = recoveries = 0
+        while True:
+            try:
+                if self._suspect:
+                    await self._restore(request)
+                return await self._do(request, self._state)
+            except LostError as error:
+                recoveries += 1
+                self._suspect = True
+                if recoveries > MOST_RECOVERIES:
+                    raise ServiceError(f"the trainer loses the model each time: {error}") from None
+                logger.warning("model %s: %s", self.model.id, error)
+            except RemoteError as error:
+                if is_own_fault(error):
+                    raise
+                failures += 1
+                self._suspect = True
+                lasting = not is_passing(error) and error.reason not in OF_SERVICES
+                if time.monotonic() > deadline or (lasting and failures > MOST_RECOVERIES):
+                    raise
+                logger.info("model %s: %s; trying again", self.model.id, error)
+                await asyncio.sleep(PAUSES.seconds(failures))
+
+    async def _do(self, request: Request, state: ModelState) -> Done:
+        """Raises LostError where the trainer is not in `state`."""
+        work: Callable[[Request, ModelState], Awaitable[Done]] = getattr(self, f"_{request.kind}")
+        try:
+            return await work(request, state)
+        except RemoteError as error:
+            if error.reason in LOST:
+                raise LostError(str(error)) from error
+            raise
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise RefusedError(f"{where}: {first['msg']}") from None
+
+    def _id(self, request: Request, state: ModelState, what: str = "") -> str:
+        return str(uuid.uuid5(NAMES, f"{self.model.id}/{state.lineage}/{request.seq}/{what}"))
+
+    async def _check(self, state: ModelState) -> pb.TrainedAdapter:
+        """The adapter. Raises LostError unless the trainer has it as it was left."""
+        found = await self._trainer.find(self.model.adapter)
+        if found is None:
+            raise LostError("the trainer has lost the adapter")
+        if not _is_at(found, state):
+            raise LostError(f"the trainer is at step {found.step}, not at {state.step}")
+        return found
+
+    async def _create(self, request: Request, state: ModelState) -> Done:
+        try:
+            await self._trainer.create(self.model, self._id(request, state))
+        except RemoteError as error:
+            if error.reason != "ADAPTER_EXISTS":  # begun by a try whose answer was lost
+                raise
+        answer = {"model_id": self.model.id, "type": "create_model"}
+        body = json.loads(request.body or b"{}")
+        if "path" not in body:
+            return Done(state, JSON, _json(answer))
+        done = await self._load(request, state)
+        return done
+
+    async def _forward(self, request: Request, state: ModelState) -> Done:
+        asked = parse_pass(request.body or b"")
+        await self._check(state)
+        batch = await self._upload(request, asked.samples)
+        try:
+            logprobs = await self._logprobs(batch, len(asked.samples))
+            await self._check(state)  # the weights were those that it was asked of
+        finally:
+            await self._drop(batch)
+        total = asked.loss.total(asked.samples, logprobs)
+        return Done(state, PROTO, encode_output(logprobs, {"loss:sum": total}))
+
+    async def _forward_backward(self, request: Request, state: ModelState) -> Done:
+        asked, part = parse_pass(request.body or b""), str(request.seq)
+        batch = await self._upload(request, asked.samples)
+        try:
+            logprobs = await self._logprobs(batch, len(asked.samples))
+            loss = await self._trainer.add_gradients(
+                batch,
+                asked.loss.spec,
+                state.step,
+                part,
+                self.model.adapter,
+                self._id(request, state),
+            )
+        finally:
+            await self._drop(batch)
+        answer = encode_output(logprobs, {"loss:sum": loss})
+        return Done(replace(state, parts=(*state.parts, part)), PROTO, answer)
+
+    async def _upload(self, request: Request, samples: Any) -> str:
+        adapter = self.model.adapter
+        return await self._trainer.upload(f"{adapter}-{request.seq}", samples, adapter)
+
+    async def _logprobs(self, batch: str, count: int) -> list[Any]:
+        try:
+            return await self._trainer.logprobs(batch, count, self.model.adapter)
+        except KeyError:  # the ranks came anew in between
+            raise LostError("the log-probs of a pass are gone") from None
+
+    async def _drop(self, batch: str) -> None:
+        try:
+            await self._trainer.delete_batch(batch)
+        except RemoteError as error:  # it goes with the adapter
+            logger.info("batch %s is not deleted: %s", batch, error)
+
+    async def _optim_step(self, request: Request, state: ModelState) -> Done:
+        body = OptimStep.model_validate_json(request.body or b"")
+        if body.adam_params is None:
+            raise RefusedError("optimizer_params: adam_params alone are taken here")
+        params = AdamParams(**body.adam_params.model_dump(exclude={"type"}))
+        if not state.parts:
+            raise RefusedError("optim_step: there is no gradient; call forward_backward before")
+        after = replace(state, step=state.step + 1, parts=())
+        try:
+            taken = await self._trainer.take_step(
+                state.step,
+                state.parts,
+                params,
+                self.model.adapter,
+                self._id(request, state),
+            )
+        except RemoteError as error:
+            found = await self._trainer.find(self.model.adapter)
+            if error.reason == "STEP_MISMATCH" and found and _is_at(found, after):
+                return Done(after, JSON, _json({"metrics": {"step": after.step}}))
+            raise
+        if taken.outcome == pb.StepOptimizerResponse.OUTCOME_SKIPPED:
+            why = SkippedStepError(f"no step was taken: {taken.skipped_reason}")
+            return Done(after, JSON, b"", error=why)
+        told = {
+            "step": float(after.step),
+            "grad_norm": taken.grad_norm,
+            "learning_rate": taken.learning_rate,
+        }
+        return Done(after, JSON, _json({"metrics": told}))
+
+    async def _save(self, request: Request, state: ModelState) -> Done:
+        body = SaveWeights.model_validate_json(request.body or b"")
+        name = _checked_name(body.path if body.path is not None else f"{request.seq:06d}")
+        path = f"tinker://{self.model.id}/weights/{name}"
+        old = self._journal.checkpoint(path)
+        if old is not None and not body.overwrite:
+            raise RefusedError(f"{path} exists: give another name, or overwrite")
+        saved = await self._save_checkpoint(request, state)
+        if not state.parts:  # else gradients would be lost with what is before it
+            self._drop_own(state)
+            state = replace(
+                state,
+                checkpoint=saved,
+                checkpoint_seq=request.seq,
+                checkpoint_step=state.step,
+                owns=False,
+            )
+        checkpoint = self._describe(
+            path, "training", body.ttl_seconds, body.user_metadata, checkpoint=saved
+        )
+        answer = {"path": path, "type": "save_weights"}
+        return Done(state, JSON, _json(answer), checkpoint=checkpoint)
+
+    async def _save_checkpoint(self, request: Request, state: ModelState) -> str:
+        await self._check(state)
+        checkpoint_id = f"tinker-{self.model.adapter}-{request.seq}-{state.lineage}"
+        saved = await self._trainer.save(
+            checkpoint_id, self.model.adapter, self._id(request, state, "save")
+        )
+        if saved.step != state.step:
+            raise LostError(f"the checkpoint is of step {saved.step}, not of {state.step}")
+        return str(saved.checkpoint)
+
+    async def _publish(self, request: Request, state: ModelState) -> Done:
+        body = SaveForSampler.model_validate_json(request.body or b"")
+        if body.kind != "snapshot":
+            raise RefusedError(f"kind {body.kind!r} is not served here: snapshots alone are")
+        await self._check(state)
+        published = await self._trainer.publish(self.model.adapter, self._id(request, state))
+        if published.step != state.step:
+            raise LostError(f"weights of step {published.step} were published, not {state.step}")
+        weights = published.weights
+        checkpoint = None
+        if body.path is not None:
+            path = f"tinker://{self.model.id}/sampler_weights/{_checked_name(body.path)}"
+            self._pin(weights.version, path)
+            checkpoint = self._describe(
+                path,
+                "sampler",
+                body.ttl_seconds,
+                body.user_metadata,
+                version=weights.version,
+                digest=weights.digest,
+            )
+            answer = {"path": path, "type": "save_weights_for_sampler"}
+            return Done(state, JSON, _json(answer), checkpoint=checkpoint)
+        if body.sampling_session_seq_id is None:
+            raise RefusedError("path, or sampling_session_seq_id, is missing")
+        sampler = Sampler(
+            id=f"{self.model.session}:sample:{body.sampling_session_seq_id}",
+            session=self.model.session,
+            created=time.time(),
+            adapter=self.model.adapter,
+            version=weights.version,
+            digest=weights.digest,
+        )
+        await self._engines.bring_up(sampler)
+        answer = {"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}
+        return Done(state, JSON, _json(answer), sampler=sampler)
+
+    def _pin(self, version: int, path: str) -> None:
+        try:
+            self._weights.pin(version, path)
+        except WeightStoreError as error:
+            raise ServiceError(f"version {version} is not in the store: {error}") from None
+
+    def _describe(
+        self,
+        path: str,
+        kind: str,
+        ttl_seconds: int | None,
+        user_metadata: dict[str, str] | None,
+        **named: Any,
+    ) -> Checkpoint:
+        model, now = self.model, time.time()
+        return Checkpoint(
+            path=path,
+            model=model.id,
+            kind=kind,
+            created=now,
+            expires=None if ttl_seconds is None else now + ttl_seconds,
+            adapter=model.adapter,
+            rank=model.rank,
+            alpha=model.alpha,
+            targets=model.targets,
+            train_attn=model.train_attn,
+            train_mlp=model.train_mlp,
+            user_metadata=user_metadata,
+            **named,
+        )
+
+    async def _load(self, request: Request, state: ModelState) -> Done:
+        body = LoadWeights.model_validate_json(request.body or b"")
+        source = find_training(self._journal, body.path)
+        own = source.adapter == self.model.adapter
+        step = await self._trainer.load(
+            source.checkpoint,
+            self.model.adapter,
+            self._id(request, state, "load"),
+            saved_adapter="" if own else source.adapter,
+            weights_only=not body.optimizer,
+        )
+        answer = {"path": body.path, "model_id": self.model.id, "type": "load_weights"}
+        return Done(replace(state, step=step, parts=()), JSON, _json(answer))
+
+    async def _checkpoint(self, request: Request) -> None:
+        """Save where to go back to, once so many steps were taken since the last time.
+
+        And behind a load, so that what was loaded need not stay.
+        """
+        state, every = self._state, self._config.tinker.checkpoint_steps
+        if not every or state.parts or state.checkpoint_seq == state.done:
+            return
+        loaded = request.kind == "load" or (request.kind == "create" and state.step > 0)
+        if not loaded and state.step - state.checkpoint_step < every:
+            return
+        try:
+            saved = await self._save_checkpoint(request, state)
+        except (RemoteError, LostError) as error:  # the next step tries again
+            self._suspect = True
+            logger.warning("model %s has no new checkpoint: %s", self.model.id, error)
+            return
+        self._drop_own(state)
+        self._state = replace(
+            state,
+            checkpoint=saved,
+            checkpoint_seq=state.done,
+            checkpoint_step=state.step,
+            owns=True,
+        )
+        self._journal.keep_state(self.model.id, self._state)
+
+    def adopt(self, checkpoint: str) -> bool:
+        """Take over a checkpoint that nobody else knows of any more, if the model needs it."""
+        if self._state.checkpoint != checkpoint:
+            return False
+        self._state = replace(self._state, owns=True)
+        self._journal.keep_state(self.model.id, self._state)
+        return True
+
+    def _drop_own(self, state: ModelState) -> None:
+        """Remove a checkpoint that nobody else knows of, and another one takes the place of."""
+        if state.owns:
+            remove_checkpoint(self._config, state.checkpoint)
+
+    async def _restore(self, request: Request) -> None:
+        """Bring the trainer to where requests have led, unless it is there.
+
+        It may be a request further: the one that is under way, whose answer was lost.
+        """
+        state, adapter = self._state, self.model.adapter
+        if request.seq == 0:
+            self._suspect = False
+            return
+        found = await self._trainer.find(adapter)
+        if found is not None and not found.gradients_incomplete:
+            behind = replace(state, parts=(*state.parts, str(request.seq)))
+            stepped = replace(state, step=state.step + 1, parts=())
+            further = {"forward_backward": behind, "optim_step": stepped}.get(request.kind, state)
+            if _is_at(found, state) or _is_at(found, further):
+                self._suspect = False
+                return
+        self._state = state = replace(state, lineage=state.lineage + 1)
+        self._journal.keep_state(self.model.id, state)
+        metrics.RECOVERIES.inc()
+        since = self._journal.done_since(self.model.id, state.checkpoint_seq)
+        since = [each for each in since if each.kind in CHANGING]
+        logger.warning(
+            "model %s: the trainer has lost it; back to %s, and %d requests again",
+            self.model.id,
+            state.checkpoint or "its begin",
+            len(since),
+        )
+        await self._begin_again(found is not None, state)
+        at = replace(state, step=state.checkpoint_step, parts=())
+        for each in since:
+            at = replace((await self._do(each, at)).state, lineage=state.lineage)
+            metrics.REPLAYED.inc()
+        if (at.step, at.parts) != (state.step, state.parts):
+            raise ServiceError(f"the model was brought to step {at.step}, not to {state.step}")
+        self._suspect = False
+
+    async def _begin_again(self, is_there: bool, state: ModelState) -> None:
+        adapter, again = self.model.adapter, f"{self.model.id}/{state.lineage}/begin"
+        if is_there and not state.checkpoint:
+            await self._trainer.delete_adapter(adapter)
+            is_there = False
+        if not is_there and (state.checkpoint or not self._is_created_by_request(state)):
+            try:
+                await self._trainer.create(self.model, str(uuid.uuid5(NAMES, f"{again}/create")))
+            except RemoteError as error:
+                if error.reason != "ADAPTER_EXISTS":
+                    raise
+        if state.checkpoint:
+            await self._trainer.load(
+                state.checkpoint, adapter, str(uuid.uuid5(NAMES, f"{again}/load"))
+            )
+
+    def _is_created_by_request(self, state: ModelState) -> bool:
+        """Whether the requests that are done again begin with the first."""
+        return state.checkpoint_seq < 0
+
+
+CHANGING = ("create", "forward_backward", "optim_step", "load")
+
+
+def _is_at(found: pb.TrainedAdapter, state: ModelState) -> bool:
+    parts = sorted(found.part_ids) == sorted(state.parts)
+    return found.step == state.step and parts and not found.gradients_incomplete
+
+
+def find_training(journal: Journal, path: str) -> Checkpoint:
+    """Raises RefusedError for a path that names no state to train on from."""
+    checkpoint = journal.checkpoint(path)
+    if checkpoint is None:
+        raise RefusedError(f"path {path[:300]!r} names no checkpoint that is kept here")
+    if checkpoint.kind != "training":
+        raise RefusedError(
+            f"path {path[:300]!r} has weights to sample from: of save_state are those to train on"
+        )
+    return checkpoint
+
+
+def remove_checkpoint(config: GatewayConfig, name: str) -> None:
+    """Remove a checkpoint from a store that is a directory, its record first."""
+    root = directory_of(config.store)
+    if root is None or not name:
+        return
+    directory = root / name
+    (directory / "checkpoint.json").unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _checked_name(name: str) -> str:
+    """Raises RefusedError for what cannot be the last part of a path."""
+    wrong = not name or "/" in name or not name.isprintable() or len(name) > NAME_LENGTH
+    if wrong or name in (".", ".."):
+        raise RefusedError(
+            f"path {name[:80]!r}: a name has 1 to {NAME_LENGTH} printable characters and no slash"
+        )
+    return name
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _failure(error: Exception, *, user: bool) -> bytes:
+    return _json({"error": str(error)[:2000], "category": "user" if user else "server"})

@@ -1,0 +1,72 @@
+"""Runs a gateway: its ports, the models that it goes on with, and what it looks after."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.gateway.config import GatewayConfig
+from services.gateway.journal import Journal
+from services.gateway.registry import Registry
+from services.gateway.samplers import Engines, Samplers
+from services.gateway.server import TinkerServer
+from services.gateway.trainer import AdapterTrainer
+from sluice.imports import keep_loaded
+from sluice.runtime.server import Server
+from sluice.runtime.waits import listed_in
+
+GATEWAY = "sluice.Gateway"  # over HTTP: health of gRPC tells whether it is ready
+
+
+class GatewayProcess:
+    """Owns the servers, the journal and the models."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        """Raises ConfigError, and DirectoryError where another gateway has the journal."""
+        self.server = Server(config.server)
+        self.server.add_port(GATEWAY)
+        self.journal = Journal(config.journal)
+        self._trainer = AdapterTrainer(config.trainer, config.server.security)
+        self._engines = Engines(config)
+        self.registry = Registry(config, self.journal, self._trainer, self._engines)
+        samplers = Samplers(config, self._engines)
+        self.tinker = TinkerServer(config, self.registry, self._engines, samplers)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def run(self) -> None:
+        """Serve until a signal."""
+        try:
+            with listed_in(self.server.waits):
+                await self.server.run(self.start)
+        finally:
+            await self.close()
+
+    async def start(self) -> None:
+        """Open the ports. Raises ConfigError."""
+        await self.tinker.start()
+        self.server.further_addresses["tinker_url"] = self.tinker.url
+        await self.server.start()
+        self.registry.start()
+        self._tasks = [
+            asyncio.create_task(self.registry.sweep(), name="sweep"),
+            asyncio.create_task(self._leave(), name="leave"),
+        ]
+        for task in self._tasks:
+            self.server.depend_on(task)
+        keep_loaded()
+        await self.server.set_serving()
+
+    async def close(self) -> None:
+        """Let go of everything; the server has stopped before."""
+        await self.tinker.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.registry.close()
+        await self._engines.close()
+        await self._trainer.close()
+        self.journal.close()
+
+    async def _leave(self) -> None:
+        """End the port while the other one drains."""
+        await self.server.stopping.wait()
+        await self.tinker.close()

@@ -1,0 +1,130 @@
+"""All models and checkpoints of a gateway: begun, found, unloaded, removed when they expire."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+
+from services.gateway import metrics
+from services.gateway.config import GatewayConfig
+from services.gateway.errors import GoneError, RefusedError
+from services.gateway.journal import Checkpoint, Journal, Model, Request
+from services.gateway.models import TrainedModel, find_training, remove_checkpoint
+from services.gateway.samplers import Engines
+from services.gateway.trainer import AdapterTrainer
+from sluice.place import within
+from sluice.runtime.errors import RemoteError
+from sluice.weights.store import WeightStore
+
+logger = logging.getLogger(__name__)
+
+SWEEP_SECONDS = 10.0
+
+
+class Registry:
+    """Models by id; those of sessions that ended are unloaded."""
+
+    def __init__(
+        self, config: GatewayConfig, journal: Journal, trainer: AdapterTrainer, engines: Engines
+    ) -> None:
+        self._config, self.journal = config, journal
+        self._trainer, self._engines = trainer, engines
+        self._models: dict[str, TrainedModel] = {}
+        self._weights = WeightStore(config.weights or within(config.store, "weights"))
+
+    def start(self) -> None:
+        """Go on with the models that were trained when the gateway ended."""
+        self.journal.note_seen()  # nobody could send a sign of life meanwhile
+        for model in self.journal.models():
+            if model.unloaded is None:
+                self._start(model)
+
+    async def close(self) -> None:
+        for model in self._models.values():
+            await model.close()
+
+    def _start(self, model: Model) -> None:
+        trained = TrainedModel(model, self.journal, self._trainer, self._engines, self._config)
+        self._models[model.id] = trained
+        trained.start()
+        metrics.MODELS.set(len(self._models))
+
+    def begin(self, model: Model, create: Request) -> None:
+        """Begin a model, or find the one that the same request began. Raises RefusedError."""
+        if (known := self.journal.model(model.id)) is None:
+            self.journal.add_model(model, create)
+            self._start(self.journal.model(model.id) or model)
+            metrics.WAITING.inc()
+            return
+        first = self.journal.request(known.id, 0)
+        if first is not None and first.digest != create.digest:
+            raise RefusedError(f"model {known.id} was begun by another request")
+
+    def model(self, model_id: str) -> TrainedModel:
+        """Raises GoneError."""
+        found = self._models.get(model_id)
+        if found is None:
+            known = self.journal.model(model_id)
+            why = "is not known" if known is None else f"is unloaded: {known.unloaded}"
+            raise GoneError(f"model {model_id[:80]!r} {why}")
+        return found
+
+    def training(self, path: str) -> Checkpoint:
+        """Raises RefusedError."""
+        return find_training(self.journal, path)
+
+    async def finish_session(self, session_id: str, why: str) -> None:
+        """End a session; its models are unloaded."""
+        self.journal.finish_session(session_id, why)
+        for model in self.journal.models(session_id):
+            if model.unloaded is None:
+                await self._unload(model, f"its session ended: {why}")
+
+    async def _unload(self, model: Model, why: str) -> None:
+        """Raises nothing for a trainer that is away: the next look tries again."""
+        trained = self._models.pop(model.id, None)
+        if trained is not None:
+            await trained.close()
+        metrics.MODELS.set(len(self._models))
+        try:
+            await self._trainer.delete_adapter(model.adapter)
+        except RemoteError as error:
+            if error.reason != "ADAPTER_NOT_FOUND":
+                logger.warning("model %s is not unloaded yet: %s", model.id, error)
+                return
+        state = self.journal.state(model.id)
+        if state.owns:
+            remove_checkpoint(self._config, state.checkpoint)
+        metrics.WAITING.dec(self.journal.waiting(model.id))
+        self.journal.unload(model.id, why)
+
+    def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Forget a path, and remove what it names unless a model would go back to it."""
+        self.journal.remove_checkpoint(checkpoint.path)
+        if checkpoint.kind == "sampler":
+            self._weights.unpin(checkpoint.version, checkpoint.path)
+            return
+        trained = self._models.get(checkpoint.model)
+        if trained is not None and trained.adopt(checkpoint.checkpoint):
+            return
+        remove_checkpoint(self._config, checkpoint.checkpoint)
+
+    async def sweep(self) -> None:
+        """Until cancelled: end sessions without a sign of life, remove what has expired."""
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            now = time.time()
+            for session in self.journal.sessions():
+                silent = now - session.seen > self._config.tinker.session_seconds
+                if session.finished is None and silent:
+                    logger.warning("session %s sent no sign of life", session.id)
+                    await self.finish_session(session.id, "no sign of life")
+            for model in self.journal.models():
+                session_of = self.journal.session(model.session)
+                if model.unloaded is None and session_of and session_of.finished is not None:
+                    await self._unload(model, f"its session ended: {session_of.finished}")
+            for checkpoint in self.journal.checkpoints():
+                if checkpoint.expires is not None and checkpoint.expires <= now:
+                    self.delete_checkpoint(replace(checkpoint))
