@@ -46,6 +46,12 @@ class TinkerConfig(Config):
         description="Steps of a model between checkpoints to go back to; 0 keeps every request "
         "since the last `save_state`.",
     )
+    kept_snapshots: int = Field(
+        64,
+        ge=1,
+        description="Weights of a model that were saved without a name, the newest; while its "
+        "session lives.",
+    )
     kept_answers: int = Field(
         256, ge=16, description="Answers of a model that can be asked for again."
     )

@@ -404,9 +404,17 @@ class TrainedModel:
             version=weights.version,
             digest=weights.digest,
         )
+        self._pin(weights.version, sampler.id)
+        self._release_snapshots()
         await self._engines.bring_up(sampler)
         answer = {"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}
         return Done(state, JSON, _json(answer), sampler=sampler)
+
+    def _release_snapshots(self) -> None:
+        """Let the store remove the weights of samplers beyond the newest so many."""
+        kept = self._config.tinker.kept_snapshots - 1  # and the one that comes
+        for old in snapshots(self._journal, self.model)[: -kept or None]:
+            self._weights.unpin(old.version, old.id)
 
     def _pin(self, version: int, path: str) -> None:
         try:
@@ -569,6 +577,12 @@ def find_training(journal: Journal, path: str) -> Checkpoint:
             f"path {path[:300]!r} has weights to sample from: of save_state are those to train on"
         )
     return checkpoint
+
+
+def snapshots(journal: Journal, model: Model) -> list[Sampler]:
+    """Samplers of a model whose weights have no name, the oldest first."""
+    found = journal.samplers(model.session)
+    return [each for each in found if each.adapter == model.adapter and each.path is None]
 
 
 def remove_checkpoint(config: GatewayConfig, name: str) -> None:

@@ -11,7 +11,7 @@ from services.gateway import metrics
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import GoneError, RefusedError
 from services.gateway.journal import Checkpoint, Journal, Model, Request
-from services.gateway.models import TrainedModel, find_training, remove_checkpoint
+from services.gateway.models import TrainedModel, find_training, remove_checkpoint, snapshots
 from services.gateway.samplers import Engines
 from services.gateway.trainer import AdapterTrainer
 from sluice.place import within
@@ -97,6 +97,8 @@ class Registry:
         state = self.journal.state(model.id)
         if state.owns:
             remove_checkpoint(self._config, state.checkpoint)
+        for sampler in snapshots(self.journal, model):
+            self._weights.unpin(sampler.version, sampler.id)
         metrics.WAITING.dec(self.journal.waiting(model.id))
         self.journal.unload(model.id, why)
 
