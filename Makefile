@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH" OMP_WAIT_POLICY=passive PYTHONPATH="$(CURDIR)" $(BIN)/python
 TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q  # hundreds of processes load the same modules
 TEST_WORKERS ?= $(shell expr $$(nproc) + 2)  # tests mostly wait for processes
-APART := megatron lm_eval connectors node compose kubernetes pages trackers vision bucket  # targets of their own
+APART := megatron lm_eval connectors node compose kubernetes pages trackers vision bucket tinker  # targets of their own
 TEST_ALL := $(TEST) --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(APART:%=--ignore tests/%)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ALGORITHM ?= grpo
@@ -106,6 +106,14 @@ build/trackers/.installed: $(VENV)/.dev constraints.txt
 		"$$(build/trackers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
 	touch $@
 
+# Tinker's client brings two HTTP clients and more; what it shares with Sluice, and torch, come from beside
+build/tinker/.installed: $(VENV)/.dev constraints.txt
+	$(PYTHON) -m venv build/tinker
+	echo "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" > \
+		"$$(build/tinker/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
+	build/tinker/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt tinker==0.38.0
+	touch $@
+
 # verifiers pins another openai and brings much more, so it lives apart
 build/verifiers/.installed:
 	$(PYTHON) -m venv build/verifiers
@@ -194,6 +202,9 @@ test-node: $(VENV)/.dev build/node/.installed  ## a training loop in Node over t
 
 test-connectors: $(VENV)/.dev build/verifiers/.installed  ## environments of the verifiers package, unmodified: one learns, then an agent with a tool
 	$(TEST) tests/connectors
+
+test-tinker: build/tinker/.installed  ## the public client of Tinker, unmodified, on a gateway: against transformers and peft, learning, kills
+	OMP_NUM_THREADS=1 TINKER_TELEMETRY=0 PYTHONPATH="$(CURDIR)" build/tinker/bin/python -m pytest -q tests/tinker
 
 test-pages: site  ## report, trace and the site of docs in a headless browser (Debian's chromium, or CHROMIUM=)
 	$(TEST) tests/pages
@@ -332,5 +343,5 @@ accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: righ
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help site test-nodes test-kubernetes observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-node test-pages test-trackers proto docs lint test test-most test-parts house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-ray test-ray-rewards test-bucket test-slurm compose-smoke test-compose \
+.PHONY: help site test-nodes test-kubernetes observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-node test-pages test-trackers test-tinker proto docs lint test test-most test-parts house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-ray test-ray-rewards test-bucket test-slurm compose-smoke test-compose \
 	verify bench bench-adapters bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-fleet bench-demo bench-training bench-checkpoint bench-colocated bench-algorithms bench-router bench-router-simulation clean

@@ -314,13 +314,16 @@ class TrainerClient(Client):
         learning_rate: float | None = None,
         *,
         adapter: str = "",
+        adam: trainer_pb.AdamSettings | None = None,
     ) -> trainer_pb.StepOptimizerResponse:
+        """Apply the parts; `adam` has numbers of this step alone, of a trainer with `lora`."""
         request = trainer_pb.StepOptimizerRequest(
             expected_step=expected_step,
             part_ids=part_ids,
             learning_rate=learning_rate,
             request_id=new_request_id(),
             adapter=adapter,
+            adam=adam,
         )
         return await self._call(self.stub.StepOptimizer, request)
 
@@ -430,10 +433,20 @@ class TrainerClient(Client):
         )
 
     async def load_checkpoint(
-        self, checkpoint: str, *, adapter: str = ""
+        self,
+        checkpoint: str,
+        *,
+        adapter: str = "",
+        saved_adapter: str = "",
+        weights_only: bool = False,
     ) -> trainer_pb.LoadCheckpointResponse:
+        """Go back to a checkpoint; `saved_adapter`: of another adapter that is alike."""
         request = trainer_pb.LoadCheckpointRequest(
-            checkpoint=checkpoint, request_id=new_request_id(), adapter=adapter
+            checkpoint=checkpoint,
+            request_id=new_request_id(),
+            adapter=adapter,
+            saved_adapter=saved_adapter,
+            weights_only=weights_only,
         )
         return await self._operate(
             self.stub.LoadCheckpoint, request, trainer_pb.LoadCheckpointResponse
@@ -487,6 +500,7 @@ class TrainerClient(Client):
         alpha: float | None = None,
         targets: Iterable[str] = (),
         learning_rate: float | None = None,
+        seed: int | None = None,
     ) -> trainer_pb.TrainedAdapter:
         """Begin another adapter, which calls then name; what is not given is as the trainer's."""
         request = trainer_pb.CreateAdapterRequest(
@@ -495,6 +509,7 @@ class TrainerClient(Client):
             alpha=alpha,
             targets=targets,
             learning_rate=learning_rate,
+            seed=seed,
             request_id=new_request_id(),
         )
         return (await self._call(self.stub.CreateAdapter, request)).adapter

@@ -74,6 +74,11 @@ def members_of(config: UpConfig) -> list[Member]:
     ]
     routers = [member.name for member in found if member.spec["kind"] == "router"]
     for member in found:
+        if member.spec["kind"] == "gateway":
+            raise ConfigError(
+                f"services.{member.name}: a gateway keeps a journal on one machine: start it "
+                "there, by python -m services.gateway"
+            )
         if member.spec["kind"] == "rollout" and "router" not in member.spec["config"]:
             if not routers:
                 raise ConfigError("services: a rollout service needs a router")

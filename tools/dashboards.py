@@ -233,6 +233,7 @@ def dashboards() -> list[Dashboard]:
         Dashboard("router", "Sluice: router", (("Router", _standard("router")),)),
         Dashboard("reward-model", "Sluice: reward model", (("Scores", _standard("reward_model")),)),
         Dashboard("converter", "Sluice: converter", (("Converter", _standard("converter")),)),
+        Dashboard("gateway", "Sluice: gateway", (("Gateway", _standard("gateway")),)),
         Dashboard(
             "host",
             "Sluice: host",

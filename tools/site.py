@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from services.converter.servicer import ConverterConfig
+from services.gateway.config import GatewayConfig
 from services.rollout.config import RolloutConfig
 from services.rollout.reward_model.config import RewardModelConfig
 from services.router.config import RouterConfig
@@ -43,6 +44,7 @@ CONFIGS: dict[str, tuple[type[BaseModel], str]] = {
     ),
     "router": (RouterConfig, "router.yaml, or `config` of a router in services.yaml"),
     "converter": (ConverterConfig, "converter.yaml, or `config` of a converter in services.yaml"),
+    "gateway": (GatewayConfig, "gateway.yaml, or `config` of a gateway in services.yaml"),
 }
 PACKAGES = ("trainer", "rollout", "router", "converter", "common")
 REPEATED = pb.FieldDescriptorProto.LABEL_REPEATED

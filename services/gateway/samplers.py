@@ -91,8 +91,8 @@ class Engines:
             logger.warning("version %d: %s", sampler.version, error)
             if error.reason == GONE:
                 raise GoneError(
-                    f"the weights of {sampler.path or sampler.id} are gone: those with a name stay, "
-                    "and the newest of a session that lives (tinker.kept_snapshots)"
+                    f"the weights of {sampler.path or sampler.id} are gone: those with a name "
+                    "stay, and the newest of a session that lives (tinker.kept_snapshots)"
                 )
         if len(failed) == len(engines):
             causes = "; ".join(str(error) for error in failed)

@@ -53,7 +53,7 @@ def weigh_samples(
     if spec.aggregation == "token_mean":
         return LossWeights(weights=(1.0,) * len(token_counts), normalizer=float(sum(token_counts)))
     if spec.aggregation == "sum":
-        return LossWeights(weights=(1.0,) * len(token_counts), normalizer=1.0)
+        return LossWeights(weights=(1.0,) * len(token_counts), normalizer=float(any(token_counts)))
     if spec.aggregation == "constant":
         assert spec.constant_length is not None
         count = len(token_counts) if episodes is None else len(set(episodes))

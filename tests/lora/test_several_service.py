@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
@@ -524,3 +525,121 @@ async def test_each_recovers_to_its_own_checkpoint_and_goes_on_to_the_bit(
                 while line.step < 3:
                     await line.train(batch)
                 assert await line.digest() == expected[adapter][2]
+
+
+@fast
+async def test_sums_of_many_calls_are_divided_by_nothing(client: TrainerClient) -> None:
+    total = PPO.model_copy(update={"aggregation": "sum"})
+    norms = []
+    for name, parts in (("whole", (slice(None),)), ("halves", (slice(0, 2), slice(2, None)))):
+        await client.create_adapter(name)
+        line = Line(client, name, seed=5)
+        batch = await line.upload("rows")
+        ids = [s.sample_id for s in make_groups(f"{name}-rows", seed=5)]
+        for index, part in enumerate(parts):
+            await client.forward_backward(
+                batch,
+                total,
+                expected_step=0,
+                part_id=str(index),
+                sample_ids=ids[part],
+                adapter=name,
+            )
+        stepped = await client.step_optimizer(0, [str(i) for i in range(len(parts))], adapter=name)
+        norms.append(stepped.grad_norm)
+        await client.delete_adapter(name)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    await client.create_adapter("mean")
+    line = Line(client, "mean", seed=5)
+    samples = make_groups("mean-rows", seed=5)
+    await line.gather(await line.upload("rows"))
+    mean = await client.step_optimizer(0, ["whole"], adapter="mean")
+    tokens = sum(
+        int(np.sum(s.columns.get("loss_mask", np.ones(s.response_length)))) for s in samples
+    )
+    assert norms[0] == pytest.approx(mean.grad_norm * tokens, rel=1e-5)
+
+
+@fast
+async def test_a_step_has_numbers_of_its_own(client: TrainerClient) -> None:
+    async def digest(name: str, *given: pb.AdamSettings | None) -> str:
+        await client.create_adapter(name)
+        line = Line(client, name, seed=7)
+        batch = await line.upload("rows")
+        for adam in given:
+            await line.gather(batch)
+            done = await client.step_optimizer(line.step, ["whole"], adapter=name, adam=adam)
+            line.step = done.step
+        found = await line.digest()
+        await client.delete_adapter(name)
+        return found
+
+    as_settings = pb.AdamSettings(beta1=0.9, beta2=0.95, epsilon=1e-8, max_grad_norm=1.0)
+    plain = await digest("plain", None, None)
+    assert await digest("same", as_settings, as_settings) == plain
+    for other in (
+        pb.AdamSettings(beta1=0.5),
+        pb.AdamSettings(beta2=0.5),
+        pb.AdamSettings(epsilon=1e-2),
+        pb.AdamSettings(weight_decay=0.5),
+        pb.AdamSettings(max_grad_norm=1e-3),
+    ):
+        assert await digest("other", None, other) != plain
+    await client.create_adapter("wrong")
+    for wrong, field in (
+        (pb.AdamSettings(beta1=1.0), "adam.betas.0"),
+        (pb.AdamSettings(epsilon=0.0), "adam.epsilon"),
+        (pb.AdamSettings(weight_decay=-1.0), "adam.weight_decay"),
+        (pb.AdamSettings(max_grad_norm=float("nan")), "adam.max_grad_norm"),
+    ):
+        refused = await refusal(client.step_optimizer(0, ["a"], adapter="wrong", adam=wrong))
+        assert (refused.reason, refused.metadata["field"]) == ("INVALID_FIELD", field)
+
+
+@fast
+async def test_a_seed_draws_an_adapter(client: TrainerClient) -> None:
+    found = []
+    for name, seed in (("one", 5), ("again", 5), ("other", 6)):
+        await client.create_adapter(name, seed=seed)
+        found.append(await Line(client, name, 0).digest())
+        await client.delete_adapter(name)
+    assert found[0] == found[1] != found[2]
+
+
+@fast
+async def test_one_goes_on_from_the_checkpoint_of_another(client: TrainerClient) -> None:
+    await client.create_adapter("source", seed=3)
+    source = Line(client, "source", seed=1)
+    for number in range(2):
+        await source.train(await source.upload(f"rows-{number}"))
+    await source.save("of-source")
+    saved = await source.digest()
+    await client.create_adapter("heir")
+    refused = await refusal(client.load_checkpoint("checkpoints/of-source", adapter="heir"))
+    assert refused.reason == "CHECKPOINT_MISMATCH"
+    loads = {"saved_adapter": "source", "adapter": "heir"}
+    assert (await client.load_checkpoint("checkpoints/of-source", **loads)).step == 2
+    heir = Line(client, "heir", seed=1, step=2)
+    assert await heir.digest() == saved
+    rows = make_groups("same", seed=4)
+
+    async def after(line: Line) -> str:
+        batch = await client.upload_batch(
+            f"more-{line.adapter}", len(rows), samples=rows, adapter=line.adapter
+        )
+        await client.compute_advantages(batch.batch, GRPO)
+        await line.train(batch.batch)
+        await client.delete_batch(batch.batch)
+        return await line.digest()
+
+    whole = await after(source)
+    assert await after(heir) == whole
+    loaded = await client.load_checkpoint("checkpoints/of-source", weights_only=True, **loads)
+    assert loaded.step == 0
+    heir.step = 0
+    assert await heir.digest() == saved
+    assert await after(heir) != whole  # its moments are new
+    assert not (await heir.stands()).checkpoint
+    for alone in ({"saved_adapter": "source"}, {"weights_only": True}):
+        refused = await refusal(client.load_checkpoint("checkpoints/of-source", **alone))
+        assert refused.metadata["field"] in alone

@@ -59,7 +59,7 @@ def test_a_pass(
 
 
 def test_a_row_that_no_micro_batch_takes(client: tinker.TrainingClient) -> None:
-    with pytest.raises(tinker.RequestFailedError, match="OVERSIZE|exceed|longer|tokens"):
+    with pytest.raises(tinker.RequestFailedError, match="tokens"):
         client.forward_backward([datum([1] * 20_000)], "cross_entropy").result()
 
 
@@ -92,7 +92,7 @@ def test_steps(client: tinker.TrainingClient) -> None:
 
 def test_models(gateway: Gateway) -> None:
     service = gateway.service()
-    with pytest.raises(tinker.APIStatusError, match="Qwen/Qwen3-8B.* is not served here"):
+    with pytest.raises(tinker.APIStatusError, match=r"Qwen/Qwen3-8B.* is not served here"):
         service.create_lora_training_client("Qwen/Qwen3-8B").result()
     with pytest.raises(tinker.RequestFailedError, match="rank"):
         service.create_lora_training_client(str(gateway.model), rank=10**6).result()
@@ -100,7 +100,7 @@ def test_models(gateway: Gateway) -> None:
         service.create_lora_training_client(
             str(gateway.model), train_mlp=False, train_attn=False
         ).result()
-    with pytest.raises(tinker.APIStatusError, match="dimuon.* is not served"):
+    with pytest.raises(tinker.APIStatusError, match=r"dimuon.* is not served"):
         service.create_lora_training_client(
             str(gateway.model), optimizer=types.DimuonOptimizerConfig()
         ).result()

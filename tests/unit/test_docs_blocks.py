@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel
 
 from services.converter.servicer import ConverterConfig
+from services.gateway.config import GatewayConfig
 from services.rollout.config import RolloutConfig
 from services.rollout.reward_model.config import RewardModelConfig
 from services.router.config import RouterConfig
@@ -32,6 +33,7 @@ KINDS: dict[str, type[BaseModel]] = {
     "rollout": RolloutConfig,
     "converter": ConverterConfig,
     "reward_model": RewardModelConfig,
+    "gateway": GatewayConfig,
 }
 FILES = [RunConfig, SftConfig, UpConfig, *KINDS.values()]
 INSIDE = ("sglang", "trainer")  # shown without what they stand in, `engine` and `services`

@@ -29,6 +29,7 @@ WITHOUT_TORCH = (
     "services.rollout.environments.worker",
     "services.rollout.environments.graders.remote",
     "services.converter.__main__",
+    "services.gateway.__main__",
     "sluice.samples.tokenizer",
     "sluice.cli",  # with the loop and `sluice up`
     "sluice.convert_command",

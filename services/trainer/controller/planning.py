@@ -254,7 +254,7 @@ def weigh_pass(batch: Batch, selection: np.ndarray, loss: LossSpec) -> PassWeigh
     whole = weigh_samples(loss, counts.tolist(), batch.facts.group_ids, episodes)
     weights = np.asarray(whole.weights, dtype=np.float64)[selection]
     if loss.aggregation == "sum":
-        return PassWeights(weights, 1.0)
+        return PassWeights(weights, float(counts[selection].any()))
     if loss.aggregation == "constant":
         assert loss.constant_length is not None
         return PassWeights(weights, loss.constant_length * _episode_share(episodes, selection))

@@ -263,7 +263,7 @@ class GradientLedger(Generic[T]):
     def normalizer(self) -> float:
         parts = self.parts.values()
         if any(part.aggregation[0] == "sum" for part in parts):
-            return 1.0
+            return max(part.normalizer for part in parts)
         return sum(part.normalizer for part in parts)
 
     def clear(self) -> list[str]:

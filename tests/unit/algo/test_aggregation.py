@@ -121,10 +121,12 @@ def test_the_four_means_by_hand():
     assert found("group_mean").normalizer == 2
     assert found("constant", constant_length=5.0).weights == (1, 1, 1, 1)
     assert found("constant", constant_length=5.0).normalizer == 20
+    assert found("sum").weights == (1, 1, 1, 1)
+    assert found("sum").normalizer == 1
 
 
 def test_a_step_without_trained_tokens_has_no_normaliser():
-    for aggregation in ("token_mean", "sample_mean", "group_mean"):
+    for aggregation in ("token_mean", "sample_mean", "group_mean", "sum"):
         spec = LossSpec(name="sft", aggregation=aggregation)
         assert weigh_samples(spec, [0, 0], ["a", "b"]).normalizer == 0
 

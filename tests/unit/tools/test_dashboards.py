@@ -93,7 +93,7 @@ def test_the_check_finds_a_wrong_name_and_a_wrong_label(expr: str) -> None:
 
 def test_every_metric_of_a_service_is_on_its_dashboard() -> None:
     boards = {"trainer": "trainer", "rollout": "engines", "router": "router"}
-    boards |= {"reward_model": "reward-model"}
+    boards |= {"reward_model": "reward-model", "gateway": "gateway"}
     boards |= {"converter": "converter", "loop": "run", "": ("run", "host")}  # type: ignore[dict-item]
     for service, names in boards.items():
         shown = {
@@ -114,6 +114,7 @@ def test_dashboards_fit_on_the_grid_and_are_told_apart() -> None:
         "router",
         "reward-model",
         "converter",
+        "gateway",
         "host",
     }
     assert len({board["uid"] for board in BOARDS.values()}) == len(BOARDS)
