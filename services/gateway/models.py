@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
 import shutil
 import time
 import uuid
@@ -85,6 +86,7 @@ class Done:
     checkpoint: Checkpoint | None = None
     sampler: Sampler | None = None
     error: ServiceError | None = None  # though the state has changed
+    replaced: tuple[str, ...] = ()  # checkpoints that nobody needs once this is kept
 
 
 class TrainedModel:
@@ -105,6 +107,7 @@ class TrainedModel:
         self._changed = asyncio.Event()
         self._answered = asyncio.Event()
         self._waiting = journal.waiting(model.id)
+        metrics.WAITING.inc(self._waiting)
         self._weights = WeightStore(config.weights or within(config.store, "weights"))
         self._task: asyncio.Task[None] | None = None
 
@@ -175,6 +178,8 @@ class TrainedModel:
         kept = self._config.tinker.kept_answers
         self._journal.finish(answered, state, kept, done.checkpoint, done.sampler)
         self._state = state
+        for name in done.replaced:
+            remove_checkpoint(self._config, name)
         self._waiting -= 1
         metrics.WAITING.dec()
         failed = outcome == "failed" or done.error is not None
@@ -346,8 +351,13 @@ class TrainedModel:
         if old is not None and not body.overwrite:
             raise RefusedError(f"{path} exists: give another name, or overwrite")
         saved = await self._save_checkpoint(request, state)
-        if not state.parts:  # else gradients would be lost with what is before it
-            self._drop_own(state)
+        replaced = set() if old is None else {old.checkpoint}
+        if state.parts:  # they would be lost with what is before it: it is none to go back to
+            if state.checkpoint in replaced:
+                state, replaced = replace(state, owns=True), set()
+        else:
+            if state.owns:
+                replaced.add(state.checkpoint)
             state = replace(
                 state,
                 checkpoint=saved,
@@ -359,14 +369,12 @@ class TrainedModel:
             path, "training", body.ttl_seconds, body.user_metadata, checkpoint=saved
         )
         answer = {"path": path, "type": "save_weights"}
-        return Done(state, JSON, _json(answer), checkpoint=checkpoint)
+        return Done(state, JSON, _json(answer), checkpoint=checkpoint, replaced=tuple(replaced))
 
     async def _save_checkpoint(self, request: Request, state: ModelState) -> str:
         await self._check(state)
-        checkpoint_id = f"tinker-{self.model.adapter}-{request.seq}-{state.lineage}"
-        saved = await self._trainer.save(
-            checkpoint_id, self.model.adapter, self._id(request, state, "save")
-        )
+        checkpoint_id = f"tinker-{self.model.adapter}-{request.seq}-{secrets.token_hex(4)}"
+        saved = await self._trainer.save_checkpoint(checkpoint_id, adapter=self.model.adapter)
         if saved.step != state.step:
             raise LostError(f"the checkpoint is of step {saved.step}, not of {state.step}")
         return str(saved.checkpoint)
@@ -478,7 +486,6 @@ class TrainedModel:
             self._suspect = True
             logger.warning("model %s has no new checkpoint: %s", self.model.id, error)
             return
-        self._drop_own(state)
         self._state = replace(
             state,
             checkpoint=saved,
@@ -487,6 +494,8 @@ class TrainedModel:
             owns=True,
         )
         self._journal.keep_state(self.model.id, self._state)
+        if state.owns:  # nobody else knows of it
+            remove_checkpoint(self._config, state.checkpoint)
 
     def adopt(self, checkpoint: str) -> bool:
         """Take over a checkpoint that nobody else knows of any more, if the model needs it."""
@@ -495,11 +504,6 @@ class TrainedModel:
         self._state = replace(self._state, owns=True)
         self._journal.keep_state(self.model.id, self._state)
         return True
-
-    def _drop_own(self, state: ModelState) -> None:
-        """Remove a checkpoint that nobody else knows of, and another one takes the place of."""
-        if state.owns:
-            remove_checkpoint(self._config, state.checkpoint)
 
     async def _restore(self, request: Request) -> None:
         """Bring the trainer to where requests have led, unless it is there.

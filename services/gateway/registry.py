@@ -56,7 +56,6 @@ class Registry:
         if (known := self.journal.model(model.id)) is None:
             self.journal.add_model(model, create)
             self._start(self.journal.model(model.id) or model)
-            metrics.WAITING.inc()
             return
         first = self.journal.request(known.id, 0)
         if first is not None and first.digest != create.digest:

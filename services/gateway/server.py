@@ -48,6 +48,9 @@ OPEN_PORTS = (
     ),
 )
 API = "/api/v1"
+LAST_SEQ = 2**31 - 1
+LEAVE_SECONDS = 0.5  # for what is being answered: who waits for an answer asks again
+SEEN_SECONDS = 10.0  # between two signs of life that are written
 KEY_PREFIX = "tml-"  # the client takes no key without it
 ANSWER_BYTES = 1 << 28  # of sampling requests that are done, which are kept until others are
 UNEMBED = (
@@ -84,6 +87,7 @@ class TinkerServer:
         self._tls = None if tls is None else http_context(tls)
         self._sampling = RequestTable[Sampling](ANSWER_BYTES, lambda each: each.weight)
         self._running: set[asyncio.Task[bytes]] = set()
+        self._seen: dict[str, float] = {}  # by session, when that was written last
         self._runner: web.AppRunner | None = None
         self.port = 0
 
@@ -104,7 +108,7 @@ class TinkerServer:
         self._runner = HttpRunner(
             application,
             access_log=None,
-            shutdown_timeout=max(0.01, self._config.server.drain_seconds),  # 0 is forever
+            shutdown_timeout=LEAVE_SECONDS,
         )
         await self._runner.setup()
         host, port = self._config.server.host, self._config.tinker.port
@@ -260,14 +264,20 @@ class TinkerServer:
         session = self._journal.session(body.session_id)
         if session is None or session.finished is not None:
             raise ApiError(410, "session_finished", "the session has ended")
-        self._journal.note_seen(session.id)
+        self._note_seen(session.id)
         return web.json_response({"type": "session_heartbeat"})
 
     async def _finish_session(self, request: web.Request) -> web.Response:
         body, _ = await self._parsed(request, requests.FinishSession)
         session = self._known_session(request.match_info["session"])
+        self._seen.pop(session.id, None)
         await self._registry.finish_session(session.id, str(body.reason.get("type", "success")))
         return web.json_response({})
+
+    def _note_seen(self, session_id: str) -> None:
+        if (now := time.monotonic()) - self._seen.get(session_id, -SEEN_SECONDS) >= SEEN_SECONDS:
+            self._seen[session_id] = now
+            self._journal.note_seen(session_id)
 
     def _known_session(self, session_id: str) -> Session:
         session = self._journal.session(session_id)
@@ -384,10 +394,10 @@ class TinkerServer:
         return self._submit(str(values.get("model_id")), values["seq_id"], name, data)
 
     def _submit(self, model_id: str, seq: int, kind: str, data: bytes) -> web.Response:
-        if seq < 1:
-            raise RefusedError(f"seq_id {seq} is below 1")
+        if not 1 <= seq <= LAST_SEQ:
+            raise RefusedError(f"seq_id is not from 1 to {LAST_SEQ}")
         model = self._registry.model(model_id)
-        self._journal.note_seen(model.model.session)
+        self._note_seen(model.model.session)
         model.submit(Request(model=model_id, seq=seq, kind=kind, digest=_digest(data), body=data))
         return _future(model_id, seq)
 
@@ -522,7 +532,7 @@ class TinkerServer:
         owner, _, seq = body.request_id.rpartition(":")
         if ":sample:" in body.request_id:  # of a gateway that has ended since: asked for again
             raise ApiError(410, "gone", "the answer is not kept any more; sample again")
-        if not seq.isascii() or not seq.isdecimal():
+        if not seq.isascii() or not seq.isdecimal() or len(seq) > 10 or int(seq) > LAST_SEQ:
             raise GoneError(f"request {body.request_id[:80]!r} is not known")
         done = await self._registry.model(owner).answer(int(seq), seconds)
         if done is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -113,12 +112,6 @@ class AdapterTrainer(TrainerClient):
             adam=adam,
         )
         return await self._call(self.stub.StepOptimizer, request)
-
-    async def save(self, checkpoint_id: str, adapter: str, request_id: str) -> Any:
-        request = pb.SaveCheckpointRequest(
-            checkpoint_id=checkpoint_id, request_id=request_id, adapter=adapter
-        )
-        return await self._operate(self.stub.SaveCheckpoint, request, pb.SaveCheckpointResponse)
 
     async def load(
         self,

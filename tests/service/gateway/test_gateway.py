@@ -1,0 +1,155 @@
+"""Requests of a Tinker client that come twice, late, out of order, malformed, or without a key."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.service.gateway.conftest import Http, Place, RunningGateway
+
+
+async def trained(place: Place) -> list[tuple[int, list[str]]]:
+    """Step and parts of each adapter, as the trainer has them."""
+    async with place.trainer.client() as client:
+        return [(each.step, list(each.part_ids)) for each in (await client.get()).adapters]
+
+
+async def test_a_request_that_comes_again_is_done_once(place: Place, http: Http) -> None:
+    model = await http.begin()
+    futures = [await http.pass_of(model, 1) for _ in range(3)]
+    assert len({future["request_id"] for _, future in futures}) == 1
+    answers = [await http.result(futures[0][1]["request_id"]) for _ in range(2)]
+    assert answers[0] == answers[1]
+    steps = await asyncio.gather(*(http.step(model, 2, learning_rate=1e-3) for _ in range(4)))
+    (request_id,) = {future["request_id"] for _, future in steps}
+    assert (await http.result(request_id))["metrics"]["step"] == 1
+    assert await trained(place) == [(1, [])]
+    status, refused = await http.step(model, 2, learning_rate=2e-3)
+    assert status == 400
+    assert "another request" in refused["error"]["message"]
+
+
+async def test_requests_wait_for_their_place(place: Place, http: Http) -> None:
+    model = await http.begin()
+    later = [await http.step(model, 3), await http.pass_of(model, 2)]
+    asked = {"request_id": later[0][1]["request_id"]}
+    status, waiting = await http.post("retrieve_future", asked)
+    assert (status, waiting["type"]) == (408, "try_again")
+    await http.pass_of(model, 1)
+    done = await http.result(later[0][1]["request_id"])
+    assert done["metrics"]["step"] == 1
+
+
+async def test_places_that_are_none(http: Http) -> None:
+    model = await http.begin()
+    for place in (-1, 0, 2**31, 2**63, 10**40):
+        status, _ = await http.post("optim_step", {"model_id": model, "seq_id": place})
+        assert status == 400
+        status, _ = await http.post("retrieve_future", {"request_id": f"{model}:{2**31 + place}"})
+        assert status in (400, 404)
+
+
+async def test_a_wrong_request_keeps_its_place_and_no_more(place: Place, http: Http) -> None:
+    model = await http.begin()
+    body = {"model_id": model, "seq_id": 1, "adam_params": {"lr": 1}}
+    _, future = await http.post("optim_step", body)
+    answer = await http.result(future["request_id"])
+    assert answer["category"] == "user"
+    assert "lr" in answer["error"]
+    await http.pass_of(model, 2)
+    _, stepped = await http.step(model, 3)
+    assert (await http.result(stepped["request_id"]))["metrics"]["step"] == 1
+
+
+async def test_a_gateway_goes_on_where_another_ended(place: Place) -> None:
+    first = RunningGateway(place)
+    http = await first.start()
+    model = await http.begin()
+    await http.pass_of(model, 1)
+    _, stepped = await http.step(model, 2)
+    await http.result(stepped["request_id"])
+    _, third = await http.pass_of(model, 3)
+    _, fourth = await http.step(model, 4)
+    await first.stop()  # with both under way, or not begun
+    second = RunningGateway(place)
+    http = await second.start()
+    try:
+        assert (await http.result(stepped["request_id"]))["metrics"]["step"] == 1
+        assert (await http.result(fourth["request_id"]))["metrics"]["step"] == 2
+        assert await http.result(third["request_id"])
+        assert await trained(place) == [(2, [])]
+    finally:
+        await second.stop()
+
+
+async def test_what_the_trainer_lost_is_made_again(place: Place, http: Http) -> None:
+    model, seq = await http.begin(), 0
+    for _ in range(3):  # of which two are in a checkpoint
+        await http.pass_of(model, seq := seq + 1)
+        _, stepped = await http.step(model, seq := seq + 1)
+        await http.result(stepped["request_id"])
+    await http.pass_of(model, seq := seq + 1)
+    async with place.trainer.client() as client:
+        (adapter,) = (await client.get()).adapters
+        before = (await client.publish_weights(adapter=adapter.adapter)).weights.digest
+        await client.delete_adapter(adapter.adapter)
+    _, passed = await http.pass_of(model, seq := seq + 1, forward_only=True)
+    await http.result(passed["request_id"])
+    assert await trained(place) == [(3, ["7"])]
+    async with place.trainer.client() as client:
+        after = (await client.publish_weights(adapter=adapter.adapter)).weights.digest
+    assert after == before
+
+
+async def test_another_gateway_on_the_journal_is_refused(place: Place, http: Http) -> None:
+    with pytest.raises(Exception, match="stop it"):
+        RunningGateway(place)
+
+
+async def test_keys(place: Place, http: Http) -> None:
+    for key in ("", "tml-other", "\xe9"):
+        bad = Http(http.session, http.url, http.headers | {"X-API-Key": key})
+        status, _ = await bad.post("create_session", {"tags": []})
+        assert status == 401
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("create_session", b"\xff"),
+        ("create_session", b"[" * 100_000),
+        ("create_session", b'{"tags": [], "other": 1}'),
+        ("create_model", {"session_id": "no", "model_seq_id": 0, "base_model": "x"}),
+        ("create_model", {"session_id": "no\0", "model_seq_id": -1, "base_model": "x" * 5000}),
+        ("optim_step", {"model_id": "no", "seq_id": 1}),
+        ("optim_step", {"model_id": "no", "seq_id": "1"}),
+        ("optim_step", {"model_id": "no", "seq_id": 0}),
+        ("optim_step", {}),
+        ("optim_step", []),
+        ("load_weights", {"session_id": "no", "path": "x", "optimizer": True}),
+        ("asample", {"sampling_session_id": "no", "seq_id": 0}),
+        ("retrieve_future", {"request_id": "../x:0"}),
+        ("retrieve_future", {"request_id": "no:1"}),
+        ("retrieve_future", {"request_id": ":"}),
+        ("retrieve_future", {"request_id": "x:\u0663"}),
+        ("retrieve_future", {"request_id": "x:" + "9" * 30}),
+        ("get_info", {"model_id": "x" * 100_000}),
+        ("weights_info", {"tinker_path": "tinker://a/b/c"}),
+        ("billing", {}),
+    ],
+)
+async def test_what_makes_no_sense_is_final(http: Http, path: str, body: Any) -> None:
+    status, answer = await http.post(path, body)
+    assert 400 <= status < 500 and status not in (408, 409, 429), answer
+    assert len(str(answer)) < 2000
+
+
+async def test_bytes_that_are_no_pass(http: Http) -> None:
+    kind = {"Content-Type": "application/x-protobuf"}
+    for body in (b"", b"\xff" * 100, b"\x0a\x05ab"):
+        status, _ = await http.post("forward_backward", body, **kind)
+        assert status in (400, 404)
+    status, _ = await http.post("forward_backward", b"{}")
+    assert status == 415
