@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ REQUEST_SECONDS = 120.0  # one request, a part of PART_BYTES at most
 RETRY_SECONDS = 60.0  # after which a failing request is tried no more
 PART_BYTES = 8 << 20  # of a file that comes or goes in parts
 PARTS = 4  # at a time
+TRIES = 3  # where an answer breaks off
 CALLS = 16  # small ones at a time
 
 T = TypeVar("T")
@@ -78,7 +80,7 @@ class ObjectBucket:
         """Raises ValueError for a URL that names no bucket."""
         if not url.startswith(SCHEMES):
             raise ValueError(f"{url!r} is neither a directory nor an s3:// URL")
-        self.url = url.rstrip("/")
+        self.url, self._retry_seconds = url.rstrip("/"), retry_seconds
         try:
             self._store = from_url(
                 self.url,
@@ -93,15 +95,13 @@ class ObjectBucket:
 
     def list(self, folder: str) -> list[ObjectInfo]:
         """List the objects in a folder and its folders."""
-        with self._errors(folder):
-            objects = obstore.list(self._store, folder).collect()
+        objects = self._again(folder, lambda: obstore.list(self._store, folder).collect())
         return [ObjectInfo(meta["path"], meta["size"], meta["last_modified"]) for meta in objects]
 
     def folders(self, folder: str) -> Sequence[str]:
         """List the names of the folders in a folder."""
-        with self._errors(folder):
-            found = obstore.list_with_delimiter(self._store, folder)["common_prefixes"]
-        return [key.rstrip("/").rpartition("/")[2] for key in found]
+        found = self._again(folder, lambda: obstore.list_with_delimiter(self._store, folder))
+        return [key.rstrip("/").rpartition("/")[2] for key in found["common_prefixes"]]
 
     def keys(self, folder: str) -> Sequence[str]:
         """List the keys in a folder and its folders, in any order."""
@@ -137,8 +137,7 @@ class ObjectBucket:
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         """Write an object, whatever was there; in parts if it is large."""
-        with self._writing(key):
-            obstore.put(self._store, key, data, chunk_size=PART_BYTES, max_concurrency=PARTS)
+        self._put(key, data)
 
     def put_new(self, key: str, data: bytes) -> None:
         """Write an object; FileExistsError where it exists. One of several writers succeeds.
@@ -167,8 +166,7 @@ class ObjectBucket:
 
     def put_file(self, key: str, path: Path) -> None:
         """Upload a file, in parts if it is large; the key appears when all is there."""
-        with self._writing(key):
-            obstore.put(self._store, key, path, chunk_size=PART_BYTES, max_concurrency=PARTS)
+        self._put(key, path)
 
     def take_file(self, key: str, path: Path) -> None:
         """Make a file of this host an object; afterwards `path` is gone."""
@@ -201,8 +199,14 @@ class ObjectBucket:
         """Remove objects; those that are not there are no error."""
         wanted = list(keys)
         if wanted:
-            with self._errors(wanted[0]):
-                obstore.delete(self._store, wanted)
+            self._again(wanted[0], lambda: obstore.delete(self._store, wanted))
+
+    def _put(self, key: str, data: bytes | memoryview | Path) -> None:
+        def put() -> None:
+            obstore.put(self._store, key, data, chunk_size=PART_BYTES, max_concurrency=PARTS)
+
+        with self._writing(key):
+            self._again(key, put)
 
     @contextmanager
     def _errors(self, key: str) -> Iterator[None]:
@@ -214,6 +218,18 @@ class ObjectBucket:
             raise FileNotFoundError(key) from error
         except (BaseError, ValueError) as error:  # ValueError: of what can be no key
             raise ObjectsError(f"{self.url}/{key}", _first_line(error)) from error
+
+    def _again(self, key: str, call: Callable[[], T]) -> T:
+        """Repeat a call whose answer broke off, which obstore does not; it does nothing twice."""
+        tries, latest = TRIES, time.monotonic() + self._retry_seconds
+        while True:
+            tries -= 1
+            try:
+                with self._errors(key):
+                    return call()
+            except OSError:  # an upload in parts that is complete is not found any more
+                if not tries or time.monotonic() > latest:
+                    raise
 
     @contextmanager
     def _writing(self, key: str) -> Iterator[None]:

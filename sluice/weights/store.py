@@ -542,7 +542,10 @@ def _read_announcement(version: int, data: bytes, key: str) -> Announcement:
 
 
 def _decode(version: int, data: bytes) -> Manifest:
-    manifest = decode_manifest(data)
+    try:
+        manifest = decode_manifest(data)
+    except ManifestError as error:
+        raise ManifestError(f"version {version}: {error}") from error
     if manifest.version != version:
         raise ManifestError(f"version {version} has the manifest of {manifest.version}")
     return manifest

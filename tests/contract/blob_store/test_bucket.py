@@ -16,7 +16,7 @@ import pytest
 import xxhash
 
 from services.trainer.checkpoint_files import fetched
-from sluice.bucket import ObjectBucket, ObjectsError
+from sluice.bucket import PART_BYTES, ObjectBucket, ObjectsError
 from sluice.file_cache import FileCache
 from sluice.place import StoreCacheConfig
 from sluice.samples import bucket_blobs
@@ -54,6 +54,35 @@ def test_a_body_that_is_cut_is_fetched_again(blobs: BucketBlobs, faults: Faults)
     reference = blobs.put(content)
     faults.add("cut", "GET", f"/run/blobs/{reference.digest[:2]}")
     assert blobs.get(reference) == content
+    assert faults.met == ["cut"]
+
+
+def test_a_listing_that_is_cut_is_asked_for_again(bucket: ObjectBucket, faults: Faults) -> None:
+    bucket.put("folder/key", b"content")
+    faults.add("cut", "GET", "", 2)
+    assert bucket.keys("folder") == ["folder/key"]
+    faults.add("cut", "GET", "", 1)
+    assert bucket.folders("") == ["folder"]
+    assert faults.met == ["cut"] * 3
+
+
+@pytest.mark.parametrize("passed", [0, 1], ids=["first", "last"])
+def test_an_upload_in_parts_of_which_an_answer_is_cut_is_made_again(
+    bucket: ObjectBucket, faults: Faults, passed: int
+) -> None:
+    content = os.urandom(PART_BYTES + 1)
+    faults.add("", "POST", "/key", passed)
+    faults.add("cut", "POST", "/key")
+    bucket.put("key", content)
+    assert bucket.get("key") == content
+    assert faults.met[-1] == "cut"
+
+
+def test_a_removal_whose_answer_is_cut_is_no_error(bucket: ObjectBucket, faults: Faults) -> None:
+    bucket.put("key", b"content")
+    faults.add("cut", "POST", "")
+    bucket.delete(["key"])
+    assert not bucket.exists("key")
     assert faults.met == ["cut"]
 
 
