@@ -151,13 +151,16 @@ class Journal:
             self._db = sqlite3.connect(path, isolation_level=None)
             self._db.row_factory = sqlite3.Row
             self._db.execute("PRAGMA journal_mode = WAL")
+            for (found,) in self._db.execute("PRAGMA quick_check"):
+                if found != "ok":
+                    raise sqlite3.DatabaseError(found)
             self._db.execute("PRAGMA synchronous = FULL")
             self._db.executescript(SCHEMA)
-            found = self._db.execute("SELECT number FROM format").fetchone()
-            if found is None:
+            row = self._one("SELECT number FROM format")
+            if row is None:
                 self._db.execute("INSERT INTO format VALUES (?)", (FORMAT,))
-            elif found["number"] != FORMAT:
-                raise ConfigError(f"journal: {path} is of another release: format {found[0]}")
+            elif row["number"] != FORMAT:
+                raise sqlite3.DatabaseError(f"it is of another release: format {row['number']}")
         except sqlite3.DatabaseError as error:
             self._claim.__exit__(None, None, None)
             raise ConfigError(f"journal: {path} cannot be read: {error}") from None

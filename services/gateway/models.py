@@ -110,14 +110,22 @@ class TrainedModel:
         metrics.WAITING.inc(self._waiting)
         self._weights = WeightStore(config.weights or within(config.store, "weights"))
         self._task: asyncio.Task[None] | None = None
+        self._failure = ""  # of this process: another one begins with the request again
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"model {self.model.adapter}")
+        self._task.add_done_callback(self._note_end)
 
-    @property
-    def task(self) -> asyncio.Task[None]:
-        assert self._task is not None
-        return self._task
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        """A request that this process cannot do ends its model, and no other."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("model %s failed", self.model.id, exc_info=error)
+            self._failure = f"model {self.model.id} failed; the log of the gateway says more"
+            self._answered.set()
+
+    def _check_alive(self) -> None:
+        if self._failure:
+            raise GoneError(self._failure)
 
     async def close(self) -> None:
         if self._task is not None:
@@ -127,6 +135,7 @@ class TrainedModel:
 
     def submit(self, request: Request) -> None:
         """Take a request, or the repeat of one. Raises RefusedError, GoneError, QueueFullError."""
+        self._check_alive()
         known = self._journal.request(self.model.id, request.seq)
         if known is not None:
             if known.digest != request.digest:
@@ -152,6 +161,7 @@ class TrainedModel:
                         raise GoneError(f"there is no answer to request {seq}")
                     if request.outcome:
                         return request
+                    self._check_alive()
                     await answered.wait()
         except TimeoutError:
             return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import replace
 
 from services.gateway import metrics
 from services.gateway.config import GatewayConfig
@@ -113,19 +112,23 @@ class Registry:
         remove_checkpoint(self._config, checkpoint.checkpoint)
 
     async def sweep(self) -> None:
-        """Until cancelled: end sessions without a sign of life, remove what has expired."""
+        """Look again and again, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            now = time.time()
-            for session in self.journal.sessions():
-                silent = now - session.seen > self._config.tinker.session_seconds
-                if session.finished is None and silent:
-                    logger.warning("session %s sent no sign of life", session.id)
-                    await self.finish_session(session.id, "no sign of life")
-            for model in self.journal.models():
-                session_of = self.journal.session(model.session)
-                if model.unloaded is None and session_of and session_of.finished is not None:
-                    await self._unload(model, f"its session ended: {session_of.finished}")
-            for checkpoint in self.journal.checkpoints():
-                if checkpoint.expires is not None and checkpoint.expires <= now:
-                    self.delete_checkpoint(replace(checkpoint))
+            await self.look()
+
+    async def look(self) -> None:
+        """End sessions without a sign of life, and remove what has expired."""
+        now = time.time()
+        for session in self.journal.sessions():
+            silent = now - session.seen > self._config.tinker.session_seconds
+            if session.finished is None and silent:
+                logger.warning("session %s sent no sign of life", session.id)
+                await self.finish_session(session.id, "no sign of life")
+        for model in self.journal.models():
+            session_of = self.journal.session(model.session)
+            if model.unloaded is None and session_of and session_of.finished is not None:
+                await self._unload(model, f"its session ended: {session_of.finished}")
+        for checkpoint in self.journal.checkpoints():
+            if checkpoint.expires is not None and checkpoint.expires <= now:
+                self.delete_checkpoint(checkpoint)

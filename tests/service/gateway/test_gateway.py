@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sluice.config import ConfigError
 from tests.service.gateway.conftest import Http, Place, RunningGateway
 
 
@@ -153,3 +154,54 @@ async def test_bytes_that_are_no_pass(http: Http) -> None:
         assert status in (400, 404)
     status, _ = await http.post("forward_backward", b"{}")
     assert status == 415
+
+
+async def test_a_silent_session_gives_its_models_up_and_what_expires_goes(place: Place) -> None:
+    running = RunningGateway(place)
+    http = await running.start()
+    registry, store = running.process.registry, place.trainer.store / "checkpoints"
+    try:
+        model, seq, before = await http.begin(), 0, set(store.glob("*"))
+        for _ in range(2):
+            await http.pass_of(model, seq := seq + 1)
+            await http.step(model, seq := seq + 1)
+        body = {"model_id": model, "seq_id": seq + 1, "path": "kept", "ttl_seconds": 3600}
+        _, saved = await http.post("save_weights", body)
+        path = (await http.result(saved["request_id"]))["path"]
+        (kept,) = set(store.glob("*")) - before  # what it replaced is gone
+        await registry.look()
+        assert await trained(place)
+        registry.journal.set_expiry(path, 1.0)
+        await registry.look()
+        assert kept.is_dir()  # the model would go back to it
+        running.process.journal._db.execute("UPDATE sessions SET seen = 1")
+        await registry.look()
+        assert await trained(place) == []
+        assert set(store.glob("*")) == before
+        status, answer = await http.pass_of(model, seq + 2)
+        assert status == 404
+        assert "no sign of life" in answer["error"]["message"]
+    finally:
+        await running.stop()
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "other"])
+async def test_a_damaged_journal_is_refused_by_name(place: Place, damage: str) -> None:
+    first = RunningGateway(place)
+    http = await first.start()
+    model = await http.begin()
+    for seq in range(1, 6):
+        await http.pass_of(model, seq, rows=200)
+    await first.stop()
+    file = place.config.journal
+    data = bytearray(file.read_bytes())
+    if damage == "cut":
+        del data[len(data) // 2 :]
+    elif damage == "flipped":
+        for place_of in range(8192, len(data), 4096):
+            data[place_of] ^= 0xFF
+    else:
+        data[:] = b"no database at all " * 100
+    file.write_bytes(data)
+    with pytest.raises(ConfigError, match="journal"):
+        RunningGateway(place)
