@@ -158,6 +158,7 @@ def start_services(scene: Scene) -> None:
         "engine": {"max_running": 48, "max_model_length": 16, "threads": 1},
         "openai": {"model_name": "policy"},
     }
+    gateway = {"model": str(scene.model), "tinker": {"request_seconds": SCRAPE_SECONDS}}
     up = {
         "run_dir": str(scene.directory),
         "security": scene.security,
@@ -169,6 +170,7 @@ def start_services(scene: Scene) -> None:
             "trainer": {"kind": "trainer", "config": trainer},
             "trainer-behind": {"kind": "trainer", "config": behind},
             "rollout": {"kind": "rollout", "config": rollout},
+            "gateway": {"kind": "gateway", "config": gateway},
         },
     }
     process = scene.start("up", [*_SLUICE, "up", scene.write("up.yaml", up)])
@@ -253,27 +255,73 @@ def train(scene: Scene, name: str, loop_port: int, **changes: Any) -> None:
 
 def ask_over_http(scene: Scene) -> None:
     """A completion, a score, and requests that are refused."""
+    token = Path(scene.security["token_file"]).read_text().strip()
+    headers = {"Authorization": f"Bearer {token}"}
     url = f"{scene.services['rollout']['openai_url']}/completions"
     scores = scene.services["scores"]["classify_url"]
-    tls = scene.security["tls"]
-    context = ssl.create_default_context(cafile=tls["ca"])
-    context.load_cert_chain(tls["cert"], tls["key"])
-    token = Path(scene.security["token_file"]).read_text().strip()
-    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     for to, body, wanted in (
         (url, {"model": "policy", "prompt": "1234=", "max_tokens": 4}, 200),
         (url, {"model": "nobody", "prompt": "1234="}, 404),
         (scores, {"model": "reward-model", "text": ["1234=1", "1="]}, 200),
         (scores, {"model": "nobody", "text": "1234=1"}, 404),
     ):
-        request = urllib.request.Request(to, json.dumps(body).encode(), headers)
-        try:
-            with urllib.request.urlopen(request, timeout=PATIENCE, context=context) as answer:
-                code = answer.status
-        except urllib.error.HTTPError as error:
-            code = error.code
+        code, _ = post(scene, to, body, headers)
         if code != wanted:
             raise CheckError(f"{to} answered {code} to {body}, not {wanted}")
+
+
+def post(scene: Scene, url: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, Any]:
+    """Status and JSON of an answer."""
+    tls = scene.security["tls"]
+    context = ssl.create_default_context(cafile=tls["ca"])
+    context.load_cert_chain(tls["cert"], tls["key"])
+    headers = {"Content-Type": "application/json", **headers}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE, context=context) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def ask_gateway(scene: Scene) -> None:
+    """A model of a trainer that has no adapters, and a sample of a base that no engine holds."""
+    token = Path(scene.security["token_file"]).read_text().strip()
+
+    def ask(path: str, **body: Any) -> Any:
+        url = f"{scene.services['gateway']['tinker_url']}/api/v1/{path}"
+        code, answer = 408, None
+        while code == 408:  # not yet
+            code, answer = post(scene, url, body, {"X-API-Key": f"tml-{token}"})
+        if code != 200:
+            raise CheckError(f"{url} answered {code} to {body}: {answer}")
+        return answer
+
+    session, model = ask("create_session", tags=[])["session_id"], str(scene.model)
+    futures = [
+        ask(
+            "create_model",
+            session_id=session,
+            model_seq_id=0,
+            base_model=model,
+            lora_config={"rank": 2},
+        )
+    ]
+    sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": model}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
+    futures.append(
+        ask(
+            "asample",
+            sampling_session_id=ask("create_sampling_session", **sampler)["sampling_session_id"],
+            seq_id=0,
+            prompt=prompt,
+            sampling_params={"max_tokens": 1},
+        )
+    )
+    for future in futures:
+        answer = ask("retrieve_future", request_id=future["request_id"])
+        if "error" not in answer:
+            raise CheckError(f"the gateway did what nothing can: {answer}")
 
 
 def convert_and_verify(scene: Scene) -> None:
@@ -311,6 +359,7 @@ def work(scene: Scene, loop_port: int) -> None:
     evaluation = {"datasets": {"held_out": held_out}, "every_steps": 8}
     train(scene, "stored", loop_port, steps=STEPS, evaluation=evaluation)
     ask_over_http(scene)
+    ask_gateway(scene)
     convert_and_verify(scene)
     asyncio.run(send_to_sleep(scene))
     asyncio.run(write_behind(scene))
