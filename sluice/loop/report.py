@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import sys
 import threading
 import time
 from collections import deque
@@ -314,7 +315,7 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
     rows, damaged = [], 0
     for line in (*lines, last):
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_int=_whole)
             if not isinstance(row, dict) or not isinstance(row["step"], int):
                 raise ValueError("no row")
         except (ValueError, KeyError, RecursionError):
@@ -322,6 +323,14 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
         else:
             rows.append(row)
     return rows, damaged
+
+
+def _whole(text: str) -> int:
+    """Raises ValueError for one that no float is near: nothing could be drawn of it."""
+    number = int(text)
+    if abs(number) > sys.float_info.max:
+        raise ValueError("a number without end")
+    return number
 
 
 def smoothed(values: Sequence[float], width: float) -> np.ndarray:
