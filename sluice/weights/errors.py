@@ -42,6 +42,14 @@ class StagingLostError(WeightStoreError):
         super().__init__(f"the staging directory of version {version} is gone")
 
 
+class StoppedError(WeightStoreError):
+    """A file was being made that nobody wants any more."""
+
+    def __init__(self, file_name: str) -> None:
+        self.file_name = file_name
+        super().__init__(f"{file_name!r} is not wanted any more")
+
+
 class InvalidCheckpointError(WeightStoreError):
     """A directory is no HF checkpoint in safetensors, or a file of it is malformed."""
 

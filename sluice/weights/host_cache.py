@@ -3,219 +3,36 @@
 from __future__ import annotations
 
 import logging
-import mmap
-import os
 import secrets
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import IO
 
-import numpy as np
-
-from sluice import faults
-from sluice.durable import (
-    LockTimeoutError,
-    clone_file,
-    has_room_to_change,
-    naming,
-    try_lock,
-    write_all,
-    write_new,
-)
-from sluice.weights.checkpoint import (
-    Extent,
-    ShardCheck,
-    check_file,
-    data_start,
-    map_shard,
-)
-from sluice.weights.delta import DeltaError, Patch, decode, element_width
-from sluice.weights.errors import (
-    DamagedFileError,
-    FileDigestError,
-    ManifestError,
-    MissingFileError,
-    TensorDigestError,
-    WeightStoreError,
-)
-from sluice.weights.manifest import (
-    MANIFEST_NAME,
-    FileEntry,
-    Manifest,
-    ShardFile,
-    delta_name,
-    digest_bytes,
-    encode_manifest,
-)
-from sluice.weights.store import WeightStore
-
-
-@dataclass(frozen=True)
-class ShardSource:
-    """Where a shard comes from: a whole file, and deltas on it, oldest first."""
-
-    path: Path
-    deltas: Sequence[tuple[Path, FileEntry]] = ()
-
-
-BLOCK = 1 << 18  # elements that are changed, digested and written at a time
-
-
-class _Shard:
-    """Makes one shard: a whole file, brought up to date by deltas, into another or the same."""
-
-    def __init__(self, source: ShardSource, expected: ShardFile, target: Path) -> None:
-        self._source, self._expected, self._target = source, expected, target
-        # A write through a map that the disk has no room for would end the process.
-        self._through = source.path == target and has_room_to_change(target)
-        access = mmap.ACCESS_WRITE if self._through else mmap.ACCESS_READ
-        self._whole, self._extents = map_shard(source.path, access)
-        self._deltas = [map_shard(path) for path, _ in source.deltas]
-        self._header = bytes(memoryview(self._whole)[: data_start(self._whole)])
-        self._check = ShardCheck(expected, self._header, self._extents)
-        for (path, _), (_, names) in zip(source.deltas, self._deltas, strict=True):
-            if names.keys() != self._extents.keys():
-                different = ", ".join(sorted(names.keys() ^ self._extents.keys())[:8])
-                raise DamagedFileError(path.name, f"and its manifest differ in: {different}")
-
-    def write(self) -> None:
-        path, target, changed = self._source.path, self._target, False
-        in_place = path == target or (bool(self._deltas) and clone_file(path, target))
-        with naming(target), target.open("r+b" if in_place else "xb", buffering=0) as file:
-            if not in_place:
-                write_all(file, self._header)
-            for name, extent in self._extents.items():
-                for block, begin, has_changed in self._blocks(name, extent):
-                    self._check.update(block)
-                    if self._through:
-                        changed |= has_changed
-                    elif has_changed or not in_place:
-                        file.seek(begin)
-                        write_all(file, block)
-                self._check.end(name)
-                faults.point("weights.building")
-            if changed:
-                os.utime(file.fileno())  # tmpfs does not note what a map has changed
-        self._check.finish()
-        for (path, entry), (delta, _) in zip(self._source.deltas, self._deltas, strict=True):
-            if (actual := digest_bytes(delta)) != entry.digest:  # though it did no harm
-                raise FileDigestError(path.name, entry.digest, actual)
-
-    def _blocks(self, name: str, extent: Extent) -> Iterator[tuple[memoryview, int, bool]]:
-        """Yield the new bytes of a tensor, where each block begins, and whether it has changed."""
-        width = element_width(extent.dtype)
-        old = np.frombuffer(self._whole, np.uint8)[extent.begin : extent.end].view(f"<u{width}")
-        patches = [self._patch(name, index, len(old), width) for index in range(len(self._deltas))]
-        copies = bool(patches) and not self._through
-        memory = np.empty(BLOCK if copies else 0, old.dtype)
-        for start in range(0, len(old), BLOCK):
-            block, has_changed = old[start : start + BLOCK], False
-            if copies:
-                memory[: len(block)] = block
-                block = memory[: len(block)]
-            has_changed = any([patch.apply(block, start) for patch in patches])
-            yield block.view(np.uint8).data, extent.begin + start * width, has_changed
-
-    def _patch(self, name: str, index: int, count: int, width: int) -> Patch:
-        delta, extents = self._deltas[index]
-        try:
-            payload = memoryview(delta)[extents[name].begin : extents[name].end]
-            return decode(payload, count, width)
-        except DeltaError as error:
-            expected = self._expected.tensors[name].digest
-            raise TensorDigestError(name, expected, f"none: its delta {error}") from error
-
-
-def build_shard(source: ShardSource, expected: ShardFile, target: Path) -> None:
-    """Make the shard `expected` in `target`, checking every tensor.
-
-    Where `target` is the source, or can share its blocks until they are written, only blocks that
-    changed are. Raises TensorDigestError naming a tensor that does not come out as expected,
-    FileDigestError, MissingFileError or DamagedFileError; `target` is then to be thrown away.
-    """
-    _Shard(source, expected, target).write()
-
-
-BUILDERS = 2  # shards that are made at a time
-
-
-def check_out(
-    store: WeightStore, version: int, directory: Path, local: Mapping[int, Path] | None = None
-) -> Manifest:
-    """Write the version into the empty `directory`, checking every byte.
-
-    `local` are versions that lie on this host as whole directories: what is in them is not
-    fetched, and only the deltas since are. One of them may be `directory` itself, which is then
-    turned into the version by writing what changed. Raises VersionNotFoundError, ManifestError,
-    TensorDigestError, FileDigestError, MissingFileError or DamagedFileError.
-    """
-    local, chain = local or {}, [store.manifest(version)]
-    while chain[-1].version not in local and (base := chain[-1].base) is not None:
-        if base >= chain[-1].version:
-            raise ManifestError(f"version {chain[-1].version} has the base {base}, no older one")
-        chain.append(store.manifest(base))
-    manifest = chain[0]
-    shards = {shard.file_name: shard for shard in manifest.shards()}
-    prefix = directory.name + ".fetched-"
-    with (
-        tempfile.TemporaryDirectory(prefix=prefix, dir=directory.parent) as scratch,
-        ThreadPoolExecutor(BUILDERS, "weight-build") as pool,
-    ):
-
-        def path_of(holder: Manifest, name: str) -> Path:
-            if holder.version not in local:
-                return store.local_file(holder.version, name, Path(scratch))
-            path = local[holder.version] / name
-            if not path.is_file():
-                raise MissingFileError(name)
-            return path
-
-        def holders(name: str) -> list[Manifest]:
-            """The versions that a file is made of, down to one that has the whole of it."""
-            for length, part in enumerate(chain, 1):
-                if part.version in local or name not in {*part.deltas, *part.inherited}:
-                    return chain[:length]
-            raise ManifestError(f"version {chain[-1].version} has no base to be made of")
-
-        def make(name: str) -> None:
-            *changed, whole = holders(name)
-            target, path = directory / name, path_of(whole, name)
-            if path != target:
-                target.unlink(missing_ok=True)  # of the version that the directory was
-            if name not in shards:
-                if path != target:
-                    shutil.copyfile(path, target)
-                check_file(target, manifest.files[name].digest)
-                return
-            deltas = [(path_of(m, delta_name(name)), m.deltas[name]) for m in reversed(changed)]
-            build_shard(ShardSource(path, deltas), shards[name], target)
-
-        making = [pool.submit(make, name) for name in manifest.files]
-        try:
-            for made in making:
-                made.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-    for path in directory.iterdir():
-        if path.name not in manifest.files:
-            path.unlink()
-    write_new(directory / MANIFEST_NAME, encode_manifest(manifest), sync=False)
-    return manifest
-
+from sluice.durable import LockTimeoutError, try_lock
+from sluice.priority import lower_priority
+from sluice.weights.checkout import BUILDERS, NOTHING, ShardSource, Sources, build_shard, check_out
+from sluice.weights.errors import MissingFileError, VersionNotFoundError, WeightStoreError
+from sluice.weights.manifest import MANIFEST_NAME, FileEntry, Manifest, ShardFile
+from sluice.weights.store import Announcement, StoredVersion, WeightStore
 
 logger = logging.getLogger(__name__)
 
 FETCH_SECONDS = 600.0  # for another process of this host to make a version
 POLL_SECONDS = 0.01
 RECYCLED_CHAIN = 4  # deltas that are applied to an old version sooner than a newer one is copied
+DRAFT_SECONDS = 30.0  # without a file more, until who makes a version ahead is waited for no longer
+WATCH_SECONDS = 1.0  # between two looks at one draft, for the time between to count
 LOCK_SUFFIX = ".lock"
+DRAFT_SUFFIX = "-draft"  # behind the number of a version that is made ahead, in place of its digest
+MADE_SUFFIX = ".made"  # an empty file beside one that is made
 FORMER_FOLDER = "engines"  # `<version>-<digest>`, each with a `.use` that is locked while served
 
 
@@ -230,11 +47,91 @@ class CachedVersion:
         self._lock.close()
 
 
+class _Draft:
+    """A version in the making, of which files are made as they are announced. For any thread.
+
+    Until one is made, `directory` may hold it as it was in the version that was recycled.
+    """
+
+    def __init__(
+        self,
+        store: WeightStore,
+        found: Announcement,
+        directory: Path,
+        lock: IO[bytes],
+        local: Mapping[int, Path],
+        holding: ExitStack,
+    ) -> None:
+        """`lock` is that of `directory`, `local` as for `check_out`; `holding` keeps that there."""
+        self.version, self.directory, self.lock = found.version, directory, lock
+        self._store, self._local = store, local
+        fetched = tempfile.TemporaryDirectory(
+            prefix=f".{directory.name}-", dir=directory.parent, ignore_cleanup_errors=True
+        )
+        self._scratch = Path(holding.enter_context(fetched))
+        self._base: Sources | None = None
+        if found.base is not None:
+            self._base = Sources(store, found.base, local, self._scratch)
+        self._stopped = threading.Event()
+        self._building = threading.Semaphore(BUILDERS)
+        self.made: dict[str, ShardFile] = {}
+        self.failed = False  # then nothing of it is of use
+        self._holding = holding.pop_all()
+
+    def make(self, found: Announcement) -> Path | None:
+        """Make a file that was announced, checked; None where that fails, or nobody wants it."""
+        try:
+            try:
+                return self._make(found)
+            except MissingFileError:  # the commit moves what is announced
+                return self._make(found)
+        except (WeightStoreError, OSError) as error:
+            logger.warning("version %d is not made ahead: %s", self.version, error)
+            self.failed = True
+            self._stopped.set()
+            return None
+
+    def _make(self, found: Announcement) -> Path | None:
+        shard, delta = replace(found.shard, delta=None), found.shard.delta
+        target = self.directory / shard.file_name
+        path = self._store.announced_file(found, self._scratch)
+        with self._building:
+            if self._stopped.is_set():
+                return None
+            source = ShardSource(path)
+            if delta is not None and self._base is not None:
+                base = self._base.of(shard.file_name)
+                changed = (path, FileEntry(delta.size, delta.digest))
+                source = replace(base, deltas=[*base.deltas, changed])
+            build_shard(source, shard, target, self._stopped.is_set)
+            self.made[shard.file_name] = shard
+            target.with_name(target.name + MADE_SUFFIX).touch()
+        return target
+
+    def stop(self) -> None:
+        """Return once nothing is written any more; with a file half made, none of it is of use."""
+        self._stopped.set()
+        for _ in range(BUILDERS):
+            self._building.acquire()
+        self._building.release(BUILDERS)  # who comes later sees that it has ended
+
+    def move(self, directory: Path) -> dict[int, Path]:
+        """Move what is there to the empty `directory`; what lies on this host to go on from."""
+        directory.rmdir()
+        self.directory.rename(directory)
+        return {v: directory if p == self.directory else p for v, p in self._local.items()}
+
+    def close(self) -> None:
+        """Let go of what it was made from; may be repeated."""
+        self._holding.close()
+
+
 class HostCache:
     """Whole versions of one store below `root`, a directory that only this host uses.
 
-    Besides those held, the newest `keep` stay: the next version may be made from one of them.
-    Calls block.
+    Besides those held, the newest `keep` stay: the next version may be made from one of them. That
+    can begin ahead of its commit: of the processes of the host one makes it, in a draft that it
+    locks. All calls but `stage` block.
     """
 
     def __init__(
@@ -244,14 +141,43 @@ class HostCache:
         *,
         keep: int = 2,
         fetch_seconds: float = FETCH_SECONDS,
+        draft_seconds: float = DRAFT_SECONDS,
     ) -> None:
         self._root, self._store = root, store
-        self._keep, self._seconds = keep, fetch_seconds
+        self._keep, self._seconds, self._draft_seconds = keep, fetch_seconds, draft_seconds
         self._closed = threading.Event()
+        self._builders = ThreadPoolExecutor(BUILDERS, "weight-ahead", initializer=lower_priority)
+        self._drafting = threading.Lock()
+        self._draft: _Draft | None = None
+        self._ended = 0  # versions up to this one are not made ahead any more
+        self._seen: tuple[Path, int] | None = None  # the draft of another process, as of `_since`
+        self._since = self._looked = 0.0
 
     def close(self) -> None:
-        """Calls no longer wait for other processes: those that do, raise."""
+        """Calls no longer wait for other processes: those that do, raise. Nothing is staged."""
         self._closed.set()
+
+    def stage(self, found: Announcement) -> Future[Path | None]:
+        """Make a file of a version that is not committed yet, by threads that let others go first.
+
+        The answer is where it lies, checked: it stays until `drop`, and moves at the commit. None
+        where it comes with `take`. Raises WeightStoreError or OSError.
+        """
+        return self._builders.submit(self._stage, found)
+
+    def finish(self, version: int) -> None:
+        """Make the rest of a version that is committed now, if it was begun here."""
+        if self._has_draft(version):
+            try:
+                self.take(version).release()
+            except (WeightStoreError, OSError) as error:  # whoever needs it is told
+                logger.warning("version %d is not made ahead: %s", version, error)
+
+    def drop(self, version: int) -> None:
+        """Leave nothing of what was made ahead of a version, and of older ones."""
+        draft = self._end_draft(version)
+        if draft is not None:
+            self._clear_draft(draft)
 
     def take(self, version: int) -> CachedVersion:
         """Hold a version, fetched from the store if it is not here; only what is not here is.
@@ -267,6 +193,7 @@ class HostCache:
             lock = self._lock_file(directory)
             try:
                 if self._hold(lock, manifest, directory):
+                    self.drop(version)  # another process was faster
                     return CachedVersion(directory, lock)
             except BaseException:
                 lock.close()
@@ -285,6 +212,8 @@ class HostCache:
         path = directory / MANIFEST_NAME
         made = not path.is_file() and try_lock(lock.fileno())
         if made and not path.is_file():
+            if self._is_made_ahead(manifest.version):
+                return False
             self._make(manifest, directory)
         if not (try_lock(lock.fileno(), shared=True) and path.is_file()):
             return False
@@ -292,23 +221,117 @@ class HostCache:
             self._trim()
         return True
 
+    def _stage(self, found: Announcement) -> Path | None:
+        if found.shard.delta is not None and found.base is None:
+            return None  # a trainer of the release before does not say
+        draft, name = self._draft_directory(found.version), found.shard.file_name
+        while found.version > self._ended and not self._closed.is_set():
+            if not self._lock_path(draft).exists():
+                with suppress(VersionNotFoundError):  # not committed yet
+                    directory = self._directory(self._store.get(found.version))
+                    if (directory / MANIFEST_NAME).is_file():
+                        return directory / name
+            with self._drafting:
+                own = self._draft or self._begin(found)
+            if own is not None:
+                return own.make(found) if own.version == found.version else None
+            if (draft / (name + MADE_SUFFIX)).exists():
+                return draft / name
+            if self._stands_still(draft):
+                return None
+            self._closed.wait(POLL_SECONDS)
+        return None
+
+    def _begin(self, found: Announcement) -> _Draft | None:
+        """Begin to make a version ahead; None where another process does, or it has ended."""
+        if found.version <= self._ended:
+            return None
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._remove_drafts()
+        directory = self._draft_directory(found.version)
+        lock = self._lock_file(directory)
+        if not try_lock(lock.fileno()):
+            lock.close()
+            return None
+        with ExitStack() as undoing, ExitStack() as holding:
+            undoing.enter_context(lock)
+            undoing.callback(self._clear, directory)
+            directory.mkdir()
+            former = self._take_former(found.version, found.base, directory)
+            if former is None:
+                local = self._hold_chain(found.version, found.base, holding)
+            else:
+                local = {former: directory}
+            self._draft = _Draft(self._store, found, directory, lock, local, holding)
+            undoing.pop_all()
+        return self._draft
+
+    def _end_draft(self, version: int) -> _Draft | None:
+        """Make nothing ahead of a version and older ones any more; what was, for the caller."""
+        with self._drafting:
+            self._ended = max(self._ended, version)
+            if self._draft is None or self._draft.version > version:
+                return None
+            draft, self._draft = self._draft, None
+        draft.stop()
+        return draft
+
+    def _clear_draft(self, draft: _Draft) -> None:
+        draft.close()
+        self._clear(draft.directory)
+        draft.lock.close()
+
+    def _has_draft(self, version: int) -> bool:
+        return self._draft is not None and self._draft.version == version
+
+    def _is_made_ahead(self, version: int) -> bool:
+        """Whether another process makes the version ahead, and gets on with it."""
+        draft = self._draft_directory(version)
+        if self._has_draft(version):
+            return False
+        self._remove(draft)  # if its owner is gone
+        return self._lock_path(draft).exists() and not self._stands_still(draft)
+
+    def _stands_still(self, draft: Path) -> bool:
+        """Whether a draft of another process has got no file more for long, while watched."""
+        try:
+            seen = (draft, draft.stat().st_mtime_ns)
+        except FileNotFoundError:
+            seen = (draft, 0)
+        now = time.monotonic()
+        if seen != self._seen or now - self._looked > WATCH_SECONDS:
+            self._seen, self._since = seen, now
+        self._looked = now
+        return now - self._since > self._draft_seconds
+
+    def _remove_drafts(self) -> None:
+        """Remove those of processes that are gone."""
+        for directory in self._root.glob("[0-9]*" + DRAFT_SUFFIX):
+            self._remove(directory)
+
     def _make(self, manifest: Manifest, directory: Path) -> None:
         self._remove_parts(directory)
         partial = self._root / f".{directory.name}-{secrets.token_hex(4)}"
         partial.mkdir()
+        draft = self._end_draft(manifest.version)
         try:
-            self._check_out(manifest, partial)
+            self._check_out(manifest, partial, draft)
             shutil.rmtree(directory, ignore_errors=True)  # that has lost its manifest
             partial.rename(directory)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+        finally:
+            if draft is not None:
+                self._clear_draft(draft)
 
-    def _check_out(self, manifest: Manifest, partial: Path) -> None:
-        if self._recycle(manifest, partial):
+    def _check_out(self, manifest: Manifest, partial: Path, draft: _Draft | None) -> None:
+        if self._go_on(manifest, partial, draft):
             return
+        if draft is not None:
+            draft.close()  # what it was made from may turn out to be damaged
         with ExitStack() as holding:
-            local = self._hold_chain(manifest, holding)
+            local = self._hold_chain(manifest.version, manifest.base, holding)
             try:
                 check_out(self._store, manifest.version, partial, local)
                 return
@@ -322,32 +345,41 @@ class HostCache:
             path.unlink()
         check_out(self._store, manifest.version, partial)
 
-    def _recycle(self, manifest: Manifest, partial: Path) -> bool:
-        """Turn a version of the chain that nobody uses any more into this one, if there is one.
+    def _go_on(self, manifest: Manifest, partial: Path, draft: _Draft | None) -> bool:
+        """Go on from what was made ahead, or turn a version of the chain that nobody uses any more
+        into this one, if there is either.
 
         `partial` is empty again where that fails.
         """
-        former = self._take_former(manifest, partial)
-        if former is None:
-            return False
+        made = NOTHING
+        if draft is not None and draft.version == manifest.version and not draft.failed:
+            local, made = draft.move(partial), draft.made
+        else:
+            former = self._take_former(manifest.version, manifest.base, partial)
+            if former is None:
+                return False
+            local = {former: partial}
         try:
-            check_out(self._store, manifest.version, partial, {former: partial})
+            check_out(self._store, manifest.version, partial, local, made)
             return True
         except (WeightStoreError, OSError) as error:
-            logger.warning("version %d is not made of %d: %s", manifest.version, former, error)
+            logger.warning("version %d is made anew: %s", manifest.version, error)
         for path in partial.iterdir():
             path.unlink()
         return False
 
-    def _take_former(self, manifest: Manifest, partial: Path) -> int | None:
-        """Move the files of the version to recycle into `partial`; its number, or None."""
+    def _chain(self, version: int, base: int | None) -> Iterator[Manifest]:
+        """What a version of this base is made of, newest first."""
+        while base is not None and base < version:
+            link = self._store.manifest(base)
+            yield link
+            version, base = link.version, link.base
+
+    def _take_former(self, version: int, base: int | None, partial: Path) -> int | None:
+        """Move the files of the version to recycle into the empty `partial`; its number."""
         others = {int(path.name[:8]) for path in self._root.glob("[0-9]*-*") if path.is_dir()}
-        stay = set(sorted({*others, manifest.version})[-self._keep :])
-        link = manifest
-        for _ in range(RECYCLED_CHAIN):
-            if link.base is None or link.base >= link.version:
-                return None
-            link = self._store.manifest(link.base)
+        stay = set(sorted({*others, version})[-self._keep :])
+        for link in islice(self._chain(version, base), RECYCLED_CHAIN):
             directory = self._directory(link)
             if link.version in stay or not (directory / MANIFEST_NAME).is_file():
                 continue
@@ -357,24 +389,25 @@ class HostCache:
                 (directory / MANIFEST_NAME).unlink()
                 partial.rmdir()
                 directory.rename(partial)
-                directory.with_name(directory.name + LOCK_SUFFIX).unlink()
+                self._lock_path(directory).unlink()
                 return link.version
         return None
 
-    def _hold_chain(self, manifest: Manifest, holding: ExitStack) -> dict[int, Path]:
+    def _hold_chain(self, version: int, base: int | None, holding: ExitStack) -> dict[int, Path]:
         """Lock the nearest version of the chain that is here, while it is read."""
-        while manifest.base is not None and manifest.base < manifest.version:
-            manifest = self._store.manifest(manifest.base)
-            directory = self._directory(manifest)
+        for link in self._chain(version, base):
+            directory = self._directory(link)
             if not directory.is_dir():
                 continue
             lock = holding.enter_context(self._lock_file(directory))
             if try_lock(lock.fileno(), shared=True) and (directory / MANIFEST_NAME).is_file():
-                return {manifest.version: directory}
+                return {link.version: directory}
         return {}
 
     def _trim(self) -> None:
-        versions = sorted(path for path in self._root.glob("[0-9]*-*") if path.is_dir())
+        self._remove_drafts()
+        found = (path for path in self._root.glob("[0-9]*-*") if path.is_dir())
+        versions = sorted(path for path in found if not path.name.endswith(DRAFT_SUFFIX))
         for directory in versions[: -self._keep]:
             self._remove(directory)
         for lock_path in self._root.glob("[0-9]*" + LOCK_SUFFIX):
@@ -400,21 +433,30 @@ class HostCache:
     def _remove(self, directory: Path) -> None:
         """Remove a version that nobody holds."""
         with self._lock_file(directory) as lock:
-            if not try_lock(lock.fileno()):
-                return
-            if directory.is_dir():
-                directory.rename(self._root / f".{directory.name}-{secrets.token_hex(4)}")
-            self._remove_parts(directory)
-            directory.with_name(directory.name + LOCK_SUFFIX).unlink()
+            if try_lock(lock.fileno()):
+                self._clear(directory)
+
+    def _clear(self, directory: Path) -> None:
+        """Remove a version whose lock is ours, and the lock."""
+        if directory.is_dir():
+            directory.rename(self._root / f".{directory.name}-{secrets.token_hex(4)}")
+        self._remove_parts(directory)
+        self._lock_path(directory).unlink()
 
     def _remove_parts(self, directory: Path) -> None:
         """Remove what a process that died left of a version, whose lock is ours."""
         for left in self._root.glob(f".{directory.name}-*"):
             shutil.rmtree(left, ignore_errors=True)
 
-    def _directory(self, manifest: Manifest) -> Path:
+    def _directory(self, version: Manifest | StoredVersion) -> Path:
         """Named after the digest too: a store may be made anew."""
-        return self._root / f"{manifest.version:08d}-{manifest.digest}"
+        return self._root / f"{version.version:08d}-{version.digest}"
+
+    def _draft_directory(self, version: int) -> Path:
+        return self._root / f"{version:08d}{DRAFT_SUFFIX}"
 
     def _lock_file(self, directory: Path) -> IO[bytes]:
-        return directory.with_name(directory.name + LOCK_SUFFIX).open("ab")
+        return self._lock_path(directory).open("ab")
+
+    def _lock_path(self, directory: Path) -> Path:
+        return directory.with_name(directory.name + LOCK_SUFFIX)

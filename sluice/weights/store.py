@@ -51,11 +51,15 @@ REMEMBERED = 64  # versions whose records a process keeps: it may read one of ev
 
 @dataclass(frozen=True)
 class Announcement:
-    """A file of a version in the making, in a folder of the store."""
+    """A file of a version in the making, in a folder of the store.
+
+    `base` is the version that a delta is against; older releases do not say.
+    """
 
     version: int
     folder: str
     shard: ShardFile
+    base: int | None = None
 
     @property
     def stored_name(self) -> str:
@@ -142,14 +146,22 @@ class WeightStore:
         """Move a file of a version in the making into the bucket; for ranks of other hosts."""
         self._objects.take_file(_key(version, path.name), path)
 
-    def announce(self, version: int, shard: ShardFile, directory: Path | None = None) -> None:
+    def announce(
+        self,
+        version: int,
+        shard: ShardFile,
+        directory: Path | None = None,
+        *,
+        base: int | None = None,
+    ) -> None:
         """Say that a file of a version in the making is written, for engines to take it early.
 
-        It lies in the staging `directory`; None means that it was uploaded. Nothing depends on
+        It lies in the staging `directory`; None means that it was uploaded. `base` is the version
+        that deltas are against. Nothing depends on
         it: engines compare with the manifest all that they took.
         """
         folder = f"versions/{version:08d}" if directory is None else f"staging/{directory.name}"
-        document = {"folder": folder, "shard": asdict(shard)}
+        document = {"folder": folder, "shard": asdict(shard), "base": base}
         with suppress(FileExistsError):
             self._objects.put_new(
                 f"announced/{version:08d}/{shard.file_name}", seal(document, "digest")
@@ -538,7 +550,7 @@ def _read_announcement(version: int, data: bytes, key: str) -> Announcement:
     found = ShardFile(shard["file_name"], shard["size"], shard["digest"], tensors, delta)
     if found.file_name != key.rpartition("/")[2] or not is_plain_name(found.file_name):
         raise ValueError(f"{key} announces {found.file_name!r}")
-    return Announcement(version, document["folder"], found)
+    return Announcement(version, document["folder"], found, document.get("base"))
 
 
 def _decode(version: int, data: bytes) -> Manifest:

@@ -9,10 +9,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from services.rollout.engine.interface import Engine
+from services.rollout.errors import NotQuietError
 from sluice import faults
 from sluice.place import is_bucket
 from sluice.runtime.errors import ServiceError
 from sluice.weights.errors import WeightStoreError
+from sluice.weights.host_cache import HostCache
 from sluice.weights.store import Announcement, WeightStore
 
 logger = logging.getLogger(__name__)
@@ -26,12 +28,14 @@ class WeightStream:
     """Has an engine stage the files of one version at a time, as their writers announce them.
 
     All of it is forgotten when the version does not come, and when another one is prepared. Files
-    that the engine does not read where the store has them, deltas and those of a bucket, come with
-    the preparation.
+    that the engine does not read where the store has them, deltas and those of a bucket, are made
+    on this host before.
     """
 
-    def __init__(self, engine: Engine, store: WeightStore, *, in_place: bool) -> None:
-        self._engine, self._store = engine, store
+    def __init__(
+        self, engine: Engine, store: WeightStore, cache: HostCache, *, in_place: bool
+    ) -> None:
+        self._engine, self._store, self._cache = engine, store, cache
         self._in_place = in_place and not is_bucket(store.location)
         self._following: asyncio.Task[tuple[int, int]] | None = None
         self._forgetting: asyncio.TimerHandle | None = None
@@ -45,8 +49,6 @@ class WeightStream:
         is cancelled, nothing stays.
         """
         await self.drop()
-        if not self._in_place:
-            return 0, 0
         self._version = version
         task = self._following = asyncio.ensure_future(self._follow(version))
         try:
@@ -72,12 +74,14 @@ class WeightStream:
         """Forgets what was staged."""
         if self._forgetting is not None:
             self._forgetting.cancel()
-        task, self._following, self._forgetting, self._version = self._following, None, None, 0
+        version, self._version = self._version, 0
+        task, self._following, self._forgetting = self._following, None, None
         if task is not None:
             task.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await task
         self._engine.unstage()
+        await asyncio.to_thread(self._cache.drop, version)
 
     async def _follow(self, version: int) -> tuple[int, int]:
         tasks: dict[str, asyncio.Task[int]] = {}
@@ -95,6 +99,7 @@ class WeightStream:
                             task.result()
                     if ended:
                         sizes = await asyncio.gather(*tasks.values())
+                        await asyncio.to_thread(self._cache.finish, version)
                         return sum(size > 0 for size in sizes), sum(sizes)
                     with suppress(TimeoutError):
                         async with asyncio.timeout(poll):
@@ -111,29 +116,40 @@ class WeightStream:
         ended = self._store.has(version)  # first: then all of it is announced
         return ended, list(self._store.announced(version, known))
 
-    def _find(self, found: Announcement, scratch: Path) -> Path:
+    async def _find(self, found: Announcement, scratch: Path) -> Path | None:
+        """Returns where a file lies that the engine can read, None where there is none yet."""
+        if self._is_in_place(found):
+            return await asyncio.to_thread(self._look_up, found, scratch)
+        return await asyncio.wrap_future(self._cache.stage(found))
+
+    def _is_in_place(self, found: Announcement) -> bool:
+        return self._in_place and found.shard.delta is None
+
+    def _look_up(self, found: Announcement, scratch: Path) -> Path:
         path = self._store.announced_file(found, scratch)
         faults.point("engine.found")
         return path
 
     async def _stage(self, found: Announcement, scratch: Path) -> int:
-        """Has a file staged; returns its bytes, 0 where it is no whole one or gone."""
-        if found.shard.delta is not None:
-            return 0
+        """Has a file staged; returns its bytes, 0 where it comes with the preparation."""
         try:
-            path = await asyncio.to_thread(self._find, found, scratch)
+            path = await self._find(found, scratch)
             try:
-                await self._engine.stage(path, found.shard)
+                if path is not None:
+                    await self._engine.stage(path, found.shard)
             except (ServiceError, OSError):
-                if path.exists():
+                if path is None or path.exists():
                     raise
                 # its version has been committed since, which moves the file, or was given up
-                path = await asyncio.to_thread(self._find, found, scratch)
-                await self._engine.stage(path, found.shard)
+                path = await self._find(found, scratch)
+                if path is not None:
+                    await self._engine.stage(path, found.shard)
         except (WeightStoreError, OSError) as error:
             logger.info("%s is not staged: %s", found.stored_name, error)
             return 0
         except ServiceError as error:
+            if isinstance(error, NotQuietError) and not self._is_in_place(found):
+                return 0  # the engine sleeps, and will find it on this host
             logger.warning("version %d is not staged: %s", found.version, error)
             raise
-        return found.shard.size
+        return 0 if path is None else found.shard.size

@@ -171,7 +171,7 @@ class EngineWeights:
         self._cached: dict[int, CachedVersion] = {}
         self._ready: dict[int, str] = {}  # digests of what was prepared
         self.transfers = EngineTransfers(engine, store)
-        self._stream = WeightStream(engine, store, in_place=in_place)
+        self._stream = WeightStream(engine, store, cache, in_place=in_place)
         self._preparations: dict[tuple[int, str], asyncio.Task[float]] = {}
         self._groups: dict[tuple[int, str], str] = {}  # that these come over; empty: the store
         self._committing = asyncio.Lock()

@@ -603,9 +603,9 @@ class RankPublisher:
         self._shards.begin(base, behind=command.write_behind)
         try:
             if command.directory:
-                shards = self._write_shards(command.version, Path(command.directory))
+                shards = self._write_shards(command.version, Path(command.directory), base)
             else:
-                shards = self._upload_shards(command.version)
+                shards = self._upload_shards(command.version, base)
         finally:
             self._shards.settle()
         self._shards.finish(command.version)
@@ -630,11 +630,11 @@ class RankPublisher:
 
             self._shards.write_kept(command.version, folder, upload)
 
-    def _write_shards(self, version: int, directory: Path) -> list[ShardFile]:
+    def _write_shards(self, version: int, directory: Path, base: int | None) -> list[ShardFile]:
         store = WeightStore(self._config.weights_location, durable=False)
 
         def announce(shard: ShardFile) -> None:
-            store.announce(version, shard, directory)
+            store.announce(version, shard, directory, base=base)
             faults.point("weights.announced")
 
         submit = partial(self._shards.submit, written=announce)
@@ -644,7 +644,7 @@ class RankPublisher:
         scale_format = self._config.publish.scale_format
         return submit if scale_format is None else quantizing(submit, scale_format)
 
-    def _upload_shards(self, version: int) -> list[ShardFile]:
+    def _upload_shards(self, version: int, base: int | None) -> list[ShardFile]:
         """Write shard after shard on this host, and put each into the bucket."""
         with scratch("sluice-shards-") as folder:
             store = WeightStore(self._config.weights_location, scratch=folder)
@@ -652,7 +652,7 @@ class RankPublisher:
             def upload(shard: ShardFile) -> None:
                 stored = delta_name(shard.file_name) if shard.delta else shard.file_name
                 store.upload(version, folder / stored)
-                store.announce(version, shard)
+                store.announce(version, shard, base=base)
                 faults.point("weights.announced")
 
             submit = partial(self._shards.submit, written=upload)

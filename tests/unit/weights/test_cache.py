@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from sluice.durable import LockTimeoutError, clone_file, has_room_to_change
+from sluice.weights.checkout import check_out
 from sluice.weights.checkpoint import CheckedShards
 from sluice.weights.errors import TensorDigestError, VersionNotFoundError
-from sluice.weights.host_cache import CachedVersion, HostCache, check_out
+from sluice.weights.host_cache import CachedVersion, HostCache
 from sluice.weights.manifest import read_manifest
 from sluice.weights.shards import load_verified
 from sluice.weights.store import WeightStore

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sluice.weights.checkout import check_out
 from sluice.weights.errors import (
     FileDigestError,
     InvalidCheckpointError,
@@ -19,7 +20,7 @@ from sluice.weights.errors import (
     VersionNotFoundError,
     WeightStoreError,
 )
-from sluice.weights.host_cache import HostCache, check_out
+from sluice.weights.host_cache import HostCache
 from sluice.weights.manifest import MANIFEST_NAME, Manifest, encode_manifest, read_manifest
 from sluice.weights.shards import load_verified
 from sluice.weights.staging import assemble

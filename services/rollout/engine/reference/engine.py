@@ -41,7 +41,7 @@ from services.rollout.engine.reference.loading import (
     fit_received,
     open_model,
 )
-from services.rollout.engine.reference.model import ServingModel, lower_priority, yield_to_others
+from services.rollout.engine.reference.model import ServingModel, yield_to_others
 from services.rollout.engine.versions import PreparedVersions, check_adapter, check_whole
 from services.rollout.errors import (
     AdapterBaseError,
@@ -53,6 +53,7 @@ from services.rollout.errors import (
     UnsupportedModelError,
 )
 from sluice import platform
+from sluice.priority import lower_priority
 from sluice.runtime.errors import ServiceError
 from sluice.weights.manifest import Manifest, ShardFile
 from sluice.weights.transfer.group import Receiver

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from services.rollout.engine.interface import ServedWeights
 from services.rollout.engine.reference.adapters import ServingAdapter
-from services.rollout.engine.reference.model import ServingModel, lower_priority
+from services.rollout.engine.reference.model import ServingModel
 from services.rollout.engine.versions import (
     check_adapter,
     check_processor,
@@ -28,6 +28,7 @@ from services.rollout.errors import UnfitWeightsError
 from sluice import faults
 from sluice.durable import is_memory
 from sluice.operations import UNASKED, OperationsConfig
+from sluice.priority import lower_priority
 from sluice.side_copies import Fills
 from sluice.weights.checkpoint import (
     check_companions,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -35,6 +32,7 @@ from sluice.fused_layers import adapt, choose_for, heads_of
 from sluice.fused_operations import attention_kernel
 from sluice.imports import uncompiled, unsymbolic
 from sluice.operations import UNASKED, OperationError, OperationsConfig, Usage, capability_of
+from sluice.priority import lower_priority
 from sluice.vision import VisionTower, rotary_positions
 from sluice.weights.manifest import Manifest
 
@@ -427,18 +425,7 @@ def _places(model: torch.nn.Module) -> dict[tuple[str, ...], list[Owner]]:
     return {tuple(same): [owner(name) for name in same] for same in names.values()}
 
 
-LOADER_NICENESS = 5
-
-
 def yield_to_others() -> None:
     """Gives the calling thread a low priority and a single core."""
     torch.set_num_threads(1)
     lower_priority()
-
-
-def lower_priority() -> None:
-    """Gives the calling thread, and those it starts, a low priority."""
-    if sys.platform == "linux":  # elsewhere priorities are of processes only
-        thread = threading.get_native_id()
-        current = os.getpriority(os.PRIO_PROCESS, thread)  # going back from it needs a privilege
-        os.setpriority(os.PRIO_PROCESS, thread, max(current, LOADER_NICENESS))
