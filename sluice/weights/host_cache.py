@@ -18,8 +18,14 @@ from typing import IO
 
 from sluice.durable import LockTimeoutError, try_lock
 from sluice.priority import lower_priority
-from sluice.weights.checkout import BUILDERS, NOTHING, ShardSource, Sources, build_shard, check_out
-from sluice.weights.errors import MissingFileError, VersionNotFoundError, WeightStoreError
+from sluice.weights.checkout import BUILDERS, ShardSource, Sources, build_shard, check_out
+from sluice.weights.checkpoint import FileIdentity
+from sluice.weights.errors import (
+    DamagedFileError,
+    MissingFileError,
+    VersionNotFoundError,
+    WeightStoreError,
+)
 from sluice.weights.manifest import MANIFEST_NAME, FileEntry, Manifest, ShardFile
 from sluice.weights.store import Announcement, StoredVersion, WeightStore
 
@@ -74,7 +80,7 @@ class _Draft:
             self._base = Sources(store, found.base, local, self._scratch)
         self._stopped = threading.Event()
         self._building = threading.Semaphore(BUILDERS)
-        self.made: dict[str, ShardFile] = {}
+        self._made: dict[str, tuple[ShardFile, FileIdentity]] = {}
         self.failed = False  # then nothing of it is of use
         self._holding = holding.pop_all()
 
@@ -104,7 +110,7 @@ class _Draft:
                 changed = (path, FileEntry(delta.size, delta.digest))
                 source = replace(base, deltas=[*base.deltas, changed])
             build_shard(source, shard, target, self._stopped.is_set)
-            self.made[shard.file_name] = shard
+            self._made[shard.file_name] = shard, FileIdentity.of(target)
             target.with_name(target.name + MADE_SUFFIX).touch()
         return target
 
@@ -115,11 +121,18 @@ class _Draft:
             self._building.acquire()
         self._building.release(BUILDERS)  # who comes later sees that it has ended
 
-    def move(self, directory: Path) -> dict[int, Path]:
-        """Move what is there to the empty `directory`; what lies on this host to go on from."""
+    def move(self, directory: Path) -> tuple[dict[int, Path], dict[str, ShardFile]]:
+        """Move what is there to the empty `directory`: `local` and `made` of `check_out`.
+
+        Raises MissingFileError or DamagedFileError where somebody has changed it.
+        """
+        for name, (_, identity) in self._made.items():
+            if FileIdentity.of(self.directory / name) != identity:
+                raise DamagedFileError(name, "has been changed on this host")
         directory.rmdir()
         self.directory.rename(directory)
-        return {v: directory if p == self.directory else p for v, p in self._local.items()}
+        local = {v: directory if p == self.directory else p for v, p in self._local.items()}
+        return local, {name: shard for name, (shard, _) in self._made.items()}
 
     def close(self) -> None:
         """Let go of what it was made from; may be repeated."""
@@ -351,15 +364,13 @@ class HostCache:
 
         `partial` is empty again where that fails.
         """
-        made = NOTHING
-        if draft is not None and draft.version == manifest.version and not draft.failed:
-            local, made = draft.move(partial), draft.made
-        else:
-            former = self._take_former(manifest.version, manifest.base, partial)
-            if former is None:
-                return False
-            local = {former: partial}
         try:
+            if draft is not None and draft.version == manifest.version and not draft.failed:
+                local, made = draft.move(partial)
+            elif former := self._take_former(manifest.version, manifest.base, partial):
+                local, made = {former: partial}, {}
+            else:
+                return False
             check_out(self._store, manifest.version, partial, local, made)
             return True
         except (WeightStoreError, OSError) as error:
