@@ -6,8 +6,10 @@ from pathlib import Path
 
 import torch
 
+from sluice.place import is_bucket
+from sluice.weights.manifest import ShardFile, delta_name
 from sluice.weights.shards import PublishedShards
-from sluice.weights.store import StoredVersion, WeightStore
+from sluice.weights.store import Announcement, StoredVersion, WeightStore
 
 
 class Policy:
@@ -37,19 +39,10 @@ class Policy:
 
     def publish(self, base: int | None = None) -> StoredVersion:
         """As a rank does: two files, as deltas against `base` where that is what was kept."""
-        staging = self.store.allocate(max(self.history, default=None))
-        self.shards.begin(base)
-        names = [["embed.weight"], [n for n in self.tensors if n != "embed.weight"]]
-        shards = [
-            self.shards.write(
-                staging.directory, f"model-{i}.safetensors", {n: self.tensors[n] for n in part}
-            )
-            for i, part in enumerate(names)
-        ]
-        self.shards.finish(staging.version)
-        record = self.store.commit(staging, shards, self.companions, step=0, base=base)
-        self.history[record.version] = dict(self.tensors)
-        return record
+        publication = Publication(self, base)
+        for part in range(2):
+            publication.write(part)
+        return publication.commit()
 
     def publish_chain(self, count: int) -> list[int]:
         """A whole version and `count - 1` deltas, each on the one before."""
@@ -61,3 +54,45 @@ class Policy:
 
     def _random(self, size: int) -> torch.Tensor:
         return torch.randn(size, generator=self.generator).to(torch.bfloat16)
+
+
+class Publication:
+    """A version in the making, file by file."""
+
+    def __init__(self, policy: Policy, base: int | None = None) -> None:
+        self._policy, self._base = policy, base
+        self.staging = policy.store.allocate(max(policy.history, default=None))
+        self.version = self.staging.version
+        self._written: list[ShardFile] = []
+        policy.shards.begin(base)
+
+    def write(self, part: int) -> Path:
+        """Write one of the two files; where it lies."""
+        tensors = self._policy.tensors
+        names = [n for n in tensors if (n == "embed.weight") is (part == 0)]
+        shard = self._policy.shards.write(
+            self.staging.directory, f"model-{part}.safetensors", {n: tensors[n] for n in names}
+        )
+        self._written.append(shard)
+        stored = delta_name(shard.file_name) if shard.delta else shard.file_name
+        return self.staging.directory / stored
+
+    def announce(self, path: Path) -> Announcement:
+        """Announce the file that was written last, as a rank does of this store."""
+        store, shard = self._policy.store, self._written[-1]
+        if is_bucket(store.location):
+            store.upload(self.version, path)
+            store.announce(self.version, shard, base=self._base)
+        else:
+            store.announce(self.version, shard, path.parent, base=self._base)
+        (found,) = (a for a in store.announced(self.version) if a.shard == shard)
+        return found
+
+    def commit(self) -> StoredVersion:
+        policy = self._policy
+        policy.shards.finish(self.version)
+        record = policy.store.commit(
+            self.staging, self._written, policy.companions, step=0, base=self._base
+        )
+        policy.history[record.version] = dict(policy.tensors)
+        return record

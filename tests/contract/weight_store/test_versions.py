@@ -20,7 +20,8 @@ from sluice.weights.manifest import read_manifest
 from sluice.weights.shards import load_verified, write_shard
 from sluice.weights.store import WeightStore
 from tests.contract.weight_store.conftest import OpenStore
-from tests.contract.weight_store.policy import Policy
+from tests.contract.weight_store.policy import Policy, Publication
+from tests.patience import PATIENCE
 
 
 def load(store: WeightStore, version: int, root: Path) -> dict[str, torch.Tensor]:
@@ -48,6 +49,21 @@ def test_whole_versions_and_deltas_come_out_to_the_bit(
         check(fresh, policy, version, tmp_path / f"cache-{version}")
     names = {path.name for path in next((tmp_path / "cache-1").glob("*-*/")).iterdir()}
     assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= names
+
+
+def test_versions_that_are_made_ahead_come_out_to_the_bit(
+    policy: Policy, open_again: OpenStore, tmp_path: Path
+) -> None:
+    cache = HostCache(tmp_path / "cache", open_again())
+    base = None
+    for _ in range(4):
+        policy.change()
+        publication = Publication(policy, base)
+        announced = [publication.announce(publication.write(part)) for part in range(2)]
+        assert None not in [cache.stage(found).result(PATIENCE) for found in announced]
+        base = publication.commit().version
+        cache.finish(base)
+        check(open_again(), policy, base, tmp_path / "cache")
 
 
 def test_numbers_parents_and_the_latest(policy: Policy, open_again: OpenStore) -> None:

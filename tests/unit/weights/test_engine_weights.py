@@ -11,14 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from services.rollout.engine.interface import EngineStatus, IncomingWeights, PauseMode
 from services.rollout.engine.weights import EngineWeights, Transfer
-from services.rollout.errors import DigestMismatchError, TransferGroupNotJoinedError
+from services.rollout.errors import (
+    DigestMismatchError,
+    NotQuietError,
+    TransferGroupNotJoinedError,
+)
+from sluice.weights.checkpoint import checked_shard
 from sluice.weights.host_cache import CachedVersion, HostCache
 from sluice.weights.manifest import Manifest, ShardFile
-from sluice.weights.store import WeightStore
+from sluice.weights.shards import load_verified
+from sluice.weights.store import StoredVersion, WeightStore
 from sluice.weights.transfer.plan import Membership
+from tests.contract.weight_store.policy import Policy, Publication
 from tests.patience import PATIENCE
 
 
@@ -33,6 +41,7 @@ class BareEngine:
         self._prepared: list[int] = []
         self.serving: int | None = None
         self.restorable: int | None = None
+        self.asleep = False
 
     def status(self) -> EngineStatus:
         return EngineStatus(
@@ -58,6 +67,10 @@ class BareEngine:
         self._prepared.append(version)
 
     async def stage(self, path: Path, shard: ShardFile) -> None:
+        if self.asleep:
+            raise NotQuietError("the engine sleeps")
+        for _ in checked_shard(path, shard):
+            pass
         self.staged.append(shard.file_name)
 
     def unstage(self) -> None:
@@ -237,4 +250,64 @@ async def test_a_version_that_an_engine_may_go_back_to_stays_on_its_host(
     engine.restorable = None
     await weights.prepare(second, records[1].digest)
     assert first not in store.pins()
+    await weights.close()
+
+
+async def published_ahead(
+    weights: EngineWeights, engine: BareEngine, policy: Policy, base: int | None
+) -> tuple[StoredVersion, tuple[int, int], list[str]]:
+    """A version that is staged while it is published; what was, and what the engine has of it."""
+    policy.change()
+    publication = Publication(policy, base)
+    following = asyncio.create_task(weights.stage(publication.version, PATIENCE))
+    for part in range(2):
+        publication.announce(await asyncio.to_thread(publication.write, part))
+    while base is not None and not engine.asleep and len(engine.staged) < 2:
+        await asyncio.sleep(0.01)
+    record = await asyncio.to_thread(publication.commit)
+    found = await following
+    return record, found, sorted(engine.staged)
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+async def test_deltas_are_staged_while_they_are_published(
+    policy, store, tmp_path, asleep: bool
+) -> None:
+    """An engine that sleeps has no room for them; its host has, and goes on."""
+    engine = BareEngine()
+    cache = HostCache(tmp_path / "cache", store)
+    weights = engine_weights(engine, store, cache)
+    base = None
+    for _ in range(4):
+        record, found, staged = await published_ahead(weights, engine, policy, base)
+        await weights.prepare(record.version, record.digest)
+        await weights.commit(record.version, record.digest, PauseMode.IN_PLACE)
+        loaded = dict(
+            load_verified(engine.directories[record.version], store.manifest(record.version))
+        )
+        assert all(torch.equal(loaded[n], t) for n, t in policy.history[record.version].items())
+        base, engine.asleep = record.version, asleep
+    names = [] if asleep else ["model-0.safetensors", "model-1.safetensors"]
+    assert (staged, found[0]) == (names, len(names))
+    await weights.close()
+
+
+async def test_a_publication_of_deltas_that_ends_is_forgotten(policy, store, tmp_path) -> None:
+    engine = BareEngine()
+    weights = engine_weights(engine, store, HostCache(tmp_path / "cache", store))
+    record = policy.publish()
+    await weights.prepare(record.version, record.digest)
+    await weights.commit(record.version, record.digest, PauseMode.IN_PLACE)
+    policy.change()
+    publication = Publication(policy, record.version)
+    following = asyncio.create_task(weights.stage(publication.version, PATIENCE))
+    publication.announce(await asyncio.to_thread(publication.write, 0))
+    while not engine.staged:
+        await asyncio.sleep(0.01)
+    store.abort(publication.staging)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    here = [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert here == [engine.directories[record.version].name]
+    assert not engine.staged
     await weights.close()
