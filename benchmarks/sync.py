@@ -6,15 +6,18 @@ random tokens. Every step is published as a delta, made whole on the host, prepa
 by the reference engine while it generates. Medians of STEPS steps; one thread.
 
 Then a model of WIDE's shape (half a gigabyte in bfloat16) is published whole into a directory that
-is synced, ROUNDS times, while the engine stages its files as they are announced, and deltas in
-which CHANGED of the elements differ are made whole on the host. What it is compared with is `cp`
-and `fsync` of the same bytes, in between. The least of each; the engine is idle. The
-same model goes by collective (`benchmarks/sync_collective.py`) from a trainer's rank to an engine,
-real processes, written to the store before that or behind it.
+is synced, ROUNDS times, while the engine stages its files as they are announced. What it is
+compared with is `cp` and `fsync` of the same bytes, in between. The least of each; the engine is
+idle. The same model, and deltas in which CHANGED of the elements differ, are made whole on the
+host, each file as it is announced, and what is left then at the commit: once so, and once all of
+it at the commit, as for an engine that comes late. At last the model goes by collective
+(`benchmarks/sync_collective.py`) from a trainer's rank to an engine, real processes, written to
+the store before that or behind it.
 
 The last line is `sync: delta_bytes/full=<of the first> pause_ms=<of the first> prepare_ms=<of the
 first, generating> publish_to_serving/cp=<from the call to the commit in the engine, over cp and
-fsync> delta/full_time=<to have a delta as a whole version on the host, over a whole one>
+fsync> delta/full_time=<from the call to publish to a whole version on the host, of deltas over
+whole ones> delta_commit_to_host_ms=<what of that is behind the commit>
 train_wait_ms_async=<what a trainer waits for whose engines prepare beside the next step>`.
 """
 
@@ -28,9 +31,9 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,8 +46,9 @@ from services.rollout.engine.reference.engine import ReferenceEngine
 from services.rollout.engine.weights import EngineWeights
 from sluice.weights.checkpoint import companion_files
 from sluice.weights.host_cache import HostCache
+from sluice.weights.manifest import ShardFile
 from sluice.weights.shards import PublishedShards
-from sluice.weights.store import StoredVersion, WeightStore
+from sluice.weights.store import Announcement, StoredVersion, WeightStore
 
 STEPS = 3
 RATE = 1e-6
@@ -252,12 +256,20 @@ class Wide:
 
 
 def publish(
-    wide: Wide, shards: PublishedShards, store: WeightStore, base: int | None
+    wide: Wide,
+    shards: PublishedShards,
+    store: WeightStore,
+    base: int | None,
+    announced: Callable[[Announcement], object] = lambda found: None,
 ) -> tuple[StoredVersion, list[int]]:
     """As a rank and its controller do; the sizes of the files written."""
     staging = store.allocate(None)
     shards.begin(base)
-    written = partial(store.announce, staging.version, directory=staging.directory)
+
+    def written(shard: ShardFile) -> None:
+        store.announce(staging.version, shard, staging.directory, base=base)
+        announced(Announcement(staging.version, f"staging/{staging.directory.name}", shard, base))
+
     pending = [
         shards.submit(staging.directory, name, part, dict.fromkeys(part, torch.bfloat16), written)
         for name, part in wide.parts()
@@ -330,30 +342,81 @@ async def stream(root: Path, wide: Wide) -> dict[str, float]:
     return {name: min(row[name] for row in rows[2:]) for name in rows[0]}
 
 
-def rebuild(root: Path, wide: Wide) -> dict[str, float]:
+class Host(HostCache):
+    """Counts the processor seconds of what is made before a commit."""
+
+    ahead = 0.0
+
+    def _stage(self, found: Announcement) -> Path | None:
+        began = time.thread_time()
+        try:
+            return super()._stage(found)
+        finally:
+            self.ahead += time.thread_time() - began
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """What a version on the host came to; seconds and bytes."""
+
+    published: float  # from the call to the commit
+    left: float  # from there until it is whole on the host
+    cpu_left: float
+    cpu_ahead: float
+    bytes: float
+
+    @property
+    def whole(self) -> float:
+        return self.published + self.left
+
+
+def rebuild(root: Path, wide: Wide, *, ahead: bool) -> dict[str, Rebuilt]:
     """Make versions of the host out of whole ones of the store, then out of deltas in a row."""
-    store = WeightStore(root / "deltas", durable=False)
-    cache = HostCache(root / "cache", store)
+    store = WeightStore(root / "store", durable=False)
+    cache = Host(root / "cache", store)
     shards = PublishedShards(keep=True, sync=False)
-    rows: dict[str, list[tuple[float, float, float]]] = {"full": [], "delta": []}
+    rows: dict[str, list[Rebuilt]] = {"full": [], "delta": []}
     base = None
     for kind in ["full"] * (ROUNDS + 2) + ["delta"] * (ROUNDS + 2):
         if kind == "delta":
             wide.change()
         else:
             wide.move()
-        record, sizes = publish(wide, shards, store, base if kind == "delta" else None)
-        began, cpu = time.perf_counter(), time.process_time()
+        cache.ahead, pending = 0.0, list[Future[Path | None]]()
+
+        def announced(found: Announcement, pending: list[Future[Path | None]] = pending) -> None:
+            if ahead:
+                pending.append(cache.stage(found))
+
+        began = time.perf_counter()
+        record, sizes = publish(wide, shards, store, base if kind == "delta" else None, announced)
+        committed, before, cpu = time.perf_counter(), cache.ahead, time.process_time()
+        wait(pending)
         cache.take(record.version).release()  # as an engine does that has read it
-        seconds = time.perf_counter() - began
-        rows[kind].append((seconds, time.process_time() - cpu, float(sum(sizes))))
+        rows[kind].append(
+            Rebuilt(
+                published=committed - began,
+                left=time.perf_counter() - committed,
+                cpu_left=time.process_time() - cpu,
+                cpu_ahead=before,
+                bytes=float(sum(sizes)),
+            )
+        )
         base = record.version
         store.retain(1)
-    return {
-        f"{kind} {what}": min(row[index] for row in found[2:])  # two leave what is used again
-        for kind, found in rows.items()
-        for index, what in enumerate(("seconds", "cpu", "bytes"))
+    return {  # two leave what is used again
+        kind: min(found[2:], key=lambda row: row.whole) for kind, found in rows.items()
     }
+
+
+def report_rebuilt(when: str, built: dict[str, Rebuilt]) -> None:
+    for kind, row in built.items():
+        print(
+            f"on the host, {when}: {kind} of {row.bytes / 1e6:.1f} MB, published "
+            f"{row.published * 1e3:.0f} ms, whole {row.left * 1e3:.0f} ms later "
+            f"({row.cpu_left * 1e3:.0f} processor ms, {row.cpu_ahead * 1e3:.0f} before)",
+            flush=True,
+        )
 
 
 def measure_wide() -> dict[str, float]:
@@ -369,18 +432,18 @@ def measure_wide() -> dict[str, float]:
             flush=True,
         )
         gc.collect()
-        built = rebuild(root, wide)
+        late = rebuild(root / "late", wide, ahead=False)
+        built = rebuild(root / "ahead", wide, ahead=True)
         del wide
         gc.collect()
         report_collective(measure_collective(root / "collective", root / "model"))
-        print(
-            f"on the host: whole {built['full seconds'] * 1e3:.0f} ms "
-            f"({built['full cpu']:.2f} processor seconds), delta of "
-            f"{built['delta bytes'] / 1e6:.1f} MB {built['delta seconds'] * 1e3:.0f} ms "
-            f"({built['delta cpu']:.2f})",
-            flush=True,
-        )
-    return {**found, "delta/full": built["delta seconds"] / built["full seconds"]}
+        report_rebuilt("at the commit", late)
+        report_rebuilt("ahead", built)
+    return {
+        **found,
+        "delta/full": built["delta"].whole / built["full"].whole,
+        "left": built["delta"].left,
+    }
 
 
 def main() -> None:
@@ -402,6 +465,7 @@ def main() -> None:
         f"pause_ms={large['pause'] * 1e3:.2f} prepare_ms={large['prepare'] * 1e3:.0f} "
         f"publish_to_serving/cp={wide['serving'] / wide['cp']:.2f} "
         f"delta/full_time={wide['delta/full']:.3f} "
+        f"delta_commit_to_host_ms={wide['left'] * 1e3:.0f} "
         f"train_wait_ms_async={wide['wait'] * 1e3:.0f}"
     )
 
