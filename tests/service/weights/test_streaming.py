@@ -48,19 +48,22 @@ class Writer:
     tensors: dict[str, torch.Tensor]
     shards: PublishedShards = field(default_factory=lambda: PublishedShards(keep=False, sync=False))
     written: list[ShardFile] = field(default_factory=list)
+    base: int | None = None
 
-    def begin(self) -> Staging:
+    def begin(self, base: int | None = None) -> Staging:
         """Allocates a version of weights that no version had."""
         for tensor in self.tensors.values():
-            tensor.mul_(1.01)
-        self.shards.begin(None)
-        self.written = []
+            (tensor if base is None else tensor.view(-1)[:9]).mul_(1.01)
+        self.shards.begin(base)
+        self.written, self.base = [], base
         return self.store.allocate(None)
 
     def write(self, staging: Staging, part: int, parts: int = 3) -> ShardFile:
         """Writes and announces one of the files."""
         names = sorted(self.tensors)[part::parts]
-        announce = partial(self.store.announce, staging.version, directory=staging.directory)
+        announce = partial(
+            self.store.announce, staging.version, directory=staging.directory, base=self.base
+        )
         submitted = self.shards.submit(
             staging.directory,
             f"model-{part}.safetensors",
@@ -72,7 +75,9 @@ class Writer:
         return self.written[-1]
 
     def commit(self, staging: Staging) -> StoredVersion:
-        return self.store.commit(staging, self.written, companion_files(self.model), 0)
+        self.shards.finish(staging.version)
+        companions = companion_files(self.model)
+        return self.store.commit(staging, self.written, companions, 0, base=self.base)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +157,7 @@ def republished(writer: Writer) -> StoredVersion:
     """The same weights again, which no engine has read ahead."""
     staging = writer.store.allocate(None)
     writer.shards.begin(None)
-    writer.written = []
+    writer.written, writer.base = [], None
     for part in range(3):
         writer.write(staging, part)
     return writer.commit(staging)
@@ -306,6 +311,40 @@ async def test_an_engine_stopped_and_one_killed_while_they_read_ahead(
     await serve(client, record)
     for each in (clients[0], client):
         await each.close()
+
+
+async def test_deltas_are_made_ahead_by_whichever_engine_of_the_host_lives(
+    engines: list[RunningEngine], writer: Writer
+) -> None:
+    clients = [engine.client() for engine in engines]
+    writer.shards = PublishedShards(keep=True, sync=False)
+    base = None
+    for killed in (False, False, False, True):
+        staging = writer.begin(base)
+        if killed:
+            engines[0].kill_at("weights.building", 2)
+        following = [asyncio.create_task(clients[0].stage_weights(staging.version, PATIENCE))]
+        await reads_ahead(clients[0], staging.version)
+        writer.write(staging, 0)
+        if killed:
+            await asyncio.to_thread(engines[0].process.wait, PATIENCE)
+        following.append(asyncio.create_task(clients[1].stage_weights(staging.version, PATIENCE)))
+        for part in (1, 2):
+            writer.write(staging, part)
+        record = writer.commit(staging)
+        assert record.base == base
+        await asyncio.gather(*following, return_exceptions=True)
+        found = [await serve(client, record) for client in clients[killed:]]
+        base = record.version
+    engines[0].revive()
+    await clients[0].close()
+    clients[0] = engines[0].client()
+    await poll(partial(serves, clients[0]))
+    found.append(await serve(clients[0], record))
+    plain = await serve(clients[1], republished(writer))
+    assert found == [pytest.approx(plain, abs=1e-5)] * 2
+    for client in clients:
+        await client.close()
 
 
 async def is_stopped(engine: RunningEngine) -> bool:
