@@ -26,6 +26,7 @@ from sluice.config import ConfigError, ProcessConfig, hint, load_config, refuse_
 from sluice.convert_command import CheckpointError, convert, verify
 from sluice.doctor import DOCTOR_USAGE, DoctorConfig, UnfitError, doctor
 from sluice.durable import DirectoryError
+from sluice.imports import run_process
 from sluice.init import INIT_USAGE, InitConfig, init
 from sluice.logs_command import LOGS_USAGE
 from sluice.logs_command import logs as show_logs
@@ -623,4 +624,4 @@ def _flatten(group: BaseExceptionGroup) -> list[BaseException]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process(main)

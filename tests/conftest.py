@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """A plugin of its own: hooks of this file are not asked about fixtures of a session."""
     config.pluginmanager.register(EndsWithDirectory())
     if sys.platform == "linux" and not config.getoption("--cold"):
-        warm.install(warm.Nursery())
+        warm.begin()
 
 
 class EndsWithDirectory:

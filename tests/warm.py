@@ -2,9 +2,10 @@
 
 What a rank or an engine costs until it serves is three seconds of processor time for the imports
 of torch and transformers, and next to nothing else. `install` has `subprocess.Popen`, and what
-services start in turn, fork `python -m services...` from a nursery. The process is a child of who
-asked for it, has its own id, command line, environment and descriptors, and imports what is
-Sluice's itself; it is a `python -m` in all but where its libraries come from. Whatever else is
+services start in turn, fork `python -m services...` from a nursery, and pytest-xdist its workers.
+The process is a child of who asked for it, has its own id, command line, environment and
+descriptors, and imports itself what declares metrics of one service; it is a `python -m` in all
+but where its modules come from, and that it ends without taking them apart. Whatever else is
 started, or has another environment for what was loaded, begins afresh as ever.
 """
 
@@ -27,19 +28,22 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from sluice.imports import uncompiled
+from sluice.imports import run_process, uncompiled
 from sluice.runtime.processes import PR_SET_CHILD_SUBREAPER, end_with_parent
 
 ROOT = Path(__file__).parent.parent
 MODULES = (
     *("services.", "sluice.cli", "sluice.demo.", "examples."),
-    *("tests.rank_pool", "tests.unit.process_facts"),
+    *("tests.converter.", "tests.rank_pool", "tests.s3_server", "tests.unit.algo.ranks."),
+    "tests.unit.process_facts",
 )
+WORKER = ["-u", "-c", "import sys;exec(eval(sys.stdin.readline()))"]  # of pytest-xdist
 LOADED_BY = ("PYTHON", "LD_", "OMP_NUM_", "TORCH_", "MKL_", "KMP_", "CUDA_", "ASCEND_", "GRPC_")
 ROOM = 100_000  # bytes, of a command line or an environment
 ABOVE = 500  # where descriptors are kept on their way
@@ -51,10 +55,13 @@ LIBRARIES = (
     "grpc_health.v1.health",
     "grpc_reflection.v1alpha.reflection",
     "grpc_status.rpc_status",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
     "numpy",
     "prometheus_client",
     "pydantic_settings",
-    "rich.console",
+    "rich.progress",
+    "sqlite3",
     "uvloop",
     "yaml",
 )
@@ -66,6 +73,31 @@ MODELS = (
     "transformers.models.qwen3.modeling_qwen3",
 )
 
+OWN = (  # with what they import; none declares metrics of one service
+    "services.rollout.config",
+    "services.rollout.engine.images",
+    "services.rollout.engine.reference.batch",
+    "services.rollout.engine.streaming",
+    "services.rollout.engine.wire",
+    "services.router.config",
+    "services.trainer.backends.reference.backend",
+    "services.trainer.checkpoint_files",
+    "services.trainer.rank.executor",
+    "services.trainer.rows",
+    "sluice.check_command",
+    "sluice.convert_command",
+    "sluice.loop.filters",
+    "sluice.loop.mixture",
+    "sluice.loop.placement",
+    "sluice.loop.retention",
+    "sluice.loop.run_samples",
+    "sluice.protoset",
+    "sluice.weights.host_cache",
+    "sluice.weights.transfer.group",
+)
+SINGLE = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # which pyarrow would start
+FAULTS = "sluice.faults"  # reads the environment as it is imported
+
 _cold: list[bool] = []  # for each `cold` that is under way
 
 START = "from tests.warm import originate; originate()"
@@ -73,7 +105,7 @@ START = "from tests.warm import originate; originate()"
 
 @dataclass
 class Order:
-    """A process to be: what `python -m` was asked for."""
+    """A process to be: what `python -m` was asked for, or a worker of pytest."""
 
     parent: int
     command: list[str]  # as given
@@ -89,7 +121,13 @@ class Order:
     @property
     def has_children(self) -> bool:
         """Whether it starts such processes itself."""
+        if self.is_worker:
+            return True
         return self.module == "services.trainer" or self.command[2:4] == ["sluice.cli", "up"]
+
+    @property
+    def is_worker(self) -> bool:
+        return self.command[1:] == WORKER
 
 
 class Nursery:
@@ -105,9 +143,7 @@ class Nursery:
             not _cold
             and self._owner == os.getpid()
             and isinstance(command, list | tuple)
-            and len(command) > 2
-            and list(command[:2]) == [sys.executable, "-m"]
-            and str(command[2]).startswith(MODULES)
+            and (_names_module(command) or list(command) == [sys.executable, *WORKER])
             and loaded_by(environment) == loaded_by(self._environment)
         )
 
@@ -133,12 +169,17 @@ class Nursery:
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", START, str(theirs.fileno()), " " * ROOM],
-                env={**self._environment, "ROOM": " " * ROOM},
+                env={**self._environment, **SINGLE, "ROOM": " " * ROOM},
                 cwd=ROOT,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
         return ours
+
+
+def _names_module(command: list[str] | tuple[str, ...]) -> bool:
+    started = len(command) > 2 and list(command[:2]) == [sys.executable, "-m"]
+    return started and str(command[2]).startswith(MODULES)
 
 
 def loaded_by(environment: dict[str, str]) -> dict[str, str]:
@@ -170,8 +211,24 @@ def originate() -> None:
         _rename([sys.executable, "-c", START], {})
         end_with_parent(owner)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.argv = [order.module, *order.command[3:]]
-    runpy._run_module_as_main(order.module)  # type: ignore[attr-defined]  # what `python -m` calls
+    importlib.reload(sys.modules[FAULTS])
+    run_process(partial(_run, order))
+
+
+def _run(order: Order) -> int:
+    try:
+        if order.is_worker:
+            sys.argv = ["-c"]
+            exec(order.command[3], vars(sys.modules["__main__"]))
+        else:
+            sys.argv = [order.module, *order.command[3:]]
+            runpy._run_module_as_main(order.module)  # type: ignore[attr-defined]  # as `python -m`
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            return end.code
+        if end.code is not None:
+            raise
+    return 0
 
 
 def _lifted(line: socket.socket) -> socket.socket:
@@ -186,11 +243,10 @@ def _import_libraries() -> None:
     with uncompiled():
         for name in MODELS:
             importlib.import_module(name)
+        for name in OWN:
+            importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads is not to be forked"
     gc.freeze()
-    for name in list(sys.modules):
-        if name.startswith(("sluice.", "services.")) and name != "sluice.imports":
-            del sys.modules[name]  # each process has its own, by its environment
 
 
 def _serve(line: socket.socket) -> Order:
@@ -310,6 +366,12 @@ def _is_nursery(process: psutil.Process) -> bool:
         return START in process.cmdline()
     except psutil.Error:  # it has ended
         return False
+
+
+def begin() -> None:
+    """Have a nursery, unless this process came from one and has it still."""
+    if subprocess.Popen._execute_child is _execute:  # type: ignore[attr-defined]
+        install(Nursery())
 
 
 def install(nursery: Nursery) -> None:

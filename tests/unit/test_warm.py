@@ -67,6 +67,14 @@ def loads_torch_first(**options: Any) -> bool:
     return found
 
 
+def test_a_worker_of_pytest_does_what_it_is_told() -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, *warm.WORKER], env=ENVIRONMENT, text=True, **pipes)
+    told = "import os, sys; print(os.getpid(), 'torch' in sys.modules, __name__)"
+    output, _ = process.communicate(f"{told!r}\n", timeout=PATIENCE)
+    assert output.split() == [str(process.pid), "True", "__main__"]
+
+
 def test_what_is_loaded_by_another_environment_begins_afresh() -> None:
     environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "3"}
     assert not loads_torch_first(env=environment)

@@ -14,7 +14,7 @@ from tests.patience import PATIENCE
 RANKS = Path(__file__).parent / "ranks"
 SOURCES = "".join((RANKS / name).read_text() for name in ("parity.py", "sequence.py"))
 NAMES = re.findall(r"^def check_(\w+)\(", SOURCES, flags=re.MULTILINE)
-ROOT = Path(__file__).parents[3]
+RANK = (sys.executable, "-m", "tests.unit.algo.ranks.run")
 WORLD = 4
 
 
@@ -22,16 +22,10 @@ WORLD = 4
 def answers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     results = [folder / f"{rank}.json" for rank in range(WORLD)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [
-                sys.executable,
-                str(RANKS / "run.py"),
-                str(rank),
-                str(folder / "rendezvous"),
-                str(result),
-            ],
+            [*RANK, str(rank), str(folder / "rendezvous"), str(result)],
             env=environment,
         )
         for rank, result in enumerate(results)

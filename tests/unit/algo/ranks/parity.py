@@ -3,19 +3,6 @@
 from __future__ import annotations
 
 import torch
-from toy_model import (
-    BATCHES,
-    HIDDEN,
-    SPECS,
-    VOCAB,
-    close,
-    compare,
-    gather_responses,
-    make_rows,
-    reference,
-    run_local,
-    share,
-)
 
 from sluice.algo.advantages import (
     AdvantageRow,
@@ -33,6 +20,19 @@ from sluice.algo.logprobs import (
 )
 from sluice.algo.losses import compute_loss, pack_rows
 from sluice.algo.spec import AdvantageSpec
+from tests.unit.algo.ranks.toy_model import (
+    BATCHES,
+    HIDDEN,
+    SPECS,
+    VOCAB,
+    close,
+    compare,
+    gather_responses,
+    make_rows,
+    reference,
+    run_local,
+    share,
+)
 
 WORLD = 4
 

@@ -1,6 +1,6 @@
 """Checks that need processes: run as one of four gloo ranks, answers go to a JSON file.
 
-    python run.py <rank> <rendezvous file> <result file>
+    python -m tests.unit.algo.ranks.run <rank> <rendezvous file> <result file>
 
 Every rank runs every check in the same order, so four processes are started once for all. Parity
 checks split the four ranks into context groups of 1, 2 or 4 that do the same work.
@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import parity
-import sequence
 import torch
 import torch.distributed as dist
 
 from sluice.algo.collectives import Collectives, create_collectives
 from tests.patience import PATIENCE
+from tests.unit.algo.ranks import parity, sequence
 
 WORLD = 4
 TIMEOUT = timedelta(seconds=PATIENCE)

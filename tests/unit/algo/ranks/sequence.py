@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
-from parity import shard_of
-from toy_model import HIDDEN, VOCAB
 
 from sluice.algo.collectives import (
     CollectiveMismatchError,
@@ -18,6 +16,8 @@ from sluice.algo.collectives import (
 from sluice.algo.layout import SequenceLayout
 from sluice.algo.logprobs import VocabShard, linear_logprobs
 from tests.patience import PATIENCE
+from tests.unit.algo.ranks.parity import shard_of
+from tests.unit.algo.ranks.toy_model import HIDDEN, VOCAB
 
 WORLD = 4
 TIMEOUT = timedelta(seconds=PATIENCE)
