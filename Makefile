@@ -11,7 +11,8 @@ RUN := PATH="$(CURDIR)/$(BIN):$$PATH" OMP_WAIT_POLICY=passive PYTHONPATH="$(CURD
 TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q  # hundreds of processes load the same modules
 TEST_WORKERS ?= $(shell expr $$(nproc) + 2)  # tests mostly wait for processes
 APART := megatron lm_eval connectors node compose kubernetes pages trackers vision bucket tinker  # targets of their own
-TEST_ALL := $(TEST) --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(APART:%=--ignore tests/%)
+TEST_ALL := $(TEST) $(APART:%=--ignore tests/%)
+TEST_BESIDE := $(TEST_ALL) --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ALGORITHM ?= grpo
 SEED ?= 0
@@ -143,19 +144,22 @@ lint: $(VENV)/.dev  ## style, types, layers, contract, generated files
 	$(BIN)/buf breaking protos --against protos/released.binpb
 
 test:  ## what CI runs: lint, unit, service, contract, short end-to-end
-	$(MAKE) --jobs 2 lint build/sglang/.installed
-	$(MAKE) test-most test-parts
+	$(MAKE) --jobs 3 lint build/sglang/.installed test-collected
+	$(MAKE) --jobs 2 test-most test-parts TEST_WORKERS=$$(expr $(TEST_WORKERS) - 1)  # and the parts are one
 	$(RUN) -m tools.stress_tests --changed HEAD~1 --load 2 --seconds 60
 
+test-collected: $(VENV)/.dev  # compiles what asserts, which every worker would do at once
+	$(TEST_ALL) --collect-only | tail -n 3
+
 test-most: $(VENV)/.dev
-	$(TEST_ALL) -m "not sglang and not long"
+	$(TEST_BESIDE) -m "not sglang and not long"
 
 test-parts: $(VENV)/.dev build/sglang/.installed
 	$(TEST) tests/megatron tests/vision tests/bucket -m "fast and not sglang"
 	$(TEST) tests/sglang -m "sglang and fast"
 
 test-long: $(VENV)/.dev  ## what takes minutes and `make test` leaves out: learning, Ray, the accelerator check, tutorials
-	$(TEST_ALL) -m "long and not sglang" --cold
+	$(TEST_BESIDE) -m "long and not sglang" --cold
 
 house: $(VENV)/.dev  ## the grain of the code, and the files that a sample, a tensor and a lease pass
 	$(RUN) -m tools.house
@@ -343,5 +347,5 @@ accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: righ
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help site test-nodes test-kubernetes observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-node test-pages test-trackers test-tinker proto docs lint test test-most test-parts house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-ray test-ray-rewards test-bucket test-slurm compose-smoke test-compose \
+.PHONY: help site test-nodes test-kubernetes observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-node test-pages test-trackers test-tinker proto docs lint test test-collected test-most test-parts house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-ray test-ray-rewards test-bucket test-slurm compose-smoke test-compose \
 	verify bench bench-adapters bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-fleet bench-demo bench-training bench-checkpoint bench-colocated bench-algorithms bench-router bench-router-simulation clean

@@ -245,6 +245,8 @@ def _import_libraries() -> None:
             importlib.import_module(name)
         for name in OWN:
             importlib.import_module(name)
+        conversions = sys.modules["transformers.conversion_mapping"]
+        conversions.get_checkpoint_conversion_mapping("")  # made by the first model that loads
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads is not to be forked"
     gc.freeze()
 

@@ -10,7 +10,7 @@ from services.converter.servicer import ConverterConfig, ConverterServicer
 from sluice import logs
 from sluice.api.converter.v1 import converter_service_pb2_grpc as pb_grpc
 from sluice.config import ConfigError, load_config
-from sluice.imports import import_named, keep_loaded
+from sluice.imports import import_named, keep_loaded, run_process
 from sluice.place import directory_of
 from sluice.runtime.server import Server
 
@@ -51,4 +51,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process(main)

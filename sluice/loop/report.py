@@ -369,8 +369,10 @@ def draw(rows: list[dict[str, Any]], path: Path, scores: list[dict[str, Any]]) -
         from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     steps = [row["step"] for row in rows]
-    figure = Figure(figsize=(7, 7), layout="constrained")
-    axes = figure.subplots(3, 1, sharex=True)
+    figure = Figure(figsize=(7, 7))
+    # a layout of matplotlib's own would draw it twice
+    margins = {"left": 0.19, "right": 0.98, "bottom": 0.07, "top": 0.98, "hspace": 0.08}
+    axes = figure.subplots(3, 1, sharex=True, gridspec_kw=margins)
     rewards = [row["reward_mean"] for row in rows]
     axes[0].plot(steps, rewards, color="0.75", linewidth=1, label="step")
     axes[0].plot(steps, smoothed(rewards, 3), color="C0", label="trend")

@@ -35,6 +35,7 @@ def test_every_tutorial_is_followed() -> None:
             assert language == "bash" or FILE.match(text), page
 
 
+@pytest.mark.long
 def test_own_environment(tmp_path: Path) -> None:
     output = follow("environment", tmp_path)
     assert "done" in output

@@ -91,8 +91,12 @@ def test_what_trains_and_serves_one_imports_no_compiler_until_it_compiles(tmp_pa
     assert compiling - TORCH == COMPILER
 
 
-SHARDS = """
+MODEL = """
 import services.trainer.backends.reference.model
+from functools import lru_cache
+from transformers.utils.import_utils import create_import_structure_from_path as read
+assert read.cache_info().misses == read.cache_info().currsize > 128, read.cache_info()
+assert lru_cache(len).cache_info().maxsize == 128
 from transformers.distributed import sharding_utils, utils
 assert not hasattr(sharding_utils, "DTensor") and not utils.is_torch_distributed_available()
 from sluice.imports import with_shards
@@ -102,21 +106,8 @@ assert sharding_utils.DTensor is DTensor and utils.is_torch_distributed_availabl
 """
 
 
-def test_shards_come_to_transformers_when_they_are_asked_for() -> None:
-    subprocess.run([sys.executable, "-c", SHARDS], timeout=PATIENCE, check=True)
-
-
-FOLDERS = """
-import services.trainer.backends.reference.model
-from functools import lru_cache
-from transformers.utils.import_utils import create_import_structure_from_path as read
-assert read.cache_info().misses == read.cache_info().currsize > 128, read.cache_info()
-assert lru_cache(len).cache_info().maxsize == 128
-"""
-
-
-def test_transformers_reads_each_folder_of_its_models_once() -> None:
-    subprocess.run([sys.executable, "-c", FOLDERS], timeout=PATIENCE, check=True)
+def test_transformers_reads_each_folder_once_and_has_shards_when_they_are_asked_for() -> None:
+    subprocess.run([sys.executable, "-c", MODEL], timeout=PATIENCE, check=True)
 
 
 def test_transformers_alone_is_seen_to_import_all_that() -> None:

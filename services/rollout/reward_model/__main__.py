@@ -11,6 +11,7 @@ from services.rollout.reward_model.config import RewardModelConfig
 from services.rollout.reward_model.process import RewardModelProcess
 from sluice import logs, platform
 from sluice.config import ConfigError, load_config
+from sluice.imports import run_process
 
 STUCK = 1  # as any failure, for whoever started the process
 
@@ -36,4 +37,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process(main)
