@@ -24,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -247,6 +248,7 @@ def _import_libraries() -> None:
             importlib.import_module(name)
         conversions = sys.modules["transformers.conversion_mapping"]
         conversions.get_checkpoint_conversion_mapping("")  # made by the first model that loads
+    tempfile.tempdir = None  # each has that of its environment
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads is not to be forked"
     gc.freeze()
 

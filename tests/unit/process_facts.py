@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -36,6 +37,7 @@ if __name__ == "__main__":
         "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
         "threads": len(os.listdir("/proc/self/task")),
         "module": __spec__.name if __spec__ else None,
+        "scratch": tempfile.gettempdir(),
         "limits": resource.getrlimit(resource.RLIMIT_NOFILE),
         "collects": [gc.isenabled(), *gc.get_threshold()],
         "buffered": [sys.stdout.line_buffering, sys.stderr.line_buffering],

@@ -49,7 +49,8 @@ def test_it_finds_what_a_cold_one_finds(
     code: int, tmp_path: Path, passed: int, pytestconfig: pytest.Config
 ) -> None:
     (tmp_path / "tests").symlink_to(warm.ROOT / "tests")
-    own = {"cwd": tmp_path, "pass_fds": [passed], "start_new_session": True}
+    environment = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
+    own = {"cwd": tmp_path, "env": environment, "pass_fds": [passed], "start_new_session": True}
     for options in ({}, own):
         with warm.cold():
             expected = facts(code, **options)
