@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import importlib
 import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar, cast, get_args
 
@@ -26,6 +28,10 @@ RESERVED_ENV = frozenset(
 MAX_CONFIG_BYTES = 16 << 20  # somebody meant another file
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 PLAIN_NAME_RULE = "a name has letters, digits, '_', '.' and '-', none of the last two first"
+
+
+Sources = Callable[[type[BaseSettings], Any, Any], tuple[Any, ...]]
+_sources: ContextVar[Sources] = ContextVar("sources")  # of the configuration that is built
 
 
 class ConfigError(ValueError):
@@ -219,14 +225,26 @@ def parse_config(cls: type[C], values: Mapping[str, Any]) -> C:
     return _build(cls, lambda settings, initial, environment: (initial,), values)
 
 
-def _build(
-    cls: type[C],
-    sources: Callable[[type[BaseSettings], Any, Any], tuple[Any, ...]],
-    values: Mapping[str, Any] | None = None,
-) -> C:
+def _build(cls: type[C], sources: Sources, values: Mapping[str, Any] | None = None) -> C:
     """Build `cls` from its sources: functions of the class, of `values` and of the environment."""
+    token = _sources.set(sources)
+    try:
+        built = _sourced(cls)(**(values or {}))
+    except ValidationError as error:
+        raise ConfigError(describe(error, cls, cls.former_keys)) from None
+    except SettingsError as error:
+        raise ConfigError(str(error)) from None
+    finally:
+        _sources.reset(token)
+    settings = {name: getattr(built, name) for name in cls.model_fields}
+    return cast(C, cls.model_construct(built.model_fields_set, **settings))
 
-    class Built(cls):  # type: ignore[misc,valid-type]
+
+@functools.cache
+def _sourced(cls: type[C]) -> type[C]:
+    """A `cls` that takes the sources at hand; pydantic is long in making a class."""
+
+    class Sourced(cls):  # type: ignore[misc,valid-type]
         @classmethod
         def settings_customise_sources(
             cls,
@@ -235,17 +253,10 @@ def _build(
             env_settings: PydanticBaseSettingsSource,
             **_: Any,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return sources(settings_cls, init_settings, env_settings)
+            return _sources.get()(settings_cls, init_settings, env_settings)
 
-    Built.__name__, Built.__doc__ = cls.__name__, cls.__doc__
-    try:
-        built = Built(**(values or {}))
-    except ValidationError as error:
-        raise ConfigError(describe(error, cls, cls.former_keys)) from None
-    except SettingsError as error:
-        raise ConfigError(str(error)) from None
-    settings = {name: getattr(built, name) for name in cls.model_fields}
-    return cast(C, cls.model_construct(built.model_fields_set, **settings))
+    Sourced.__name__, Sourced.__doc__ = cls.__name__, cls.__doc__
+    return Sourced
 
 
 def describe(
