@@ -35,6 +35,9 @@ CREATE TABLE IF NOT EXISTS checkpoints (
 CREATE TABLE IF NOT EXISTS samplers (
     id TEXT PRIMARY KEY, session TEXT NOT NULL, created REAL NOT NULL, clients INTEGER NOT NULL,
     about TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS samplers_of_session ON samplers (session, created);
+CREATE INDEX IF NOT EXISTS models_of_session ON models (session);
+CREATE INDEX IF NOT EXISTS checkpoints_of_model ON checkpoints (model, created);
 """
 FORMAT = 1
 NUMBERS = ("adapter", "rank", "alpha", "targets", "train_attn", "train_mlp")
@@ -193,6 +196,11 @@ class Journal:
         """The newest first."""
         return [_session(r) for r in self._all("SELECT * FROM sessions ORDER BY created DESC")]
 
+    def silent_sessions(self, since: float) -> list[Session]:
+        """Those that live, without a sign of life since then."""
+        rows = self._all("SELECT * FROM sessions WHERE finished IS NULL AND seen < ?", since)
+        return [_session(row) for row in rows]
+
     def note_seen(self, session_id: str | None = None) -> None:
         """A sign of life of a session; of none: of all that live."""
         where, more = ("id = ?", (session_id,)) if session_id else ("finished IS NULL", ())
@@ -225,6 +233,9 @@ class Journal:
         where, more = ("WHERE session = ?", (session_id,)) if session_id else ("", ())
         rows = self._all(f"SELECT * FROM models {where} ORDER BY created DESC", *more)
         return [_model(row) for row in rows]
+
+    def loaded_models(self) -> list[Model]:
+        return [_model(row) for row in self._all("SELECT * FROM models WHERE unloaded IS NULL")]
 
     def state(self, model_id: str) -> ModelState:
         row = self._one("SELECT state FROM models WHERE id = ?", model_id)
@@ -342,6 +353,10 @@ class Journal:
         rows = self._all(f"SELECT * FROM checkpoints {where} ORDER BY created DESC", *more)
         return [_checkpoint(row) for row in rows]
 
+    def expired_checkpoints(self) -> list[Checkpoint]:
+        rows = self._all("SELECT * FROM checkpoints WHERE expires <= ?", time.time())
+        return [_checkpoint(row) for row in rows]
+
     def set_expiry(self, path: str, expires: float | None) -> None:
         self._db.execute("UPDATE checkpoints SET expires = ? WHERE path = ?", (expires, path))
 
@@ -362,6 +377,21 @@ class Journal:
 
     def samplers(self, session_id: str) -> list[Sampler]:
         rows = self._all("SELECT * FROM samplers WHERE session = ? ORDER BY created", session_id)
+        return [_sampler(row) for row in rows]
+
+    def snapshots(self, model: Model, behind: int = 0, most: int = -1) -> list[Sampler]:
+        """Samplers of a model whose weights have no name, the newest first.
+
+        Behind the newest so many, and `most` of them; -1 is all.
+        """
+        rows = self._all(
+            "SELECT * FROM samplers WHERE session = ? AND json_extract(about, '$.adapter') = ? "
+            "AND json_extract(about, '$.path') IS NULL ORDER BY created DESC LIMIT ? OFFSET ?",
+            model.session,
+            model.adapter,
+            most,
+            behind,
+        )
         return [_sampler(row) for row in rows]
 
     def join_sampler(self, sampler_id: str) -> int:

@@ -431,7 +431,7 @@ class TrainedModel:
     def _release_snapshots(self) -> None:
         """Let the store remove the weights of samplers beyond the newest so many."""
         kept = self._config.tinker.kept_snapshots - 1  # and the one that comes
-        for old in snapshots(self._journal, self.model)[: -kept or None]:
+        for old in self._journal.snapshots(self.model, kept, 2):  # the others went before
             self._weights.unpin(old.version, old.id)
 
     def _pin(self, version: int, path: str) -> None:
@@ -591,12 +591,6 @@ def find_training(journal: Journal, path: str) -> Checkpoint:
             f"path {path[:300]!r} has weights to sample from: of save_state are those to train on"
         )
     return checkpoint
-
-
-def snapshots(journal: Journal, model: Model) -> list[Sampler]:
-    """Samplers of a model whose weights have no name, the oldest first."""
-    found = journal.samplers(model.session)
-    return [each for each in found if each.adapter == model.adapter and each.path is None]
 
 
 def remove_checkpoint(config: GatewayConfig, name: str) -> None:

@@ -10,7 +10,7 @@ from services.gateway import metrics
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import GoneError, RefusedError
 from services.gateway.journal import Checkpoint, Journal, Model, Request
-from services.gateway.models import TrainedModel, find_training, remove_checkpoint, snapshots
+from services.gateway.models import TrainedModel, find_training, remove_checkpoint
 from services.gateway.samplers import Engines
 from services.gateway.trainer import AdapterTrainer
 from sluice.place import within
@@ -36,9 +36,8 @@ class Registry:
     def start(self) -> None:
         """Go on with the models that were trained when the gateway ended."""
         self.journal.note_seen()  # nobody could send a sign of life meanwhile
-        for model in self.journal.models():
-            if model.unloaded is None:
-                self._start(model)
+        for model in self.journal.loaded_models():
+            self._start(model)
 
     async def close(self) -> None:
         for model in self._models.values():
@@ -95,7 +94,7 @@ class Registry:
         state = self.journal.state(model.id)
         if state.owns:
             remove_checkpoint(self._config, state.checkpoint)
-        for sampler in snapshots(self.journal, model):
+        for sampler in self.journal.snapshots(model):
             self._weights.unpin(sampler.version, sampler.id)
         metrics.WAITING.dec(self.journal.waiting(model.id))
         self.journal.unload(model.id, why)
@@ -119,16 +118,13 @@ class Registry:
 
     async def look(self) -> None:
         """End sessions without a sign of life, and remove what has expired."""
-        now = time.time()
-        for session in self.journal.sessions():
-            silent = now - session.seen > self._config.tinker.session_seconds
-            if session.finished is None and silent:
-                logger.warning("session %s sent no sign of life", session.id)
-                await self.finish_session(session.id, "no sign of life")
-        for model in self.journal.models():
+        since = time.time() - self._config.tinker.session_seconds
+        for session in self.journal.silent_sessions(since):
+            logger.warning("session %s sent no sign of life", session.id)
+            await self.finish_session(session.id, "no sign of life")
+        for model in self.journal.loaded_models():
             session_of = self.journal.session(model.session)
-            if model.unloaded is None and session_of and session_of.finished is not None:
+            if session_of and session_of.finished is not None:
                 await self._unload(model, f"its session ended: {session_of.finished}")
-        for checkpoint in self.journal.checkpoints():
-            if checkpoint.expires is not None and checkpoint.expires <= now:
-                self.delete_checkpoint(checkpoint)
+        for checkpoint in self.journal.expired_checkpoints():
+            self.delete_checkpoint(checkpoint)
