@@ -59,6 +59,7 @@ _REMEMBERED_REQUESTS = 1024
 _TARGET_INDICES = pb.AcquireLeasesResponse.TARGET_INDICES_FIELD_NUMBER
 _LONGEST_WAIT = 600.0  # seconds
 _SETTLING_HEARTBEAT = 1.0  # seconds; an engine that waits to be leased again reports often
+_SETTLING_SHARE = 0.005  # of it for each engine of the pool: reports of all are answered in time
 NEWS_SECONDS = 0.25  # between two of a watch: a whole fleet that takes new weights is a few
 _UNDER_WAY = 1024  # requests that wait, or whose answer does; with so many no more are read
 _WAITING_BYTES = 1 << 26  # of requests that wait; with so many no more are read
@@ -211,7 +212,8 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         room.notify_waiters()
         interval = room.pool.config.engine_ttl
         if room.pool.is_closed(spec.name):
-            interval = min(interval, _SETTLING_HEARTBEAT)
+            share = _SETTLING_SHARE * len(room.pool.tables.targets.engines)
+            interval = min(interval, max(_SETTLING_HEARTBEAT, share))
         return pb.RegisterEngineResponse(
             heartbeat_interval=duration_of(interval),
             state=state_to_proto(view),

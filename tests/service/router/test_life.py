@@ -14,6 +14,7 @@ import pytest
 from services.router.pools import RouterClock
 from services.router.servicer import NEWS_SECONDS
 from sluice.api.router.v1 import router_service_pb2 as pb
+from sluice.runtime.wire import seconds_of
 from tests.patience import PATIENCE
 from tests.service.router.conftest import Clock, eventually, released
 
@@ -275,3 +276,16 @@ def test_the_clock_of_a_router_leaves_out_what_it_could_not_hear():
     source.now += 1.0
     assert clock() == start + 4.0
     assert gaps == [3600.0]
+
+
+async def test_a_large_fleet_is_not_asked_to_report_more_often_than_is_answered(start_router):
+    """After a restart: late reports would have its engines lost, and closed anew."""
+    router = await start_router(engine_ttl=15.0)
+    seconds = []
+    for number in range(400):
+        engine = pb.Engine(engine_id=f"e{number}", address="localhost:1", role=pb.ROLE_ENGINE)
+        request = pb.RegisterEngineRequest(engine=engine, known_epoch=1)
+        answer = await router.stub.RegisterEngine(request, timeout=PATIENCE)
+        seconds.append(seconds_of(answer.heartbeat_interval))
+    assert seconds[0] == 1.0
+    assert 400 / seconds[-1] == pytest.approx(200)
