@@ -29,6 +29,7 @@ from services.router.config import RouterConfig
 from services.trainer.config import TrainerConfig
 from sluice.loop.config import RunConfig, SftConfig
 from sluice.stack import UpConfig
+from tools.gen_protos import copy_googleapis
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "build" / "site-source"
@@ -157,6 +158,7 @@ def prose(text: str) -> str:
 
 def descriptors() -> list[pb.FileDescriptorProto]:
     """The files of protos/ with their comments. Raises CalledProcessError."""
+    copy_googleapis()
     command = ["buf", "build", "protos", "-o", "-#format=binpb"]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=120)
     files = pb.FileDescriptorSet.FromString(built.stdout).file

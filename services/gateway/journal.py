@@ -94,7 +94,7 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class TrainingRequest:
     """A training request at its place. `outcome`: None until it is done; then done or failed."""
 
     model: str
@@ -129,7 +129,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampler:
+class SamplerRecord:
     """A sampling session. `version` 0: the base."""
 
     id: str
@@ -142,7 +142,7 @@ class Sampler:
     digest: str = ""
 
 
-class Journal:
+class GatewayJournal:
     """The file. One process has it at a time."""
 
     def __init__(self, path: Path) -> None:
@@ -212,7 +212,7 @@ class Journal:
             "UPDATE sessions SET finished = ? WHERE id = ? AND finished IS NULL", (why, session_id)
         )
 
-    def add_model(self, model: Model, create: Request) -> None:
+    def add_model(self, model: Model, create: TrainingRequest) -> None:
         """With its first request."""
         about = _about(
             model,
@@ -255,18 +255,18 @@ class Journal:
             )
             self._db.execute("UPDATE requests SET body = NULL WHERE model = ?", (model_id,))
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: TrainingRequest) -> None:
         self._add(request)
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: TrainingRequest) -> None:
         values = (request.model, request.seq, request.kind, request.digest, request.body)
         self._db.execute(
             "INSERT INTO requests (model, seq, kind, digest, body) VALUES (?, ?, ?, ?, ?)", values
         )
 
-    def request(self, model_id: str, seq: int) -> Request | None:
+    def request(self, model_id: str, seq: int) -> TrainingRequest | None:
         row = self._one("SELECT * FROM requests WHERE model = ? AND seq = ?", model_id, seq)
-        return None if row is None else Request(**row)
+        return None if row is None else TrainingRequest(**row)
 
     def waiting(self, model_id: str) -> int:
         """Requests of a model that are not done."""
@@ -275,22 +275,22 @@ class Journal:
         )
         return 0 if row is None else int(row["n"])
 
-    def done_since(self, model_id: str, seq: int) -> list[Request]:
+    def done_since(self, model_id: str, seq: int) -> list[TrainingRequest]:
         """Requests behind `seq` that were done and succeeded, in order, with their bodies."""
         rows = self._all(
             "SELECT * FROM requests WHERE model = ? AND seq > ? AND outcome = 'done' ORDER BY seq",
             model_id,
             seq,
         )
-        return [Request(**row) for row in rows]
+        return [TrainingRequest(**row) for row in rows]
 
     def finish(
         self,
-        request: Request,
+        request: TrainingRequest,
         state: ModelState,
         kept_answers: int,
         checkpoint: Checkpoint | None = None,
-        sampler: Sampler | None = None,
+        sampler: SamplerRecord | None = None,
     ) -> None:
         """Keep the answer of a request with all that it changes, at once."""
         answered = (request.outcome, request.media, request.answer, request.model, request.seq)
@@ -363,23 +363,23 @@ class Journal:
     def remove_checkpoint(self, path: str) -> None:
         self._db.execute("DELETE FROM checkpoints WHERE path = ?", (path,))
 
-    def add_sampler(self, sampler: Sampler) -> None:
+    def add_sampler(self, sampler: SamplerRecord) -> None:
         self._add_sampler(sampler)
 
-    def _add_sampler(self, sampler: Sampler) -> None:
+    def _add_sampler(self, sampler: SamplerRecord) -> None:
         about = _about(sampler, ("path", "adapter", "version", "digest"))
         values = (sampler.id, sampler.session, sampler.created, 0, about)
         self._db.execute("INSERT OR REPLACE INTO samplers VALUES (?, ?, ?, ?, ?)", values)
 
-    def sampler(self, sampler_id: str) -> Sampler | None:
+    def sampler(self, sampler_id: str) -> SamplerRecord | None:
         row = self._one("SELECT * FROM samplers WHERE id = ?", sampler_id)
         return None if row is None else _sampler(row)
 
-    def samplers(self, session_id: str) -> list[Sampler]:
+    def samplers(self, session_id: str) -> list[SamplerRecord]:
         rows = self._all("SELECT * FROM samplers WHERE session = ? ORDER BY created", session_id)
         return [_sampler(row) for row in rows]
 
-    def snapshots(self, model: Model, behind: int = 0, most: int = -1) -> list[Sampler]:
+    def snapshots(self, model: Model, behind: int = 0, most: int = -1) -> list[SamplerRecord]:
         """Samplers of a model whose weights have no name, the newest first.
 
         Behind the newest so many, and `most` of them; -1 is all.
@@ -435,10 +435,12 @@ def _checkpoint(row: sqlite3.Row) -> Checkpoint:
     return Checkpoint(**_read(row))
 
 
-def _sampler(row: sqlite3.Row) -> Sampler:
-    return Sampler(**_read(row))
+def _sampler(row: sqlite3.Row) -> SamplerRecord:
+    return SamplerRecord(**_read(row))
 
 
-def with_answer(request: Request, outcome: str, media: str, answer: bytes) -> Request:
+def with_answer(
+    request: TrainingRequest, outcome: str, media: str, answer: bytes
+) -> TrainingRequest:
     """The request, done."""
     return replace(request, outcome=outcome, media=media, answer=answer, body=None)

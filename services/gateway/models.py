@@ -32,11 +32,11 @@ from services.gateway.errors import (
 )
 from services.gateway.journal import (
     Checkpoint,
-    Journal,
+    GatewayJournal,
     Model,
     ModelState,
-    Request,
-    Sampler,
+    SamplerRecord,
+    TrainingRequest,
     with_answer,
 )
 from services.gateway.requests import LoadWeights, OptimStep, SaveForSampler, SaveWeights
@@ -84,7 +84,7 @@ class Done:
     media: str
     answer: bytes
     checkpoint: Checkpoint | None = None
-    sampler: Sampler | None = None
+    sampler: SamplerRecord | None = None
     error: ServiceError | None = None  # though the state has changed
     replaced: tuple[str, ...] = ()  # checkpoints that nobody needs once this is kept
 
@@ -95,7 +95,7 @@ class TrainedModel:
     def __init__(
         self,
         model: Model,
-        journal: Journal,
+        journal: GatewayJournal,
         trainer: AdapterTrainer,
         engines: Engines,
         config: GatewayConfig,
@@ -133,7 +133,7 @@ class TrainedModel:
             await asyncio.gather(self._task, return_exceptions=True)
         self._answered.set()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: TrainingRequest) -> None:
         """Take a request, or the repeat of one. Raises RefusedError, GoneError, QueueFullError."""
         self._check_alive()
         known = self._journal.request(self.model.id, request.seq)
@@ -150,7 +150,7 @@ class TrainedModel:
         metrics.WAITING.inc()
         self._changed.set()
 
-    async def answer(self, seq: int, seconds: float) -> Request | None:
+    async def answer(self, seq: int, seconds: float) -> TrainingRequest | None:
         """A request that is done; None where it is not, so long from now. Raises GoneError."""
         try:
             async with asyncio.timeout(seconds):
@@ -179,7 +179,7 @@ class TrainedModel:
             metrics.REQUEST_SECONDS.labels(request.kind).observe(time.monotonic() - began)
             await self._checkpoint(request)
 
-    def _finish(self, request: Request, done: Done) -> None:
+    def _finish(self, request: TrainingRequest, done: Done) -> None:
         outcome = "done" if done.media else "failed"
         if done.error is not None:
             outcome = "done"  # what it changed stays, and is done again in a recovery
@@ -197,7 +197,7 @@ class TrainedModel:
         answered_event, self._answered = self._answered, asyncio.Event()
         answered_event.set()
 
-    async def _perform(self, request: Request) -> Done:
+    async def _perform(self, request: TrainingRequest) -> Done:
         """Do a request, as often as it takes; what is wrong with it is its answer."""
         try:
             with waits.waiting(
@@ -211,7 +211,7 @@ class TrainedModel:
             return replace(done, media=JSON, answer=_failure(done.error, user=True))
         return done
 
-    async def _persist(self, request: Request) -> Done:
+    async def _persist(self, request: TrainingRequest) -> Done:
         """Do a request through failures that pass. Raises ServiceError and RemoteError."""
         deadline = time.monotonic() + self._config.tinker.recovery_seconds
         failures = recoveries = 0
@@ -237,9 +237,11 @@ class TrainedModel:
                 logger.info("model %s: %s; trying again", self.model.id, error)
                 await asyncio.sleep(PAUSES.seconds(failures))
 
-    async def _do(self, request: Request, state: ModelState) -> Done:
+    async def _do(self, request: TrainingRequest, state: ModelState) -> Done:
         """Raises LostError where the trainer is not in `state`."""
-        work: Callable[[Request, ModelState], Awaitable[Done]] = getattr(self, f"_{request.kind}")
+        work: Callable[[TrainingRequest, ModelState], Awaitable[Done]] = getattr(
+            self, f"_{request.kind}"
+        )
         try:
             return await work(request, state)
         except RemoteError as error:
@@ -251,7 +253,7 @@ class TrainedModel:
             where = ".".join(str(part) for part in first["loc"])
             raise RefusedError(f"{where}: {first['msg']}") from None
 
-    def _id(self, request: Request, state: ModelState, what: str = "") -> str:
+    def _id(self, request: TrainingRequest, state: ModelState, what: str = "") -> str:
         return str(uuid.uuid5(NAMES, f"{self.model.id}/{state.lineage}/{request.seq}/{what}"))
 
     async def _check(self, state: ModelState) -> pb.TrainedAdapter:
@@ -263,7 +265,7 @@ class TrainedModel:
             raise LostError(f"the trainer is at step {found.step}, not at {state.step}")
         return found
 
-    async def _create(self, request: Request, state: ModelState) -> Done:
+    async def _create(self, request: TrainingRequest, state: ModelState) -> Done:
         try:
             await self._trainer.create(self.model, self._id(request, state))
         except RemoteError as error:
@@ -276,7 +278,7 @@ class TrainedModel:
         done = await self._load(request, state)
         return done
 
-    async def _forward(self, request: Request, state: ModelState) -> Done:
+    async def _forward(self, request: TrainingRequest, state: ModelState) -> Done:
         asked = parse_pass(request.body or b"")
         await self._check(state)
         batch = await self._upload(request, asked.samples)
@@ -288,7 +290,7 @@ class TrainedModel:
         total = asked.loss.total(asked.samples, logprobs)
         return Done(state, PROTO, encode_output(logprobs, {"loss:sum": total}))
 
-    async def _forward_backward(self, request: Request, state: ModelState) -> Done:
+    async def _forward_backward(self, request: TrainingRequest, state: ModelState) -> Done:
         asked, part = parse_pass(request.body or b""), str(request.seq)
         batch = await self._upload(request, asked.samples)
         try:
@@ -306,7 +308,7 @@ class TrainedModel:
         answer = encode_output(logprobs, {"loss:sum": loss})
         return Done(replace(state, parts=(*state.parts, part)), PROTO, answer)
 
-    async def _upload(self, request: Request, samples: Any) -> str:
+    async def _upload(self, request: TrainingRequest, samples: Any) -> str:
         adapter = self.model.adapter
         return await self._trainer.upload(f"{adapter}-{request.seq}", samples, adapter)
 
@@ -322,7 +324,7 @@ class TrainedModel:
         except RemoteError as error:  # it goes with the adapter
             logger.info("batch %s is not deleted: %s", batch, error)
 
-    async def _optim_step(self, request: Request, state: ModelState) -> Done:
+    async def _optim_step(self, request: TrainingRequest, state: ModelState) -> Done:
         body = OptimStep.model_validate_json(request.body or b"")
         if body.adam_params is None:
             raise RefusedError("optimizer_params: adam_params alone are taken here")
@@ -353,7 +355,7 @@ class TrainedModel:
         }
         return Done(after, JSON, _json({"metrics": told}))
 
-    async def _save(self, request: Request, state: ModelState) -> Done:
+    async def _save(self, request: TrainingRequest, state: ModelState) -> Done:
         body = SaveWeights.model_validate_json(request.body or b"")
         name = _checked_name(body.path if body.path is not None else f"{request.seq:06d}")
         path = f"tinker://{self.model.id}/weights/{name}"
@@ -381,7 +383,7 @@ class TrainedModel:
         answer = {"path": path, "type": "save_weights"}
         return Done(state, JSON, _json(answer), checkpoint=checkpoint, replaced=tuple(replaced))
 
-    async def _save_checkpoint(self, request: Request, state: ModelState) -> str:
+    async def _save_checkpoint(self, request: TrainingRequest, state: ModelState) -> str:
         await self._check(state)
         checkpoint_id = f"tinker-{self.model.adapter}-{request.seq}-{secrets.token_hex(4)}"
         saved = await self._trainer.save_checkpoint(checkpoint_id, adapter=self.model.adapter)
@@ -389,7 +391,7 @@ class TrainedModel:
             raise LostError(f"the checkpoint is of step {saved.step}, not of {state.step}")
         return str(saved.checkpoint)
 
-    async def _publish(self, request: Request, state: ModelState) -> Done:
+    async def _publish(self, request: TrainingRequest, state: ModelState) -> Done:
         body = SaveForSampler.model_validate_json(request.body or b"")
         if body.kind != "snapshot":
             raise RefusedError(f"kind {body.kind!r} is not served here: snapshots alone are")
@@ -414,7 +416,7 @@ class TrainedModel:
             return Done(state, JSON, _json(answer), checkpoint=checkpoint)
         if body.sampling_session_seq_id is None:
             raise RefusedError("path, or sampling_session_seq_id, is missing")
-        sampler = Sampler(
+        sampler = SamplerRecord(
             id=f"{self.model.session}:sample:{body.sampling_session_seq_id}",
             session=self.model.session,
             created=time.time(),
@@ -465,7 +467,7 @@ class TrainedModel:
             **named,
         )
 
-    async def _load(self, request: Request, state: ModelState) -> Done:
+    async def _load(self, request: TrainingRequest, state: ModelState) -> Done:
         body = LoadWeights.model_validate_json(request.body or b"")
         source = find_training(self._journal, body.path)
         own = source.adapter == self.model.adapter
@@ -479,7 +481,7 @@ class TrainedModel:
         answer = {"path": body.path, "model_id": self.model.id, "type": "load_weights"}
         return Done(replace(state, step=step, parts=()), JSON, _json(answer))
 
-    async def _checkpoint(self, request: Request) -> None:
+    async def _checkpoint(self, request: TrainingRequest) -> None:
         """Save where to go back to, once so many steps were taken since the last time.
 
         And behind a load, so that what was loaded need not stay.
@@ -515,7 +517,7 @@ class TrainedModel:
         self._journal.keep_state(self.model.id, self._state)
         return True
 
-    async def _restore(self, request: Request) -> None:
+    async def _restore(self, request: TrainingRequest) -> None:
         """Bring the trainer to where requests have led, unless it is there.
 
         It may be a request further: the one that is under way, whose answer was lost.
@@ -581,7 +583,7 @@ def _is_at(found: pb.TrainedAdapter, state: ModelState) -> bool:
     return found.step == state.step and parts and not found.gradients_incomplete
 
 
-def find_training(journal: Journal, path: str) -> Checkpoint:
+def find_training(journal: GatewayJournal, path: str) -> Checkpoint:
     """Raises RefusedError for a path that names no state to train on from."""
     checkpoint = journal.checkpoint(path)
     if checkpoint is None:

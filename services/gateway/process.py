@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from services.gateway.config import GatewayConfig
-from services.gateway.journal import Journal
-from services.gateway.registry import Registry
+from services.gateway.journal import GatewayJournal
+from services.gateway.registry import ModelRegistry
 from services.gateway.samplers import Engines, Samplers
 from services.gateway.server import TinkerServer
 from services.gateway.trainer import AdapterTrainer
@@ -24,10 +24,10 @@ class GatewayProcess:
         """Raises ConfigError, and DirectoryError where another gateway has the journal."""
         self.server = Server(config.server)
         self.server.add_port(GATEWAY)
-        self.journal = Journal(config.journal)
+        self.journal = GatewayJournal(config.journal)
         self._trainer = AdapterTrainer(config.trainer, config.server.security)
         self._engines = Engines(config)
-        self.registry = Registry(config, self.journal, self._trainer, self._engines)
+        self.registry = ModelRegistry(config, self.journal, self._trainer, self._engines)
         samplers = Samplers(config, self._engines)
         self.tinker = TinkerServer(config, self.registry, self._engines, samplers)
         self._tasks: list[asyncio.Task[None]] = []

@@ -9,7 +9,7 @@ import time
 from services.gateway import metrics
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import GoneError, RefusedError
-from services.gateway.journal import Checkpoint, Journal, Model, Request
+from services.gateway.journal import Checkpoint, GatewayJournal, Model, TrainingRequest
 from services.gateway.models import TrainedModel, find_training, remove_checkpoint
 from services.gateway.samplers import Engines
 from services.gateway.trainer import AdapterTrainer
@@ -22,11 +22,15 @@ logger = logging.getLogger(__name__)
 SWEEP_SECONDS = 10.0
 
 
-class Registry:
+class ModelRegistry:
     """Models by id; those of sessions that ended are unloaded."""
 
     def __init__(
-        self, config: GatewayConfig, journal: Journal, trainer: AdapterTrainer, engines: Engines
+        self,
+        config: GatewayConfig,
+        journal: GatewayJournal,
+        trainer: AdapterTrainer,
+        engines: Engines,
     ) -> None:
         self._config, self.journal = config, journal
         self._trainer, self._engines = trainer, engines
@@ -49,7 +53,7 @@ class Registry:
         trained.start()
         metrics.MODELS.set(len(self._models))
 
-    def begin(self, model: Model, create: Request) -> None:
+    def begin(self, model: Model, create: TrainingRequest) -> None:
         """Begin a model, or find the one that the same request began. Raises RefusedError."""
         if (known := self.journal.model(model.id)) is None:
             self.journal.add_model(model, create)

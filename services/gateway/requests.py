@@ -28,7 +28,7 @@ class OfSession(Body):
     session_id: str
 
 
-class LoraConfig(Body):
+class AskedLora(Body):
     rank: int = Field(ge=1)
     seed: int | None = Field(None, ge=-(2**63), le=LARGEST_SEED)
     train_unembed: bool = True
@@ -46,7 +46,7 @@ class CreateModel(Body):
     model_seq_id: int = Field(ge=0)
     base_model: str
     user_metadata: dict[str, Any] | None = None
-    lora_config: LoraConfig | None = None
+    lora_config: AskedLora | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
 
@@ -110,14 +110,14 @@ class OfSampler(Body):
     sampling_session_id: str
 
 
-class Chunk(BaseModel):
+class PromptChunk(BaseModel):
     model_config = ConfigDict(extra="allow")
     type: str = "encoded_text"
     tokens: list[int] | None = None
 
 
 class ModelInput(Body):
-    chunks: list[Chunk]
+    chunks: list[PromptChunk]
 
 
 class SamplingParams(Body):
@@ -129,7 +129,7 @@ class SamplingParams(Body):
     top_p: float = Field(1.0, gt=0, le=1)
 
 
-class Sample(Body):
+class SampleTokens(Body):
     num_samples: int = Field(1, ge=1)
     prompt: ModelInput
     sampling_params: SamplingParams

@@ -15,8 +15,8 @@ import numpy as np
 from services.gateway import schema
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import GoneError, RefusedError
-from services.gateway.journal import Sampler
-from services.gateway.requests import Sample, SamplingParams
+from services.gateway.journal import SamplerRecord
+from services.gateway.requests import SampleTokens, SamplingParams
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
@@ -38,7 +38,7 @@ PAUSES = Backoff(first=0.05, longest=2.0)
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnSamples:
     """Tokens that were sampled, with their log-probs as they were drawn."""
 
     token_ids: np.ndarray
@@ -65,7 +65,7 @@ class Engines:
         await self.proxy.close()
         await self._router.close()
 
-    async def bring_up(self, sampler: Sampler) -> None:
+    async def bring_up(self, sampler: SamplerRecord) -> None:
         """Have every engine hold the weights of a sampler; those that cannot are logged.
 
         Calls for one version share the work. Raises NotReadyError where no engine has it, and
@@ -80,7 +80,7 @@ class Engines:
             task.add_done_callback(lambda _: self._bringing.pop(sampler.version, None))
         await asyncio.shield(task)
 
-    async def _bring(self, sampler: Sampler) -> None:
+    async def _bring(self, sampler: SamplerRecord) -> None:
         weights = sample_pb2.WeightVersion(
             version=sampler.version, digest=sampler.digest, adapter=sampler.adapter
         )
@@ -139,7 +139,7 @@ class Samplers:
         self._config, self._engines = config, engines
         self._tokenizer = TextTokenizer(config.model)
 
-    async def sample(self, sampler: Sampler, asked: Sample) -> bytes:
+    async def sample(self, sampler: SamplerRecord, asked: SampleTokens) -> bytes:
         """A SampleResponse. Raises ServiceError, RemoteError and NotReadyError."""
         check_supported(asked, self._config.tinker.max_samples)
         prompt = prompt_of(asked)
@@ -163,7 +163,7 @@ class Samplers:
         return data
 
     async def _score_prompt(
-        self, sampler: Sampler, prompt: list[int], asked: Sample, response: Any
+        self, sampler: SamplerRecord, prompt: list[int], asked: SampleTokens, response: Any
     ) -> None:
         last, top = asked.prompt_logprobs_last_n, asked.topk_prompt_logprobs
         if last is not None and not 1 <= last <= len(prompt) - 1:
@@ -183,7 +183,7 @@ class Samplers:
             response.topk_prompt_logprobs.CopyFrom(_top(rows, first, top))
 
     async def _score(
-        self, sampler: Sampler, tokens: Sequence[int], prompt_length: int, top: int
+        self, sampler: SamplerRecord, tokens: Sequence[int], prompt_length: int, top: int
     ) -> pb.ScoreResponse:
         request = pb.ScoreRequest(
             token_ids=tokens, prompt_length=prompt_length, top_count=top, adapter=_adapter(sampler)
@@ -198,8 +198,8 @@ class Samplers:
         return await self._persist(sampler, call)
 
     async def _generate(
-        self, sampler: Sampler, prompt: Sequence[int], asked: Sample
-    ) -> list[Drawn]:
+        self, sampler: SamplerRecord, prompt: Sequence[int], asked: SampleTokens
+    ) -> list[DrawnSamples]:
         params, count = asked.sampling_params, asked.num_samples
         room = await self._engines.max_length() - len(prompt)
         if room < 1:
@@ -218,7 +218,7 @@ class Samplers:
 
     def _request(
         self,
-        sampler: Sampler,
+        sampler: SamplerRecord,
         prompt: Sequence[int],
         params: SamplingParams,
         room: int,
@@ -247,15 +247,17 @@ class Samplers:
 
         return make
 
-    async def _whole(self, request: pb.GenerateRequest) -> list[Drawn]:
+    async def _whole(self, request: pb.GenerateRequest) -> list[DrawnSamples]:
         with typed_errors():
             answer = await self._engines.proxy.stub.Generate(request)
         return [_sequence(each) for each in sorted(answer.completions, key=lambda c: c.index)]
 
-    async def _follow(self, make: Callable[[], pb.GenerateRequest], stops: Sequence[str]) -> Drawn:
+    async def _follow(
+        self, make: Callable[[], pb.GenerateRequest], stops: Sequence[str]
+    ) -> DrawnSamples:
         return await self._until(make(), stops)
 
-    async def _until(self, request: pb.GenerateRequest, stops: Sequence[str]) -> Drawn:
+    async def _until(self, request: pb.GenerateRequest, stops: Sequence[str]) -> DrawnSamples:
         """One sample up to the token that completes a stop string; the stream ends there."""
         decode, text = self._tokenizer.decoder(special=True), ""
         tokens, logprobs = [np.empty(0, np.int32)], [np.empty(0, np.float32)]
@@ -271,7 +273,7 @@ class Samplers:
                         if any(stop in text[-(longest + len(piece)) :] for stop in stops):
                             tokens.append(delta.token_ids[:count])
                             logprobs.append(delta.logprobs[:count])
-                            return Drawn(
+                            return DrawnSamples(
                                 np.concatenate(tokens), np.concatenate(logprobs), stopped=True
                             )
                     tokens.append(delta.token_ids)
@@ -279,9 +281,9 @@ class Samplers:
                     stopped = delta.stopped
         finally:
             call.cancel()
-        return Drawn(np.concatenate(tokens), np.concatenate(logprobs), stopped=stopped)
+        return DrawnSamples(np.concatenate(tokens), np.concatenate(logprobs), stopped=stopped)
 
-    async def _persist(self, sampler: Sampler, call: Callable[[], Any]) -> Any:
+    async def _persist(self, sampler: SamplerRecord, call: Callable[[], Any]) -> Any:
         """Call again while engines come, go, or have given the adapter's place to another."""
         deadline = time.monotonic() + self._config.tinker.recovery_seconds
         failures = 0
@@ -300,7 +302,7 @@ class Samplers:
                 if reason == NOT_HELD:
                     await self._bring_up(sampler, deadline)
 
-    async def _bring_up(self, sampler: Sampler, deadline: float) -> None:
+    async def _bring_up(self, sampler: SamplerRecord, deadline: float) -> None:
         try:
             await self._engines.bring_up(sampler)
         except NotReadyError:
@@ -311,7 +313,7 @@ class Samplers:
                 raise
 
 
-def check_supported(asked: Sample, max_samples: int) -> None:
+def check_supported(asked: SampleTokens, max_samples: int) -> None:
     """Raises RefusedError for what engines do not do."""
     if asked.num_samples > max_samples:
         raise RefusedError(f"num_samples: {asked.num_samples} are more than {max_samples}")
@@ -326,7 +328,7 @@ def check_supported(asked: Sample, max_samples: int) -> None:
         )
 
 
-def prompt_of(asked: Sample) -> list[int]:
+def prompt_of(asked: SampleTokens) -> list[int]:
     """Raises RefusedError for anything but tokens."""
     tokens: list[int] = []
     for index, chunk in enumerate(asked.prompt.chunks):
@@ -342,7 +344,7 @@ def prompt_of(asked: Sample) -> list[int]:
     return tokens
 
 
-def _adapter(sampler: Sampler) -> str:
+def _adapter(sampler: SamplerRecord) -> str:
     return f"{sampler.adapter}@{sampler.version}" if sampler.version else BASE
 
 
@@ -363,7 +365,7 @@ def _wrapped(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def _sequence(completion: pb.Completion) -> Drawn:
+def _sequence(completion: pb.Completion) -> DrawnSamples:
     columns = completion.columns
     if columns.token_ids or not completion.token_ids:
         tokens = np.frombuffer(columns.token_ids, "<i4")
@@ -373,7 +375,7 @@ def _sequence(completion: pb.Completion) -> Drawn:
         logprobs = np.array(completion.logprobs, np.float32)
     if completion.finish_reason == sample_pb2.FINISH_REASON_ABORTED:
         raise NotReadyError("the engine ended the sample")
-    return Drawn(tokens, logprobs, completion.finish_reason == sample_pb2.FINISH_REASON_STOP)
+    return DrawnSamples(tokens, logprobs, completion.finish_reason == sample_pb2.FINISH_REASON_STOP)
 
 
 def _top(rows: Sequence[pb.TopTokens], first: int, count: int) -> Any:

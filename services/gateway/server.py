@@ -26,9 +26,9 @@ from services.gateway import metrics, requests
 from services.gateway.config import GatewayConfig
 from services.gateway.datums import parse_header
 from services.gateway.errors import GoneError, RefusedError, is_own_fault
-from services.gateway.journal import Checkpoint, Model, Request, Sampler, Session
+from services.gateway.journal import Checkpoint, Model, SamplerRecord, Session, TrainingRequest
 from services.gateway.models import PROTO
-from services.gateway.registry import Registry
+from services.gateway.registry import ModelRegistry
 from services.gateway.samplers import Engines, Samplers
 from sluice.address import join_address, split_address
 from sluice.config import ConfigError
@@ -61,7 +61,7 @@ B = TypeVar("B", bound=BaseModel)
 
 
 @dataclass(eq=False)
-class Sampling:
+class SamplingRequest:
     """A sampling request that runs, or has been answered."""
 
     task: asyncio.Task[bytes]
@@ -77,7 +77,7 @@ class TinkerServer:
     """Serves from `start` to `close`."""
 
     def __init__(
-        self, config: GatewayConfig, registry: Registry, engines: Engines, samplers: Samplers
+        self, config: GatewayConfig, registry: ModelRegistry, engines: Engines, samplers: Samplers
     ) -> None:
         """Raises ConfigError for a token or certificate that cannot be read."""
         self._config, self._registry, self._journal = config, registry, registry.journal
@@ -85,7 +85,7 @@ class TinkerServer:
         self._token = config.server.security.token()
         tls = config.server.security.tls
         self._tls = None if tls is None else http_context(tls)
-        self._sampling = RequestTable[Sampling](ANSWER_BYTES, lambda each: each.weight)
+        self._sampling = RequestTable[SamplingRequest](ANSWER_BYTES, lambda each: each.weight)
         self._running: set[asyncio.Task[bytes]] = set()
         self._seen: dict[str, float] = {}  # by session, when that was written last
         self._runner: web.AppRunner | None = None
@@ -340,7 +340,9 @@ class TinkerServer:
         )
 
     def _begin(self, model: Model, data: bytes) -> web.Response:
-        create = Request(model=model.id, seq=0, kind="create", digest=_digest(data), body=data)
+        create = TrainingRequest(
+            model=model.id, seq=0, kind="create", digest=_digest(data), body=data
+        )
         self._registry.begin(model, create)
         return _future(model.id, 0)
 
@@ -398,7 +400,9 @@ class TinkerServer:
             raise RefusedError(f"seq_id is not from 1 to {LAST_SEQ}")
         model = self._registry.model(model_id)
         self._note_seen(model.model.session)
-        model.submit(Request(model=model_id, seq=seq, kind=kind, digest=_digest(data), body=data))
+        model.submit(
+            TrainingRequest(model=model_id, seq=seq, kind=kind, digest=_digest(data), body=data)
+        )
         return _future(model_id, seq)
 
     async def _load_weights(self, request: web.Request) -> web.Response:
@@ -446,21 +450,21 @@ class TinkerServer:
 
     def _new_sampler(
         self, sampler_id: str, session: Session, body: requests.CreateSampler
-    ) -> Sampler:
+    ) -> SamplerRecord:
         now = time.time()
         if body.base_model is not None:
             self._check_base(body.base_model)
         if body.model_path is None:
             if body.base_model is None:
                 raise RefusedError("base_model, or model_path, is missing")
-            return Sampler(id=sampler_id, session=session.id, created=now)
+            return SamplerRecord(id=sampler_id, session=session.id, created=now)
         found = self._journal.checkpoint(body.model_path)
         if found is None or found.kind != "sampler":
             raise RefusedError(
                 f"model_path {body.model_path[:300]!r} names no weights to sample from: "
                 "those of save_weights_for_sampler are"
             )
-        return Sampler(
+        return SamplerRecord(
             id=sampler_id,
             session=session.id,
             created=now,
@@ -476,14 +480,14 @@ class TinkerServer:
         number = self._journal.join_sampler(sampler.id)
         return web.json_response({"type": "join_sampling_session", "client_counter": number})
 
-    def _known_sampler(self, sampler_id: str | None) -> Sampler:
+    def _known_sampler(self, sampler_id: str | None) -> SamplerRecord:
         sampler = self._journal.sampler(sampler_id or "")
         if sampler is None:
             raise GoneError(f"sampling session {str(sampler_id)[:80]!r} is not known")
         return sampler
 
     async def _sample(self, request: web.Request) -> web.Response:
-        body, data = await self._parsed(request, requests.Sample)
+        body, data = await self._parsed(request, requests.SampleTokens)
         sampler = self._known_sampler(body.sampling_session_id)
         if body.seq_id is None:
             raise RefusedError("seq_id is missing")
@@ -496,11 +500,11 @@ class TinkerServer:
         return web.json_response({"request_id": request_id, "sample_sequence_ids": ids})
 
     def _start_sampling(
-        self, request_id: str, digest: str, sampler: Sampler, body: requests.Sample
+        self, request_id: str, digest: str, sampler: SamplerRecord, body: requests.SampleTokens
     ) -> None:
         work = self._answer_sample(sampler, body)
         task = asyncio.create_task(work, name=f"sample {request_id}")
-        entry = self._sampling.add(request_id, digest, Sampling(task))
+        entry = self._sampling.add(request_id, digest, SamplingRequest(task))
         self._running.add(task)
         metrics.SAMPLING.set(len(self._running))
 
@@ -518,7 +522,7 @@ class TinkerServer:
 
         task.add_done_callback(ended)
 
-    async def _answer_sample(self, sampler: Sampler, body: requests.Sample) -> bytes:
+    async def _answer_sample(self, sampler: SamplerRecord, body: requests.SampleTokens) -> bytes:
         with metrics.SAMPLE_SECONDS.time():
             async with asyncio.timeout(self._config.tinker.request_seconds):
                 return await self._samplers.sample(sampler, body)
@@ -540,7 +544,7 @@ class TinkerServer:
         assert done.answer is not None and done.media is not None
         return web.Response(body=done.answer, content_type=done.media)
 
-    async def _await_sample(self, sampling: Sampling, seconds: float) -> web.Response:
+    async def _await_sample(self, sampling: SamplingRequest, seconds: float) -> web.Response:
         await asyncio.wait([sampling.task], timeout=seconds)
         if not sampling.task.done():
             return _try_again()

@@ -53,7 +53,7 @@ class CachedVersion:
         self._lock.close()
 
 
-class _Draft:
+class _VersionDraft:
     """A version in the making, of which files are made as they are announced. For any thread.
 
     Until one is made, `directory` may hold it as it was in the version that was recycled.
@@ -161,7 +161,7 @@ class HostCache:
         self._closed = threading.Event()
         self._builders = ThreadPoolExecutor(BUILDERS, "weight-ahead", initializer=lower_priority)
         self._drafting = threading.Lock()
-        self._draft: _Draft | None = None
+        self._draft: _VersionDraft | None = None
         self._ended = 0  # versions up to this one are not made ahead any more
         self._seen: tuple[Path, int] | None = None  # the draft of another process, as of `_since`
         self._since = self._looked = 0.0
@@ -255,7 +255,7 @@ class HostCache:
             self._closed.wait(POLL_SECONDS)
         return None
 
-    def _begin(self, found: Announcement) -> _Draft | None:
+    def _begin(self, found: Announcement) -> _VersionDraft | None:
         """Begin to make a version ahead; None where another process does, or it has ended."""
         if found.version <= self._ended:
             return None
@@ -275,11 +275,11 @@ class HostCache:
                 local = self._hold_chain(found.version, found.base, holding)
             else:
                 local = {former: directory}
-            self._draft = _Draft(self._store, found, directory, lock, local, holding)
+            self._draft = _VersionDraft(self._store, found, directory, lock, local, holding)
             undoing.pop_all()
         return self._draft
 
-    def _end_draft(self, version: int) -> _Draft | None:
+    def _end_draft(self, version: int) -> _VersionDraft | None:
         """Make nothing ahead of a version and older ones any more; what was, for the caller."""
         with self._drafting:
             self._ended = max(self._ended, version)
@@ -289,7 +289,7 @@ class HostCache:
         draft.stop()
         return draft
 
-    def _clear_draft(self, draft: _Draft) -> None:
+    def _clear_draft(self, draft: _VersionDraft) -> None:
         draft.close()
         self._clear(draft.directory)
         draft.lock.close()
@@ -338,7 +338,7 @@ class HostCache:
             if draft is not None:
                 self._clear_draft(draft)
 
-    def _check_out(self, manifest: Manifest, partial: Path, draft: _Draft | None) -> None:
+    def _check_out(self, manifest: Manifest, partial: Path, draft: _VersionDraft | None) -> None:
         if self._go_on(manifest, partial, draft):
             return
         if draft is not None:
@@ -358,7 +358,7 @@ class HostCache:
             path.unlink()
         check_out(self._store, manifest.version, partial)
 
-    def _go_on(self, manifest: Manifest, partial: Path, draft: _Draft | None) -> bool:
+    def _go_on(self, manifest: Manifest, partial: Path, draft: _VersionDraft | None) -> bool:
         """Go on from what was made ahead, or turn a version of the chain that nobody uses any more
         into this one, if there is either.
 

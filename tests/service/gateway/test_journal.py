@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.gateway.journal import Journal, Model, ModelState, Request, Sampler, with_answer
+from services.gateway.journal import (
+    GatewayJournal,
+    Model,
+    ModelState,
+    SamplerRecord,
+    TrainingRequest,
+    with_answer,
+)
 
 MODEL = Model(
     id="s:train:0",
@@ -20,14 +27,14 @@ SAMPLERS, REQUESTS, KEPT = 3000, 400, 16
 
 
 def test_snapshots_of_a_model_are_told_from_others_and_by_age(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.sqlite")
+    journal = GatewayJournal(tmp_path / "journal.sqlite")
     journal._db.execute("PRAGMA synchronous = OFF")
     for number in range(SAMPLERS):
         adapter, path = ("s-0", None) if number % 3 else ("s-1", None)
         if number % 3 == 2:
             path = f"tinker://s:train:0/sampler_weights/{number}"
         journal.add_sampler(
-            Sampler(
+            SamplerRecord(
                 id=f"s:sample:{number}",
                 session="s",
                 created=float(number),
@@ -43,14 +50,16 @@ def test_snapshots_of_a_model_are_told_from_others_and_by_age(tmp_path: Path) ->
 
 
 def test_what_is_behind_a_checkpoint_is_kept_no_longer_than_its_answer(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.sqlite")
+    journal = GatewayJournal(tmp_path / "journal.sqlite")
     journal._db.execute("PRAGMA synchronous = OFF")
-    create = Request(model=MODEL.id, seq=0, kind="create", digest="0", body=b"{}")
+    create = TrainingRequest(model=MODEL.id, seq=0, kind="create", digest="0", body=b"{}")
     journal.add_model(MODEL, create)
     state = ModelState()
     for seq in range(REQUESTS):
         kind = "create" if not seq else "forward_backward" if seq % 2 else "optim_step"
-        request = Request(model=MODEL.id, seq=seq, kind=kind, digest=str(seq), body=b"x" * 1000)
+        request = TrainingRequest(
+            model=MODEL.id, seq=seq, kind=kind, digest=str(seq), body=b"x" * 1000
+        )
         if seq:
             journal.add_request(request)
         behind = seq - seq % 20
@@ -62,7 +71,7 @@ def test_what_is_behind_a_checkpoint_is_kept_no_longer_than_its_answer(tmp_path:
     (rows,) = journal._db.execute("SELECT count(*) FROM requests").fetchone()
     assert rows <= KEPT + 20
     journal.close()
-    again = Journal(tmp_path / "journal.sqlite")
+    again = GatewayJournal(tmp_path / "journal.sqlite")
     assert again.state(MODEL.id) == state
     assert again.loaded_models() == [again.model(MODEL.id)]
     again.close()
