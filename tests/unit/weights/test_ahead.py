@@ -244,7 +244,8 @@ def make_ahead(location: str, root: Path, found: list[Announcement], number: int
     class Stopping(WeightStore):
         def announced_file(self, announcement: Announcement, scratch: Path) -> Path:
             if announcement == found[1]:
-                os.kill(os.getpid(), number)
+                # to this thread, which else goes on until another one has taken the signal
+                signal.pthread_kill(threading.get_ident(), number)
             return super().announced_file(announcement, scratch)
 
     store = Stopping(location, durable=False)
