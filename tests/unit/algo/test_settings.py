@@ -30,7 +30,7 @@ KL = {"kl_coefficient": 0.1}
 CONSTANT = {"aggregation": "constant", "constant_length": 9.0}
 # field -> (settings it only makes sense beside, values other than what leaving it out means)
 LOSS_VALUES = {
-    "aggregation": [({}, "sample_mean"), ({}, "group_mean")],
+    "aggregation": [({}, "sample_mean"), ({}, "group_mean"), ({}, "sum")],
     "constant_length": [(CONSTANT, 5.0)],
     "temperature": [({}, 0.7)],
     "old_logprobs": [({}, "old")],
@@ -120,7 +120,9 @@ def test_no_setting_is_left_out_here():
     assert LOSS_VALUES.keys() | {"name"} == LossSpec.model_fields.keys()
     assert IMPORTANCE_VALUES.keys() == ImportanceSpec.model_fields.keys()
     assert ADVANTAGE_VALUES.keys() | {"name"} == AdvantageSpec.model_fields.keys()
-    assert {"sample_mean", "group_mean", "token_mean", "constant"} == {*get_args(Aggregation)}
+    assert {*get_args(Aggregation)} == {
+        *("token_mean", "sample_mean", "group_mean", "constant", "sum")
+    }
 
 
 def loss_numbers(spec):
