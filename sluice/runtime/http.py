@@ -7,14 +7,18 @@ import hmac
 import json
 import logging
 import re
+import ssl
 from typing import Any
 
 import grpc
 from aiohttp import web
 from pydantic import ValidationError
 
+from sluice.address import join_address, split_address
+from sluice.config import ConfigError
 from sluice.json_values import DEEPEST, json_fault
 from sluice.runtime.errors import RemoteError, ServiceError
+from sluice.runtime.server import ServerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +185,29 @@ class _HttpServer(web.Server):
 
 
 class HttpRunner(web.AppRunner):
+    """Serves an application, whose failures and refusals all have one form."""
+
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()
         server.__class__ = _HttpServer
         return server
+
+    async def open(self, host: str, port: int, tls: ssl.SSLContext | None, *, setting: str) -> int:
+        """Open a port (0: a free one), and return its number.
+
+        Raises ConfigError, naming the setting of the port, when it is taken.
+        """
+        await self.setup()
+        site = web.TCPSite(self, host, port, ssl_context=tls)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigError(f"{setting}: {error}") from None
+        return int(self.addresses[0][1])
+
+
+def url_of(server: ServerConfig, port: int) -> str:
+    """Where others find an HTTP port of a server."""
+    host = split_address(server.advertise)[0] or server.host
+    scheme = "http" if server.security.tls is None else "https"
+    return f"{scheme}://{join_address(host, port)}"

@@ -33,7 +33,6 @@ from services.rollout.openai.requests import (
     parse,
 )
 from sluice.address import join_address
-from sluice.config import ConfigError
 from sluice.place import directory_of
 from sluice.runtime.http import REFUSALS, ApiError, HttpRunner, api_error, check_key
 from sluice.runtime.security import http_context
@@ -71,7 +70,7 @@ class OpenAIServer:
         self._running = 0
         self._ready = False
         self._started = int(time.time())
-        self._runner: web.AppRunner | None = None
+        self._runner: HttpRunner | None = None
         self.port = 0
 
     @property
@@ -88,14 +87,9 @@ class OpenAIServer:
             access_log=None,
             shutdown_timeout=max(0.01, self._drain_seconds),  # 0 is forever
         )
-        await self._runner.setup()
-        port = self.responder.config.port
-        site = web.TCPSite(self._runner, self._server.host, port, ssl_context=self._tls)
-        try:
-            await site.start()
-        except OSError as error:
-            raise ConfigError(f"openai.port: {error}") from None
-        self.port = int(self._runner.addresses[0][1])
+        self.port = await self._runner.open(
+            self._server.host, self.responder.config.port, self._tls, setting="openai.port"
+        )
         logger.info("OpenAI-compatible at %s", self.url)
 
     def set_ready(self) -> None:

@@ -19,8 +19,6 @@ from pydantic import BaseModel
 from services.rollout.reward_model import metrics
 from services.rollout.reward_model.batching import Batches, BusyError
 from services.rollout.reward_model.config import RewardModelConfig
-from sluice.address import join_address, split_address
-from sluice.config import ConfigError
 from sluice.runtime.http import (
     REFUSALS,
     ApiError,
@@ -29,6 +27,7 @@ from sluice.runtime.http import (
     check_key,
     read_body,
     read_json,
+    url_of,
 )
 from sluice.runtime.security import http_context
 from sluice.samples.tokenizer import off_loop
@@ -68,16 +67,13 @@ class ClassifyServer:
         self._serving: tuple[ValueModel, Batches] | None = None
         self._is_ready = False
         self._running = 0
-        self._runner: web.AppRunner | None = None
+        self._runner: HttpRunner | None = None
         self.port = 0
 
     @property
     def url(self) -> str:
         """What graders take as `url`."""
-        server = self._config.server
-        host = split_address(server.advertise)[0] or server.host
-        scheme = "http" if self._tls is None else "https"
-        return f"{scheme}://{join_address(host, self.port)}/classify"
+        return f"{url_of(self._config.server, self.port)}/classify"
 
     async def start(self) -> None:
         """Open the port. Raises ConfigError when it is taken."""
@@ -98,14 +94,9 @@ class ClassifyServer:
             access_log=None,
             shutdown_timeout=max(0.01, self._config.server.drain_seconds),  # 0 is forever
         )
-        await self._runner.setup()
-        host, port = self._config.server.host, self._limits.port
-        site = web.TCPSite(self._runner, host, port, ssl_context=self._tls)
-        try:
-            await site.start()
-        except OSError as error:
-            raise ConfigError(f"classify.port: {error}") from None
-        self.port = int(self._runner.addresses[0][1])
+        self.port = await self._runner.open(
+            self._config.server.host, self._limits.port, self._tls, setting="classify.port"
+        )
         logger.info("scores at %s", self.url)
 
     def serve(self, model: ValueModel, batches: Batches) -> None:
