@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from sluice.config import Config, ProcessConfig
-from sluice.place import StorePlace, directory_of
+from sluice.place import Place, StorePlace, directory_of, within
 from sluice.runtime.server import LAST_PORT, ServerConfig
 
 
@@ -77,6 +77,11 @@ class GatewayConfig(ProcessConfig):
                 "there"
             )
         return self
+
+    @property
+    def weights_location(self) -> Place:
+        """Where versions of weights are."""
+        return self.weights or within(self.store, "weights")
 
     @property
     def model_name(self) -> str:

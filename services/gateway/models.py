@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import xxhash
 from pydantic import ValidationError
 
 from services.gateway import metrics
@@ -43,7 +44,7 @@ from services.gateway.requests import LoadWeights, OptimStep, SaveForSampler, Sa
 from services.gateway.samplers import Engines
 from services.gateway.trainer import AdamParams, AdapterTrainer
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
-from sluice.place import directory_of, within
+from sluice.place import directory_of
 from sluice.runtime import waits
 from sluice.runtime.errors import QueueFullError, RemoteError, ServiceError
 from sluice.runtime.recovery import Backoff, is_passing
@@ -108,7 +109,7 @@ class TrainedModel:
         self._answered = asyncio.Event()
         self._waiting = journal.waiting(model.id)
         metrics.WAITING.inc(self._waiting)
-        self._weights = WeightStore(config.weights or within(config.store, "weights"))
+        self._weights = WeightStore(config.weights_location)
         self._task: asyncio.Task[None] | None = None
         self._failure = ""  # of this process: another one begins with the request again
 
@@ -434,13 +435,13 @@ class TrainedModel:
         """Let the store remove the weights of samplers beyond the newest so many."""
         kept = self._config.tinker.kept_snapshots - 1  # and the one that comes
         for old in self._journal.snapshots(self.model, kept, 2):  # the others went before
-            self._weights.unpin(old.version, old.id)
+            self._weights.unpin(old.version, pin_owner(old.id))
 
-    def _pin(self, version: int, path: str) -> None:
+    def _pin(self, version: int, name: str) -> None:
         try:
-            self._weights.pin(version, path)
-        except WeightStoreError as error:
-            raise ServiceError(f"version {version} is not in the store: {error}") from None
+            self._weights.pin(version, pin_owner(name))
+        except (WeightStoreError, OSError) as error:
+            raise ServiceError(f"version {version} is not kept by the store: {error}") from None
 
     def _describe(
         self,
@@ -593,6 +594,11 @@ def find_training(journal: GatewayJournal, path: str) -> Checkpoint:
             f"path {path[:300]!r} has weights to sample from: of save_state are those to train on"
         )
     return checkpoint
+
+
+def pin_owner(name: str) -> str:
+    """Who keeps the weights of a sampler, or of a path: a file's name, though these may be long."""
+    return f"tinker-{xxhash.xxh3_128_hexdigest(name.encode())}"
 
 
 def remove_checkpoint(config: GatewayConfig, name: str) -> None:

@@ -10,10 +10,9 @@ from services.gateway import metrics
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import GoneError, RefusedError
 from services.gateway.journal import Checkpoint, GatewayJournal, Model, TrainingRequest
-from services.gateway.models import TrainedModel, find_training, remove_checkpoint
+from services.gateway.models import TrainedModel, find_training, pin_owner, remove_checkpoint
 from services.gateway.samplers import Engines
 from services.gateway.trainer import AdapterTrainer
-from sluice.place import within
 from sluice.runtime.errors import RemoteError
 from sluice.weights.store import WeightStore
 
@@ -35,7 +34,7 @@ class ModelRegistry:
         self._config, self.journal = config, journal
         self._trainer, self._engines = trainer, engines
         self._models: dict[str, TrainedModel] = {}
-        self._weights = WeightStore(config.weights or within(config.store, "weights"))
+        self._weights = WeightStore(config.weights_location)
 
     def start(self) -> None:
         """Go on with the models that were trained when the gateway ended."""
@@ -99,7 +98,7 @@ class ModelRegistry:
         if state.owns:
             remove_checkpoint(self._config, state.checkpoint)
         for sampler in self.journal.snapshots(model):
-            self._weights.unpin(sampler.version, sampler.id)
+            self._weights.unpin(sampler.version, pin_owner(sampler.id))
         metrics.WAITING.dec(self.journal.waiting(model.id))
         self.journal.unload(model.id, why)
 
@@ -107,7 +106,7 @@ class ModelRegistry:
         """Forget a path, and remove what it names unless a model would go back to it."""
         self.journal.remove_checkpoint(checkpoint.path)
         if checkpoint.kind == "sampler":
-            self._weights.unpin(checkpoint.version, checkpoint.path)
+            self._weights.unpin(checkpoint.version, pin_owner(checkpoint.path))
             return
         trained = self._models.get(checkpoint.model)
         if trained is not None and trained.adopt(checkpoint.checkpoint):

@@ -6,7 +6,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from sluice.samples.sample import MOST_TOP
+
 LARGEST_SEED = 2**63 - 1
+LARGEST_NUMBER = 2**31 - 1  # of a rank, or of tokens
+LONGEST_SECONDS = 100 * 365 * 24 * 3600  # that anything is kept for: dates end with the year 9999
 
 
 class Body(BaseModel):
@@ -29,7 +33,7 @@ class OfSession(Body):
 
 
 class AskedLora(Body):
-    rank: int = Field(ge=1)
+    rank: int = Field(ge=1, le=LARGEST_NUMBER)
     seed: int | None = Field(None, ge=-(2**63), le=LARGEST_SEED)
     train_unembed: bool = True
     train_mlp: bool = True
@@ -72,7 +76,7 @@ class OptimStep(OfModel):
 class SaveWeights(OfModel):
     seq_id: int = Field(ge=1)
     path: str | None = None
-    ttl_seconds: int | None = Field(None, gt=0)
+    ttl_seconds: int | None = Field(None, gt=0, le=LONGEST_SECONDS)
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
 
@@ -82,7 +86,7 @@ class SaveForSampler(OfModel):
     path: str | None = None
     sampling_session_seq_id: int | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: int | None = Field(None, gt=0)
+    ttl_seconds: int | None = Field(None, gt=0, le=LONGEST_SECONDS)
     user_metadata: dict[str, str] | None = None
 
 
@@ -121,11 +125,11 @@ class ModelInput(Body):
 
 
 class SamplingParams(Body):
-    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    max_tokens: int | None = Field(None, ge=1, le=LARGEST_NUMBER)
     seed: int | None = Field(None, ge=-(2**63), le=LARGEST_SEED)
     stop: str | list[str] | list[int] | None = None
     temperature: float = Field(1.0, ge=0)
-    top_k: int = Field(-1, ge=-1, le=2**31 - 1)
+    top_k: int = Field(-1, ge=-1, le=LARGEST_NUMBER)
     top_p: float = Field(1.0, gt=0, le=1)
 
 
@@ -138,8 +142,8 @@ class SampleTokens(Body):
     sampling_session_id: str | None = None
     seq_id: int | None = None
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int = Field(0, ge=0)
-    topk_sample_logprobs: int = Field(0, ge=0)
+    topk_prompt_logprobs: int = Field(0, ge=0, le=MOST_TOP)
+    topk_sample_logprobs: int = Field(0, ge=0, le=MOST_TOP)
     target_prompt_logprobs: dict[str, Any] | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = Field(None, ge=1)
@@ -165,4 +169,4 @@ class FinishSession(Body):
 
 
 class SetTtl(Body):
-    ttl_seconds: int | None = Field(None, gt=0)
+    ttl_seconds: int | None = Field(None, gt=0, le=LONGEST_SECONDS)

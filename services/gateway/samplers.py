@@ -16,7 +16,7 @@ from services.gateway import schema
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import GoneError, RefusedError
 from services.gateway.journal import SamplerRecord
-from services.gateway.requests import SampleTokens, SamplingParams
+from services.gateway.requests import LARGEST_NUMBER, SampleTokens, SamplingParams
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
@@ -213,7 +213,7 @@ class Samplers:
             return await self._persist(sampler, lambda: self._whole(request()))
         parts = [self._request(sampler, prompt, params, room, [index]) for index in range(count)]
         return await all_of(
-            self._persist(sampler, partial(self._follow, each, stops)) for each in parts
+            self._persist(sampler, partial(self._until, each, stops)) for each in parts
         )
 
     def _request(
@@ -252,17 +252,14 @@ class Samplers:
             answer = await self._engines.proxy.stub.Generate(request)
         return [_sequence(each) for each in sorted(answer.completions, key=lambda c: c.index)]
 
-    async def _follow(
+    async def _until(
         self, make: Callable[[], pb.GenerateRequest], stops: Sequence[str]
     ) -> DrawnSamples:
-        return await self._until(make(), stops)
-
-    async def _until(self, request: pb.GenerateRequest, stops: Sequence[str]) -> DrawnSamples:
         """One sample up to the token that completes a stop string; the stream ends there."""
         decode, text = self._tokenizer.decoder(special=True), ""
         tokens, logprobs = [np.empty(0, np.int32)], [np.empty(0, np.float32)]
         longest = max(map(len, stops))
-        call = self._engines.proxy.stub.StreamGenerate(pb.StreamGenerateRequest(generate=request))
+        call = self._engines.proxy.stub.StreamGenerate(pb.StreamGenerateRequest(generate=make()))
         try:
             with typed_errors():
                 async for message in call:
@@ -322,6 +319,7 @@ def check_supported(asked: SampleTokens, max_samples: int) -> None:
             raise RefusedError(f"{name} is not served here")
     if asked.sampling_params.stop == []:
         raise RefusedError("stop: [] is not served here: the model's own end always ends a sample")
+    _check_tokens("stop", _stop_tokens(asked.sampling_params))
     if asked.topk_sample_logprobs and asked.sampling_params.temperature != 1:
         raise RefusedError(
             "topk_sample_logprobs is served at temperature 1 alone: of that the scores are"
@@ -339,9 +337,14 @@ def prompt_of(asked: SampleTokens) -> list[int]:
         tokens += chunk.tokens
     if not tokens:
         raise RefusedError("prompt has no token")
-    if min(tokens) < 0 or max(tokens) >= 2**31:
-        raise RefusedError("prompt has a number that is no token")
+    _check_tokens("prompt", tokens)
     return tokens
+
+
+def _check_tokens(where: str, tokens: Sequence[int]) -> None:
+    """Raises RefusedError."""
+    if not all(0 <= token <= LARGEST_NUMBER for token in tokens):
+        raise RefusedError(f"{where} has a number that is no token")
 
 
 def _adapter(sampler: SamplerRecord) -> str:

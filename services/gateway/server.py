@@ -30,10 +30,16 @@ from services.gateway.journal import Checkpoint, Model, SamplerRecord, Session, 
 from services.gateway.models import PROTO
 from services.gateway.registry import ModelRegistry
 from services.gateway.samplers import Engines, Samplers
-from sluice.address import join_address, split_address
-from sluice.config import ConfigError
 from sluice.runtime.errors import RemoteError, ServiceError
-from sluice.runtime.http import REFUSALS, ApiError, HttpRunner, api_error, read_body, read_json
+from sluice.runtime.http import (
+    REFUSALS,
+    ApiError,
+    HttpRunner,
+    api_error,
+    read_body,
+    read_json,
+    url_of,
+)
 from sluice.runtime.idempotency import RequestTable
 from sluice.runtime.recovery import NotReadyError
 from sluice.runtime.security import http_context
@@ -88,16 +94,13 @@ class TinkerServer:
         self._sampling = RequestTable[SamplingRequest](ANSWER_BYTES, lambda each: each.weight)
         self._running: set[asyncio.Task[bytes]] = set()
         self._seen: dict[str, float] = {}  # by session, when that was written last
-        self._runner: web.AppRunner | None = None
+        self._runner: HttpRunner | None = None
         self.port = 0
 
     @property
     def url(self) -> str:
         """What clients take as base_url."""
-        server = self._config.server
-        host = split_address(server.advertise)[0] or server.host
-        scheme = "http" if self._tls is None else "https"
-        return f"{scheme}://{join_address(host, self.port)}"
+        return url_of(self._config.server, self.port)
 
     async def start(self) -> None:
         """Open the port. Raises ConfigError when it is taken."""
@@ -110,14 +113,9 @@ class TinkerServer:
             access_log=None,
             shutdown_timeout=LEAVE_SECONDS,
         )
-        await self._runner.setup()
-        host, port = self._config.server.host, self._config.tinker.port
-        site = web.TCPSite(self._runner, host, port, ssl_context=self._tls)
-        try:
-            await site.start()
-        except OSError as error:
-            raise ConfigError(f"tinker.port: {error}") from None
-        self.port = int(self._runner.addresses[0][1])
+        self.port = await self._runner.open(
+            self._config.server.host, self._config.tinker.port, self._tls, setting="tinker.port"
+        )
         logger.info("Tinker-compatible at %s", self.url)
 
     async def close(self) -> None:
@@ -496,7 +494,8 @@ class TinkerServer:
             if len(self._running) >= self._config.tinker.max_running:
                 raise ApiError(429, "too_many_requests", f"{len(self._running)} requests run")
             self._start_sampling(request_id, digest, sampler, body)
-        ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
+        count = min(body.num_samples, self._config.tinker.max_samples)  # no more are answered
+        ids = [f"{request_id}:{index}" for index in range(count)]
         return web.json_response({"request_id": request_id, "sample_sequence_ids": ids})
 
     def _start_sampling(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sluice.config import ConfigError
+from sluice.weights.store import WeightStore
 from tests.service.gateway.conftest import Http, Place, RunningGateway
 
 
@@ -205,3 +206,76 @@ async def test_a_damaged_journal_is_refused_by_name(place: Place, damage: str) -
     file.write_bytes(data)
     with pytest.raises(ConfigError, match="journal"):
         RunningGateway(place)
+
+
+async def test_numbers_beyond_any_meaning_are_refused_and_cost_no_model(http: Http) -> None:
+    _, session = await http.post("create_session", {"tags": [], "type": "create_session"})
+    body = {
+        "session_id": session["session_id"],
+        "model_seq_id": 0,
+        "base_model": http.headers["model"],
+        "lora_config": {"rank": 10**12},
+    }
+    status, answer = await http.post("create_model", body)
+    assert (status, answer["error"]["param"]) == (400, "lora_config.rank")
+    model = await http.begin()
+    for seq, seconds in enumerate((10**12, 10**400), 1):
+        body = {"model_id": model, "seq_id": seq, "path": str(seq), "ttl_seconds": seconds}
+        _, future = await http.post("save_weights", body)
+        answer = await http.result(future["request_id"])
+        assert ("ttl_seconds" in answer["error"], answer["category"]) == (True, "user")
+    body = {"model_id": model, "seq_id": 3, "path": "kept", "ttl_seconds": 10**9}
+    _, future = await http.post("save_weights", body)
+    assert (await http.result(future["request_id"]))["path"].endswith("kept")
+    status, _ = await http.post("weights_info", {"tinker_path": f"tinker://{model}/weights/kept"})
+    assert status == 200
+    async with http.session.get(f"{http.url}/api/v1/checkpoints", headers=http.headers) as listed:
+        assert [each["checkpoint_id"] for each in (await listed.json())["checkpoints"]] == [
+            "weights/kept"
+        ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"topk_prompt_logprobs": 10**10}, "topk_prompt_logprobs"),
+        ({"topk_sample_logprobs": 10**10}, "topk_sample_logprobs"),
+        ({"sampling_params": {"stop": [10**12]}}, "stop has a number"),
+        ({"sampling_params": {"stop": [-1]}}, "stop has a number"),
+        ({"num_samples": 10**12}, "num_samples"),
+    ],
+)
+async def test_sampling_beyond_any_room_is_refused_before_any_is_taken(
+    http: Http, wrong: dict[str, Any], why: str
+) -> None:
+    _, session = await http.post("create_session", {"tags": [], "type": "create_session"})
+    of = {"session_id": session["session_id"], "sampling_session_seq_id": 0}
+    _, sampler = await http.post(
+        "create_sampling_session", {**of, "base_model": http.headers["model"]}
+    )
+    body = {
+        "sampling_session_id": sampler["sampling_session_id"],
+        "seq_id": 1,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+        "sampling_params": {},
+    }
+    status, answer = await http.post("asample", body | wrong)
+    if status == 200:
+        answer = await http.result(answer["request_id"])
+        assert answer["category"] == "user"
+    assert why in str(answer["error"])
+
+
+async def test_names_may_be_as_long_as_is_said(place: Place, http: Http) -> None:
+    model = await http.begin()
+    for seq, name in enumerate(("x" * 256, "é" * 256), 1):
+        body = {"model_id": model, "seq_id": seq, "path": name}
+        _, future = await http.post("save_weights_for_sampler", body)
+        assert (await http.result(future["request_id"]))["path"].endswith(name)
+        async with http.session.delete(
+            f"{http.url}/api/v1/training_runs/{model}/checkpoints/sampler_weights/{name}",
+            headers=http.headers,
+        ) as removed:
+            assert removed.status == 200
+    owners = WeightStore(place.config.weights_location).pins()
+    assert not [each for found in owners.values() for each in found if "tinker" in each]
