@@ -122,11 +122,13 @@ OPENING = {  # calls that open a port; `bind` alone does not, nor does a client 
     "init_process_group",
     "listen",
     "make_server",
+    "open_port",
     "start_server",
     "unix_server",
 }
 PASSED_ON = {  # (module, call): the port is the row of another module
     ("services.rollout.process", "create_server"),
+    ("sluice.runtime.http", "TCPSite"),
     ("sluice.runtime.metrics", "ThreadingWSGIServer"),
 }
 

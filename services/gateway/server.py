@@ -113,7 +113,7 @@ class TinkerServer:
             access_log=None,
             shutdown_timeout=LEAVE_SECONDS,
         )
-        self.port = await self._runner.open(
+        self.port = await self._runner.open_port(
             self._config.server.host, self._config.tinker.port, self._tls, setting="tinker.port"
         )
         logger.info("Tinker-compatible at %s", self.url)

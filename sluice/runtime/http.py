@@ -192,7 +192,9 @@ class HttpRunner(web.AppRunner):
         server.__class__ = _HttpServer
         return server
 
-    async def open(self, host: str, port: int, tls: ssl.SSLContext | None, *, setting: str) -> int:
+    async def open_port(
+        self, host: str, port: int, tls: ssl.SSLContext | None, *, setting: str
+    ) -> int:
         """Open a port (0: a free one), and return its number.
 
         Raises ConfigError, naming the setting of the port, when it is taken.

@@ -87,7 +87,7 @@ class OpenAIServer:
             access_log=None,
             shutdown_timeout=max(0.01, self._drain_seconds),  # 0 is forever
         )
-        self.port = await self._runner.open(
+        self.port = await self._runner.open_port(
             self._server.host, self.responder.config.port, self._tls, setting="openai.port"
         )
         logger.info("OpenAI-compatible at %s", self.url)

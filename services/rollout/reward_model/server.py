@@ -94,7 +94,7 @@ class ClassifyServer:
             access_log=None,
             shutdown_timeout=max(0.01, self._config.server.drain_seconds),  # 0 is forever
         )
-        self.port = await self._runner.open(
+        self.port = await self._runner.open_port(
             self._config.server.host, self._limits.port, self._tls, setting="classify.port"
         )
         logger.info("scores at %s", self.url)
