@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
+import logging
 import weakref
 from collections.abc import AsyncIterator
 
@@ -182,8 +183,11 @@ async def test_beyond_so_many_that_run_none_is_begun_until_one_has_ended() -> No
     await run.operations.close()
 
 
-async def test_an_error_that_ends_several_lets_each_clean_up_and_holds_nothing() -> None:
+async def test_an_error_that_ends_several_lets_each_clean_up_and_holds_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Such as the loss of the ranks, which many wait for."""
+    caplog.set_level(logging.ERROR)  # pytest keeps what is logged, with frames in it
     lost, cleaned = asyncio.get_running_loop().create_future(), asyncio.Event()
     operations = Operations()
     seen: list[weakref.ref[Held]] = []
