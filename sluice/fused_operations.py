@@ -167,6 +167,9 @@ def rms_norm(
         wide = hidden.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
         return weight * normed.to(hidden.dtype)
+    if implementation == "closed_form":
+        scaled: torch.Tensor = _RmsNorm.apply(hidden, weight, epsilon)
+        return scaled
     alike = weight.dtype == hidden.dtype
     inner = weight if alike else torch.ones_like(weight, dtype=hidden.dtype)
     if implementation == "npu_rms_norm":
@@ -182,6 +185,38 @@ def rms_norm(
     return result
 
 
+class _RmsNorm(torch.autograd.Function):
+    """The same, with a gradient that is not that of each of its steps.
+
+    Of n numbers x with weights w, n r = x / sqrt(mean(x^2) + epsilon): what comes in, g, goes out
+    as r (g w - n mean(g w n)).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        wide = hidden.float()
+        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+        normed = wide * inverse
+        ctx.save_for_backward(normed, inverse, weight)
+        ctx.dtype = hidden.dtype
+        return weight * normed.to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        normed, inverse, weight = ctx.saved_tensors
+        wide = gradient.float()
+        along = wide * normed
+        of_weight = (
+            along.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        )
+        weight = weight.float()
+        shares = (along @ weight).div_(len(weight)).unsqueeze(-1)
+        of_hidden = (wide * weight).addcmul_(normed, shares, value=-1).mul_(inverse)
+        return of_hidden.to(ctx.dtype), of_weight, None
+
+
 def rotate(
     implementation: str,
     query: torch.Tensor,
@@ -193,6 +228,9 @@ def rotate(
     behind it together (arXiv 2104.09864)."""
     if implementation == "plain":
         return _turn(query, cosine, sine), _turn(key, cosine, sine)
+    if implementation == "closed_form":
+        made = (cosine.unsqueeze(1), sine.unsqueeze(1))
+        return _Rotation.apply(query, *made), _Rotation.apply(key, *made)
     query, key = query.to(cosine.dtype), key.to(cosine.dtype)
     if implementation == "npu_rotary_mul":
         kernel = importlib.import_module("torch_npu").npu_rotary_mul
@@ -208,6 +246,35 @@ def _turn(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torc
     first, second = heads.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return heads * cosine.unsqueeze(1) + turned * sine.unsqueeze(1)
+
+
+class _Rotation(torch.autograd.Function):
+    """The same, whose gradient is turned back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(cosine, sine)
+        ctx.dtype = heads.dtype
+        first, second = heads.chunk(2, dim=-1)
+        sines = sine.chunk(2, dim=-1)
+        turned = heads * cosine
+        halves = turned.chunk(2, dim=-1)
+        halves[0].addcmul_(second, sines[0], value=-1)
+        halves[1].addcmul_(first, sines[1])
+        return turned
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cosine, sine = ctx.saved_tensors
+        first, second = gradient.chunk(2, dim=-1)
+        sines = sine.chunk(2, dim=-1)
+        turned = gradient * cosine
+        halves = turned.chunk(2, dim=-1)
+        halves[0].addcmul_(second, sines[1])
+        halves[1].addcmul_(first, sines[0], value=-1)
+        return turned.to(ctx.dtype), None, None
 
 
 def swiglu(implementation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -112,6 +112,9 @@ _ENGINE = Implementation(
     engine_layers=True,
 )
 _PLAIN = Implementation(name="plain")
+_CLOSED_FORM = Implementation(
+    name="closed_form", models=TRANSFORMERS, device_types=_CPU, trains_only=True
+)
 
 
 def _npu(name: str) -> Implementation:
@@ -161,9 +164,10 @@ OPERATIONS: Mapping[str, Sequence[Implementation]] = {
         _LIGER,
         Implementation(name="torch_rms_norm", models=TRANSFORMERS, unasked=_CUDA),
         Implementation(name="torch_rms_norm", models=MEGATRON),
+        _CLOSED_FORM,
         _PLAIN,
     ),
-    "rotary": (_ENGINE, _npu("npu_rotary_mul"), _LIGER, _PLAIN),
+    "rotary": (_ENGINE, _npu("npu_rotary_mul"), _LIGER, _CLOSED_FORM, _PLAIN),
     "swiglu": (
         _npu("npu_swiglu"),
         _LIGER,
@@ -218,9 +222,17 @@ class OperationsConfig(Config):
         "torch_sdpa",
     ] = "auto"
     rms_norm: Literal[
-        "auto", "transformer_engine", "npu_rms_norm", "liger", "torch_rms_norm", "plain"
+        "auto",
+        "transformer_engine",
+        "npu_rms_norm",
+        "liger",
+        "torch_rms_norm",
+        "closed_form",
+        "plain",
     ] = "auto"
-    rotary: Literal["auto", "transformer_engine", "npu_rotary_mul", "liger", "plain"] = "auto"
+    rotary: Literal[
+        "auto", "transformer_engine", "npu_rotary_mul", "liger", "closed_form", "plain"
+    ] = "auto"
     swiglu: Literal["auto", "npu_swiglu", "liger", "megatron_swiglu", "plain"] = "auto"
     experts: Literal["auto", "transformer_engine", "torch_grouped_mm", "loop"] = "auto"
     logprobs: Literal["auto", "by_size", "chunked", "whole"] = Field(

@@ -83,6 +83,19 @@ def test_fused_operations_change_rounding_alone(
         assert distance <= 1e-4 * gradients[name].norm() + 1e-6, name
 
 
+@pytest.mark.parametrize("case", [*CASES, *TEXTS], ids=lambda case: case.name)
+def test_gradients_in_closed_form_change_rounding_alone(case: Case) -> None:
+    model = build(case)
+    expected, gradients = run(model)
+    adapt(model, {"rms_norm": "closed_form", "rotary": "closed_form"})
+    found, closed = run(model)
+    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+    assert closed.keys() == gradients.keys()
+    for name, gradient in closed.items():
+        distance = (gradient - gradients[name]).norm()
+        assert distance <= 1e-4 * gradients[name].norm() + 1e-6, name
+
+
 def test_every_layer_of_the_table_is_in_a_model_here() -> None:
     found: set[str] = set()
     for case in (*CASES, *TEXTS):

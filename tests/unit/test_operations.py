@@ -50,7 +50,9 @@ def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, each, None)
 
 
-@pytest.mark.parametrize("implementation", ["plain", "torch_rms_norm", "npu_rms_norm", "liger"])
+@pytest.mark.parametrize(
+    "implementation", ["plain", "torch_rms_norm", "npu_rms_norm", "liger", "closed_form"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 7, 512])
@@ -78,13 +80,13 @@ def test_norms_are_the_formula(
 
 def test_not_a_number_stays_one_and_nothing_is_nothing() -> None:
     hidden, weight = torch.tensor([[1.0, float("nan")], [3.0, 4.0]]), torch.ones(2)
-    for implementation in ("plain", "torch_rms_norm"):
+    for implementation in ("plain", "torch_rms_norm", "closed_form"):
         found = rms_norm(implementation, hidden, weight, EPSILON)
         assert found[0].isnan().all() and found[1].isfinite().all()
         assert rms_norm(implementation, torch.empty(0, 2), weight, EPSILON).shape == (0, 2)
 
 
-@pytest.mark.parametrize("implementation", ["plain", "npu_rotary_mul", "liger"])
+@pytest.mark.parametrize("implementation", ["plain", "npu_rotary_mul", "liger", "closed_form"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("packages")
 def test_heads_are_turned_by_the_formula(implementation: str, dtype: torch.dtype) -> None:
@@ -100,6 +102,37 @@ def test_heads_are_turned_by_the_formula(implementation: str, dtype: torch.dtype
         assert turned.dtype == torch.float32
         torch.testing.assert_close(turned.double(), wanted, rtol=1e-5, atol=1e-6)
         assert (turned - heads).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_turned_heads_are_those_of_the_formula(dtype: torch.dtype) -> None:
+    """Whatever the angles of the two halves, and where one of both needs none."""
+    torch.manual_seed(0)
+    query = torch.randn(2, 6, 5, 8).to(dtype).requires_grad_()
+    key = torch.randn(2, 2, 5, 8).to(dtype)
+    angles = torch.randn(2, 5, 8)
+    turned, other = rotate("closed_form", query, key, angles.cos(), angles.sin())
+    assert not other.requires_grad
+    wide = query.double()
+    wanted = (
+        wide * angles.double().cos()[:, None] + half_turned(wide) * angles.double().sin()[:, None]
+    )
+    coming = torch.randn(wanted.shape, dtype=torch.float64)
+    (exact,) = torch.autograd.grad(wanted, query, coming)
+    (found,) = torch.autograd.grad(turned, query, coming.float())
+    near = {"rtol": 1e-2, "atol": 1e-2} if dtype.itemsize < 4 else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(found, exact, **near)
+
+
+def test_a_frozen_norm_passes_its_gradient_on_and_has_none() -> None:
+    """As under adapters."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(3, 5, 8, requires_grad=True), torch.randn(8)
+    coming = torch.randn(3, 5, 8)
+    (found,) = torch.autograd.grad(rms_norm("closed_form", hidden, weight, EPSILON), hidden, coming)
+    wanted = normed(hidden, EPSILON) * weight.double()
+    (exact,) = torch.autograd.grad(wanted, hidden, coming.double())
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", ["plain", "npu_swiglu", "liger"])
@@ -207,7 +240,10 @@ def dense(asked: OperationsConfig, usage: Usage) -> list[str]:
 def test_without_packages_torch_runs() -> None:
     plain = OperationsConfig()
     host = Usage(device_type=CPU.device_type)
-    assert dense(plain, host) == ["torch_sdpa", "plain", "plain", "plain", "torch_fused"]
+    closed = ["torch_sdpa", "closed_form", "closed_form", "plain", "torch_fused"]
+    assert dense(plain, host) == closed
+    serving = Usage(device_type=CPU.device_type, trains=False)
+    assert dense(plain, serving) == ["torch_sdpa", "plain", "plain", "plain", "torch_fused"]
     assert dense(plain, HOPPER) == [
         "torch_sdpa",
         "torch_rms_norm",
@@ -243,7 +279,8 @@ def test_what_is_installed_runs_on_the_device_it_is_for() -> None:
     serving = Usage(**{**vars(ASCEND), "trains": False})
     assert dense(plain, serving)[0] == "torch_sdpa"
     host = Usage(device_type=CPU.device_type)
-    assert dense(plain, host) == ["torch_sdpa", "plain", "plain", "plain", "torch_fused"]
+    closed = ["torch_sdpa", "closed_form", "closed_form", "plain", "torch_fused"]
+    assert dense(plain, host) == closed
     engine = Usage(**{**vars(HOPPER), "models": "megatron", "engine_obstacle": ""})
     assert dense(plain, engine) == [*["transformer_engine"] * 3, "plain", "transformer_engine"]
 
