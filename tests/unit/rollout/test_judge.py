@@ -106,6 +106,28 @@ async def test_what_passes_is_asked_again_until_the_deadline(
         await _judged(url, "a", "b", deadline_seconds=0.3)
 
 
+async def test_a_judge_that_says_no_score_is_asked_anew_so_often(
+    server: tuple[JudgeServer, str],
+) -> None:
+    """One slip fails no group, and what others were judged is not asked again."""
+    judge, url = server
+    slips = iter(["I cannot say.", "Score: 11"])
+    judge.reply = lambda body: (
+        next(slips, "Score: 10") if "odd" in body["messages"][0]["content"] else "Score: 5"
+    )
+    assert await _judged(url, "even", "odd") == [0.5, 1.0]
+    assert len(judge.asked) == 4
+    for attempts in (1, 2):
+        judge.asked.clear()
+        slips = iter(["I cannot say.", "Score: 11"])
+        with pytest.raises(RewardServiceError, match=("cannot say", "11 is not")[attempts - 1]):
+            await _judged(url, "odd", attempts=attempts)
+        assert len(judge.asked) == attempts
+    judge.reply = lambda body: "I cannot say."
+    with pytest.raises(RewardServiceTimeoutError, match="cannot say"):
+        await _judged(url, "a", attempts=100, deadline_seconds=0.3)
+
+
 @pytest.mark.parametrize(
     "reply",
     [
@@ -131,6 +153,7 @@ async def test_an_answer_that_is_no_verdict_is_an_error(
         {"model": ""}, {"prompt": "no field"}, {"prompt": "{response} {secret}"}, {"mark": ""},
         {"prompt": "{response"}, {"prompt": "{response.text}"}, {"prompt": "{response:>99999999}"},
         {"lowest": 1, "highest": 1}, {"highest": float("nan")}, {"parallel": 0}, {"max_tokens": 0},
+        {"attempts": 0}, {"attempts": 101},
         {"lowest": -1e308, "highest": 1e308}, {"url": "file:///etc/passwd"}, {"more": 1},
     ],
     ids=str,

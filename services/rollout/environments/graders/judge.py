@@ -1,7 +1,7 @@
 """`judge`: a model that judges each answer, at an OpenAI-compatible address.
 
-The judge is asked in words of the run's and has to say a number; one that says none is an error,
-never a reward.
+The judge is asked in words of the run's and has to say a number. One that says none is asked anew;
+one that says none at all is an error, never a reward.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class JudgeSettings(RemoteSettings):
 
     `prompt` has the fields {question}, {answer} and {response}. After the last `mark` in what the
     judge says, in capitals or not, stands the number, from `lowest` to `highest`, which is brought
-    to 0..1.
+    to 0..1. An answer is judged up to `attempts` times, until a number is said.
     """
 
     model: str = Field(min_length=1)
@@ -57,6 +57,7 @@ class JudgeSettings(RemoteSettings):
     highest: float = 10.0
     temperature: float = Field(0.0, ge=0)
     max_tokens: int = Field(512, ge=1)
+    attempts: int = Field(3, ge=1, le=100)
     parallel: int = Field(8, ge=1, le=256)
 
     @field_validator("prompt")
@@ -107,7 +108,15 @@ class ModelJudge(AskingGrader):
         }
         key = os.environ.get(KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        score = self._score(await questions.ask(body, headers, "/chat/completions"))
+        for left in reversed(range(settings.attempts)):
+            answer = await questions.ask(body, headers, "/chat/completions")
+            try:
+                score = self._score(answer)
+                break
+            except RewardServiceError as error:
+                if not left:
+                    raise
+                questions.last = str(error)
         share = (score - settings.lowest) / (settings.highest - settings.lowest)
         return Reward(reward=share, raw_reward=share)
 
