@@ -64,3 +64,40 @@ async def test_a_server_that_never_answers_is_ended_in_time(tmp_path: Path) -> N
         with pytest.raises(EngineFailedError, match=r"not ready in 0.5 s: it does not answer"):
             await servers.start(tmp_path, "1")
     assert set(psutil.Process().children()) <= set(before)
+
+
+SERVER = """\
+import http.server, sys
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_who_is_called_off_while_ending_a_server_leaves_it_to_the_next(
+    tmp_path: Path, turns: int
+) -> None:
+    """As when a process ends just when a node of its engine has gone."""
+    program = tmp_path / "python"
+    program.write_text(f"#!{sys.executable}\n{SERVER}")
+    program.chmod(0o755)
+    (tmp_path / "config.json").write_text("{}")
+    values = {"backend": "sglang", "sglang": {"python": str(program)}}
+    servers = ServerGroup(parse_config(EngineConfig, values))
+    async with asyncio.timeout(PATIENCE):
+        await servers.start(tmp_path, "1")
+        (pid,) = servers.pids
+        ending = asyncio.create_task(servers.kill())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        ending.cancel()
+        await asyncio.gather(ending, return_exceptions=True)
+        await servers.stop()
+    assert not psutil.pid_exists(pid)
+    assert not servers.pids

@@ -11,7 +11,7 @@ import asyncio
 import ipaddress
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -228,21 +228,20 @@ class ServerGroup:
 
     async def kill(self) -> None:
         """Ends everything at once, on all nodes."""
-        processes = await self._let_go()
-        await asyncio.gather(*(process.kill() for process in processes))
+        await self._end(ServerProcess.kill)
 
     async def stop(self) -> None:
         """Ends everything, and leaves the servers here some time for it."""
-        processes = await self._let_go()
-        await asyncio.gather(*(process.stop() for process in processes))
+        await self._end(ServerProcess.stop)
 
-    async def _let_go(self) -> list[ServerProcess]:
+    async def _end(self, end: Callable[[ServerProcess], Awaitable[None]]) -> None:
+        """Holds the servers until they have ended: who is called off leaves them to the next."""
         if self.nodes is not None:
             self.nodes.end()
         await cancel_all(self._keepers)
         processes = [*self._encoders, *([self._server] if self._server else [])]
+        await asyncio.gather(*(end(process) for process in processes))
         self._keepers, self._encoders, self._server = [], [], None
-        return processes
 
     async def _unless_lost(self, work: Coroutine[Any, Any, None]) -> None:
         """Does the work. Raises EngineFailedError as soon as a node is lost meanwhile."""

@@ -195,16 +195,20 @@ class FollowerNode:
         self._say(replace(self._report, state=NodeState.ENDED, message=message))
 
     async def _end(self, why: str) -> None:
-        """Ends the server at once: a part of a broken group has nothing to save."""
-        server, self._server = self._server, None
+        """Ends the server at once: a part of a broken group has nothing to save.
+
+        Holds it until it has ended: who is called off leaves it to the next.
+        """
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
             self._watcher = None
+        server = self._server
         if server is None:
             return
         began = time.monotonic()
         await server.kill()
+        self._server = None
         logger.warning("SGLang was ended in %.1f s: %s", time.monotonic() - began, why)
         self._fresh_ports()
         self._say(replace(self._report, state=NodeState.IDLE, message=why))
