@@ -188,8 +188,8 @@ def rms_norm(
 class _RmsNorm(torch.autograd.Function):
     """The same, with a gradient that is not that of each of its steps.
 
-    Of n numbers x with weights w, n r = x / sqrt(mean(x^2) + epsilon): what comes in, g, goes out
-    as r (g w - n mean(g w n)).
+    Of x with weights w, and n = r x with r = 1 / sqrt(mean(x^2) + epsilon): a gradient g of w n is
+    r (g w - n mean(g w n)) of x.
     """
 
     @staticmethod
@@ -229,8 +229,8 @@ def rotate(
     if implementation == "plain":
         return _turn(query, cosine, sine), _turn(key, cosine, sine)
     if implementation == "closed_form":
-        made = (cosine.unsqueeze(1), sine.unsqueeze(1))
-        return _Rotation.apply(query, *made), _Rotation.apply(key, *made)
+        angles = (cosine.unsqueeze(1), sine.unsqueeze(1))
+        return _Rotation.apply(query, *angles), _Rotation.apply(key, *angles)
     query, key = query.to(cosine.dtype), key.to(cosine.dtype)
     if implementation == "npu_rotary_mul":
         kernel = importlib.import_module("torch_npu").npu_rotary_mul
@@ -257,24 +257,25 @@ class _Rotation(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(cosine, sine)
         ctx.dtype = heads.dtype
-        first, second = heads.chunk(2, dim=-1)
-        sines = sine.chunk(2, dim=-1)
-        turned = heads * cosine
-        halves = turned.chunk(2, dim=-1)
-        halves[0].addcmul_(second, sines[0], value=-1)
-        halves[1].addcmul_(first, sines[1])
-        return turned
+        return _turn_halves(heads, cosine, sine.chunk(2, dim=-1), 1)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cosine, sine = ctx.saved_tensors
-        first, second = gradient.chunk(2, dim=-1)
-        sines = sine.chunk(2, dim=-1)
-        turned = gradient * cosine
-        halves = turned.chunk(2, dim=-1)
-        halves[0].addcmul_(second, sines[1])
-        halves[1].addcmul_(first, sines[0], value=-1)
-        return turned.to(ctx.dtype), None, None
+        second_first = sine.chunk(2, dim=-1)[::-1]
+        return _turn_halves(gradient, cosine, second_first, -1).to(ctx.dtype), None, None
+
+
+def _turn_halves(
+    heads: torch.Tensor, cosine: torch.Tensor, sines: Sequence[torch.Tensor], sign: int
+) -> torch.Tensor:
+    """`sines` are those of the one half and of the other; sign: -1 turns back."""
+    first, second = heads.chunk(2, dim=-1)
+    turned = heads * cosine
+    halves = turned.chunk(2, dim=-1)
+    halves[0].addcmul_(second, sines[0], value=-sign)
+    halves[1].addcmul_(first, sines[1], value=sign)
+    return turned
 
 
 def swiglu(implementation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

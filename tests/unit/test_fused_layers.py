@@ -59,6 +59,19 @@ def run(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return made.detach(), gradients
 
 
+def assert_rounding_alone(
+    expected: torch.Tensor,
+    gradients: dict[str, torch.Tensor],
+    found: torch.Tensor,
+    changed: dict[str, torch.Tensor],
+) -> None:
+    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+    assert changed.keys() == gradients.keys()
+    for name, gradient in changed.items():
+        distance = (gradient - gradients[name]).norm()
+        assert distance <= 1e-4 * gradients[name].norm() + 1e-6, name
+
+
 def names_in(model: torch.nn.Module) -> set[str]:
     return {type(module).__name__ for module in model.modules()} & KNOWN
 
@@ -76,11 +89,7 @@ def test_fused_operations_change_rounding_alone(
     found, fused = run(model)
     for operation, name in COUNTED.items():
         assert (CALLS[name] > 0) == (operation in used), operation
-    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
-    assert fused.keys() == gradients.keys()
-    for name, gradient in fused.items():
-        distance = (gradient - gradients[name]).norm()
-        assert distance <= 1e-4 * gradients[name].norm() + 1e-6, name
+    assert_rounding_alone(expected, gradients, found, fused)
 
 
 @pytest.mark.parametrize("case", [*CASES, *TEXTS], ids=lambda case: case.name)
@@ -89,11 +98,7 @@ def test_gradients_in_closed_form_change_rounding_alone(case: Case) -> None:
     expected, gradients = run(model)
     adapt(model, {"rms_norm": "closed_form", "rotary": "closed_form"})
     found, closed = run(model)
-    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
-    assert closed.keys() == gradients.keys()
-    for name, gradient in closed.items():
-        distance = (gradient - gradients[name]).norm()
-        assert distance <= 1e-4 * gradients[name].norm() + 1e-6, name
+    assert_rounding_alone(expected, gradients, found, closed)
 
 
 def test_every_layer_of_the_table_is_in_a_model_here() -> None:
