@@ -8,6 +8,7 @@ the adapter goes back to its last checkpoint, and the requests since are done ag
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import secrets
@@ -602,13 +603,17 @@ def pin_owner(name: str) -> str:
 
 
 def remove_checkpoint(config: GatewayConfig, name: str) -> None:
-    """Remove a checkpoint from a store that is a directory, its record first."""
+    """Remove a checkpoint from a store that is a directory, its record first.
+
+    Raises OSError for one that is there and cannot be removed.
+    """
     root = directory_of(config.store)
     if root is None or not name:
         return
     directory = root / name
     (directory / "checkpoint.json").unlink(missing_ok=True)
-    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(directory)
 
 
 def _checked_name(name: str) -> str:

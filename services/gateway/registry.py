@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 
 from services.gateway import metrics
 from services.gateway.config import GatewayConfig
@@ -103,15 +105,16 @@ class ModelRegistry:
         self.journal.unload(model.id, why)
 
     def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Forget a path, and remove what it names unless a model would go back to it."""
-        self.journal.remove_checkpoint(checkpoint.path)
+        """Remove what a path names, unless a model would go back to it, and forget the path.
+
+        Raises OSError where that cannot be removed; the path is known then, and it can be again.
+        """
+        trained = self._models.get(checkpoint.model)
         if checkpoint.kind == "sampler":
             self._weights.unpin(checkpoint.version, pin_owner(checkpoint.path))
-            return
-        trained = self._models.get(checkpoint.model)
-        if trained is not None and trained.adopt(checkpoint.checkpoint):
-            return
-        remove_checkpoint(self._config, checkpoint.checkpoint)
+        elif trained is None or not trained.adopt(checkpoint.checkpoint):
+            remove_checkpoint(self._config, checkpoint.checkpoint)
+        self.journal.remove_checkpoint(checkpoint.path)
 
     async def sweep(self) -> None:
         """Look again and again, until cancelled."""
@@ -120,7 +123,10 @@ class ModelRegistry:
             await self.look()
 
     async def look(self) -> None:
-        """End sessions without a sign of life, and remove what has expired."""
+        """End sessions without a sign of life, and remove what has expired.
+
+        What cannot be removed for now is told, and tried again the next time.
+        """
         since = time.time() - self._config.tinker.session_seconds
         for session in self.journal.silent_sessions(since):
             logger.warning("session %s sent no sign of life", session.id)
@@ -128,6 +134,16 @@ class ModelRegistry:
         for model in self.journal.loaded_models():
             session_of = self.journal.session(model.session)
             if session_of and session_of.finished is not None:
-                await self._unload(model, f"its session ended: {session_of.finished}")
+                with _tried(f"model {model.id}"):
+                    await self._unload(model, f"its session ended: {session_of.finished}")
         for checkpoint in self.journal.expired_checkpoints():
-            self.delete_checkpoint(checkpoint)
+            with _tried(checkpoint.path):
+                self.delete_checkpoint(checkpoint)
+
+
+@contextlib.contextmanager
+def _tried(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s is not removed yet: %s", what, error)

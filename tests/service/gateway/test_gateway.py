@@ -186,6 +186,37 @@ async def test_a_silent_session_gives_its_models_up_and_what_expires_goes(place:
         await running.stop()
 
 
+async def test_what_cannot_be_removed_is_known_until_it_is(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = RunningGateway(place)
+    http = await running.start()
+    registry, store = running.process.registry, place.trainer.store / "checkpoints"
+    try:
+        model, before, paths, saved = await http.begin(), set(store.glob("*")), [], list[Any]()
+        for seq, name in enumerate(("first", "second"), 1):
+            body = {"model_id": model, "seq_id": seq, "path": name, "ttl_seconds": 3600}
+            _, future = await http.post("save_weights", body)
+            paths.append((await http.result(future["request_id"]))["path"])
+            saved += set(store.glob("*")) - before - set(saved)
+        stuck, away = saved[0], place.trainer.store / "away"
+        stuck.rename(away)
+        stuck.write_bytes(b"no directory")
+        for path in paths:
+            registry.journal.set_expiry(path, 1.0)
+        await registry.look()
+        assert f"{paths[0]} is not removed yet" in caplog.text
+        left = [checkpoint.path for checkpoint in registry.journal.expired_checkpoints()]
+        assert left == paths[:1]  # the other one does not wait for it
+        stuck.unlink()
+        away.rename(stuck)
+        await registry.look()
+        assert not registry.journal.expired_checkpoints()
+        assert not stuck.exists()
+    finally:
+        await running.stop()
+
+
 @pytest.mark.parametrize("damage", ["cut", "flipped", "other"])
 async def test_a_damaged_journal_is_refused_by_name(place: Place, damage: str) -> None:
     first = RunningGateway(place)
