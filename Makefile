@@ -257,7 +257,7 @@ test-bucket: $(VENV)/.dev  ## runs whose store is a bucket: killed, moved to ano
 test-slurm: $(VENV)/.dev  ## deploy/slurm on a Slurm of its own, a node lost in the middle (root; Debian's slurmctld, slurmd, slurm-client, munge)
 	$(RUN) -m tools.slurm_check
 
-compose-smoke: $(VENV)/.dev  ## build, bring up, train, scrape, kill and recover with docker compose
+compose-smoke: $(VENV)/.dev build/tinker/.installed  ## build, bring up, train, scrape, kill and recover with docker compose
 	$(RUN) -m tools.compose_smoke
 
 test-kubernetes: $(VENV)/.dev  ## overlays and components of deploy/kubernetes as kubectl renders them (needs kubectl)

@@ -1,8 +1,9 @@
 """Brings deploy/compose.yaml up, trains on it, kills every main process, reads every metric.
 
-Then the same with each file that lies over it: under TLS, with Megatron, with SGLang; those of
-accelerators are only rendered. One that fails is told, and the others are tried all the same. Needs
-a Docker engine with compose v2. The last line is
+Then the same with each file that lies over it: under TLS, with Megatron, with SGLang, and with a
+gateway, on which a program of Tinker's client runs (build/tinker); those of accelerators are only
+rendered. One that fails is told, and the others are tried all the same. Needs a Docker engine with
+compose v2. The last line is
 `compose: up_seconds=<s> reward_last=<y> targets_up=<n>/<n> metrics=<m> overlays=<n> of=<n>`.
 """
 
@@ -16,9 +17,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from tools.metrics_docs import MODULES, declared
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
+TINKER_PYTHON = ROOT / "build" / "tinker" / "bin" / "python"
 ROUTER_IMAGE = "sluice-router"
 INSTANCES = {
     "trainer": ["trainer:9100"],
@@ -40,14 +43,18 @@ INSTANCES = {
     "router": ["router:9100"],
     "converter": ["converter:9100"],
 }
-# the loop has ended with its run before metrics are read; the stack has no others of these
+# the loop has ended with its run before metrics are read; the base has no others of these
 UNSEEN = {"loop", "reward_model", "gateway"}
+GATEWAY = {"gateway": ["gateway:9100"]}
 INSTANCES[""] = [instance for service in INSTANCES.values() for instance in service]
 SERVERS = ["trainer", "rollout-0", "rollout-1", "router", "converter"]
 # the loop early
 KILLS = ["trainer", "loop", "rollout-1", "router", "rollout-0", "converter", "prometheus"]
 WITHOUT = {  # documented, and not there: without TLS, and of a service that has no store
-    *(("sluice_certificate_end_timestamp_seconds", instance) for instance in INSTANCES[""]),
+    *(
+        ("sluice_certificate_end_timestamp_seconds", instance)
+        for instance in (*INSTANCES[""], *GATEWAY["gateway"])
+    ),
     ("sluice_disk_free_bytes", "router:9100"),
     ("sluice_disk_size_bytes", "router:9100"),
 }
@@ -69,6 +76,8 @@ MOVED = [  # a run leaves none of these at 0
 OVERLAYS = {"megatron": ["trainer"], "sglang": ["rollout-0", "rollout-1"]}  # whose image is whose
 RENDERED = ("cuda", "npu")
 OVERLAY_STEPS = 40
+TINKER_STEPS = 60
+TINKER_KILL = 20  # the gateway, after so many
 GAIN = 0.1  # of the reward in so many steps
 MAX_LOOP_RESTARTS = 5
 PATIENCE = 600.0  # seconds, for anything on a busy machine
@@ -101,7 +110,8 @@ def free_port() -> int:
 def create_project() -> Project:
     environment = {key: value for key, value in os.environ.items() if "SLUICE" not in key}
     environment.pop("TOKEN_FILE", None)
-    for name in ("ROUTER_PORT", "TRAINER_PORT", "CONVERTER_PORT", "PROMETHEUS_PORT"):
+    ports = ("ROUTER_PORT", "TRAINER_PORT", "CONVERTER_PORT", "PROMETHEUS_PORT", "TINKER_PORT")
+    for name in ports:
         environment[name] = str(free_port())
     wheels = environment.get("WHEELS_DIR") or wheels_directory()
     if wheels is not None:
@@ -164,14 +174,14 @@ def ask_prometheus(project: Project, path: str, **query: str) -> Any:
         return json.load(answer)["data"]
 
 
-def wait_for_targets(project: Project) -> int:
-    """How many targets are scraped; all of them, or ComposeError."""
+def wait_for_targets(project: Project, count: int = len(INSTANCES[""])) -> int:
+    """How many targets are scraped; `count`, which are all, or ComposeError."""
 
     def all_up() -> int | None:
         found = ask_prometheus(project, "targets", state="active")["activeTargets"]
         found = [target for target in found if target["labels"]["job"] == "sluice"]
         up = [target for target in found if target["health"] == "up"]
-        return len(up) if len(up) == len(found) == len(INSTANCES[""]) else None
+        return len(up) if len(up) == len(found) == count else None
 
     return wait_until("all targets to be scraped", all_up, PATIENCE)
 
@@ -180,11 +190,23 @@ def check_metrics(project: Project) -> int:
     """How many documented metrics every instance of their service shows; all, or ComposeError."""
     if unseen := MODULES.keys() - INSTANCES.keys() - UNSEEN:
         raise ComposeError(f"nothing in compose runs {sorted(unseen)}, which have metrics")
+    count = wait_for_metrics(
+        project, {service: INSTANCES[service] for service in MODULES.keys() - UNSEEN}
+    )
+    for name in MOVED:
+        query = f"sum(max_over_time({name}[1d])) > 0"
+        if not ask_prometheus(project, "query", query=query)["result"]:
+            raise ComposeError(f"{name} is 0 after a run")
+    return count
+
+
+def wait_for_metrics(project: Project, instances: Mapping[str, Sequence[str]]) -> int:
+    """How many metrics these services have; each instance shows all of them, or ComposeError."""
     wanted = {
         (metric.name + ("_count" if metric.kind == "histogram" else ""), instance)
-        for service in MODULES.keys() - UNSEEN
+        for service in instances
         for metric in declared(service)
-        for instance in INSTANCES[service]
+        for instance in instances[service]
         if (metric.name, instance) not in WITHOUT
     }
     missing = set(wanted)
@@ -199,10 +221,6 @@ def check_metrics(project: Project) -> int:
         wait_until("every metric to be scraped", all_seen, 60.0)
     except ComposeError:
         raise ComposeError(f"not scraped: {sorted(missing)}") from None
-    for name in MOVED:
-        query = f"sum(max_over_time({name}[1d])) > 0"
-        if not ask_prometheus(project, "query", query=query)["result"]:
-            raise ComposeError(f"{name} is 0 after a run")
     return len({name for name, _ in wanted})
 
 
@@ -271,6 +289,36 @@ def check_overlay(project: Project, name: str) -> None:
     note(f"{name}: up in {up_seconds:.1f} s, reward {first:.3f} -> {last:.3f}, scraped")
 
 
+def check_tinker(project: Project) -> None:
+    """With a gateway: a program of Tinker's client learns, though that is killed meanwhile."""
+    project.files[1:] = [DEPLOY / "compose.tinker.yaml"]
+    up_seconds = project.up(PATIENCE)
+    wait_for_targets(project, len(INSTANCES[""]) + 1)
+    url = f"http://127.0.0.1:{project.environment['TINKER_PORT']}"
+    program = [str(TINKER_PYTHON), "-u", "examples/tinker_loop.py", url, "/store/model"]
+    command = [*program, "--steps", str(TINKER_STEPS)]
+    environment = os.environ | {"TINKER_TELEMETRY": "0"}
+    found = list[float]()
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=sys.stderr, text=True
+    ) as client:
+        assert client.stdout is not None
+        ending = threading.Timer(2 * PATIENCE, client.kill)
+        ending.start()
+        for line in client.stdout:
+            if line.startswith("step"):
+                found.append(float(line.split()[-1]))
+                if len(found) == TINKER_KILL:
+                    project.kill("gateway", PATIENCE)
+        ending.cancel()
+    first, last = (sum(part) / max(len(part), 1) for part in (found[:5], found[-5:]))
+    if client.returncode or len(found) != TINKER_STEPS or not last > first + GAIN:
+        steps = f"{len(found)} steps, reward {first:.3f} -> {last:.3f}"
+        raise ComposeError(f"tinker: the program ended with {client.returncode}: {steps}")
+    count = wait_for_metrics(project, GATEWAY)
+    note(f"tinker: up in {up_seconds:.1f} s, reward {first:.3f} -> {last:.3f}, {count} metrics")
+
+
 def passes(project: Project, name: str, check: Callable[[], None]) -> bool:
     """Whether `check` holds of the overlay `name`; the project is down afterwards."""
     try:
@@ -285,7 +333,7 @@ def passes(project: Project, name: str, check: Callable[[], None]) -> bool:
 
 
 def tell(project: Project, failure: str) -> None:
-    for service in (*SERVERS, "loop", "prometheus"):
+    for service in (*SERVERS, "loop", "prometheus", "gateway"):
         print(f"--- {service}\n{project.logs(service)}", file=sys.stderr)
     print(f"compose-smoke: {failure}", file=sys.stderr, flush=True)
 
@@ -314,6 +362,7 @@ def smoke(project: Project) -> tuple[str, bool]:
         passed = [passes(project, "tls", secured)]
     project.environment["TOKEN_FILE"] = ""
     passed += [passes(project, name, partial(check_overlay, project, name)) for name in OVERLAYS]
+    passed.append(passes(project, "tinker", partial(check_tinker, project)))
     render(project)
     line = (
         f"compose: up_seconds={up_seconds:.1f} reward_last={reward:.3f} "
@@ -326,6 +375,9 @@ def smoke(project: Project) -> tuple[str, bool]:
 def main() -> int:
     if shutil.which("docker") is None:
         print("compose-smoke needs a Docker engine with compose v2", file=sys.stderr)
+        return 1
+    if not TINKER_PYTHON.exists():
+        print("compose-smoke needs build/tinker: make build/tinker/.installed", file=sys.stderr)
         return 1
     project = create_project()
     try:

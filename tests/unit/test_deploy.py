@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from services.converter.servicer import ConverterConfig
+from services.gateway.config import GatewayConfig
 from services.rollout.config import RolloutConfig
 from services.router.config import RouterConfig
 from services.trainer.config import TrainerConfig
@@ -74,6 +75,7 @@ def test_prometheus_scrapes_every_server_in_both_set_ups() -> None:
         targets = services["static_configs"][0]["targets"]
         assert targets == [f"{name}:9100" for name in SERVERS]
         assert loop["static_configs"][0]["targets"] == ["loop:9100"]
+        assert services["file_sd_configs"] == [{"files": ["/etc/prometheus/sluice/*.yml"]}]
     assert [job.get("scheme") for job in tls] == ["https", "https", None]  # the host's has none
 
 
@@ -203,6 +205,44 @@ def test_an_overlay_changes_what_it_says_and_its_processes_accept_it(
     named = {v.split(":")[0] for s in OVERLAYS[name] for v in services[s]["volumes"]}
     named = {volume for volume in named if volume[0] not in "./$"}
     assert named <= {*declared, "store"}
+
+
+def test_the_gateway_lies_over_the_base_and_its_trainer_has_adapters(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    services = yaml.safe_load((DEPLOY / "compose.tinker.yaml").read_text())["services"]
+    assert services.keys() == {"trainer", "gateway", "prometheus"}
+    gateway, base = services["gateway"], COMPOSE["trainer"]
+    for key in ("init", "restart", "networks", "stop_grace_period", "read_only", "tmpfs"):
+        assert gateway[key] == base[key], key
+    for key in ("cap_drop", "security_opt", "logging", "image", "environment"):
+        assert gateway[key] == base[key], key
+    assert gateway["healthcheck"] | {"test": None} == base["healthcheck"] | {"test": None}
+    assert {*base["volumes"]} < {*gateway["volumes"]}
+    assert all(port.startswith("127.0.0.1:") for port in gateway["ports"])
+    for name, value in gateway["environment"].items():
+        monkeypatch.setenv(name, "" if "$" in value else value)
+    for name, cls in (("trainer", TrainerConfig), ("gateway", GatewayConfig)):
+        *command, file = services[name]["command"]
+        assert command == ["python", "-m", f"services.{name}", "--config"]
+        (tmp_path / "config.json").write_text("{}")
+        arguments = ["--config", str(DEPLOY / "config" / Path(file).name), "--model", str(tmp_path)]
+        config: Any = load_config(cls, arguments)
+        assert config.server.metrics_port == 9100
+        assert str(config.store) == "/store"
+        if name == "trainer":
+            assert config.lora is not None
+            continue
+        assert gateway["ports"][0].endswith(f":{config.tinker.port}")
+        assert str(config.journal).startswith("/runs/")  # a volume
+        for other in ("trainer", "router"):
+            assert getattr(config, other) == f"{other}:50051"
+            assert gateway["depends_on"][other] == {"condition": "service_healthy"}
+    (volume,) = services["prometheus"]["volumes"]
+    source, target, _ = volume.split(":")
+    assert Path(target).parent == Path("/etc/prometheus/sluice")
+    (group,) = yaml.safe_load((DEPLOY / source).read_text())
+    assert group["targets"] == ["gateway:9100"]
 
 
 @pytest.mark.parametrize("name", ["cuda", "npu"])
