@@ -211,14 +211,15 @@ def test_the_gateway_lies_over_the_base_and_its_trainer_has_adapters(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     services = yaml.safe_load((DEPLOY / "compose.tinker.yaml").read_text())["services"]
+    engines = {name: services.pop(name) for name in ("rollout-0", "rollout-1")}
     assert services.keys() == {"trainer", "gateway", "prometheus"}
-    gateway, base = services["gateway"], COMPOSE["trainer"]
+    gateway, plain = services["gateway"], COMPOSE["trainer"]
     for key in ("init", "restart", "networks", "stop_grace_period", "read_only", "tmpfs"):
-        assert gateway[key] == base[key], key
+        assert gateway[key] == plain[key], key
     for key in ("cap_drop", "security_opt", "logging", "image", "environment"):
-        assert gateway[key] == base[key], key
-    assert gateway["healthcheck"] | {"test": None} == base["healthcheck"] | {"test": None}
-    assert {*base["volumes"]} < {*gateway["volumes"]}
+        assert gateway[key] == plain[key], key
+    assert gateway["healthcheck"] | {"test": None} == plain["healthcheck"] | {"test": None}
+    assert {*plain["volumes"]} < {*gateway["volumes"]}
     assert all(port.startswith("127.0.0.1:") for port in gateway["ports"])
     for name, value in gateway["environment"].items():
         monkeypatch.setenv(name, "" if "$" in value else value)
@@ -232,6 +233,9 @@ def test_the_gateway_lies_over_the_base_and_its_trainer_has_adapters(
         assert str(config.store) == "/store"
         if name == "trainer":
             assert config.lora is not None
+            base = yaml.safe_load((DEPLOY / "config" / Path(file).name).read_text())["model"]
+            for engine in engines.values():
+                assert engine == {"environment": {"SLUICE_ENGINE__MODEL": base}}
             continue
         assert gateway["ports"][0].endswith(f":{config.tinker.port}")
         assert str(config.journal).startswith("/runs/")  # a volume
