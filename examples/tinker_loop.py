@@ -2,6 +2,8 @@
 
 `python examples/tinker_loop.py URL MODEL [--steps 60]`, with `pip install tinker`: URL of a
 gateway, MODEL as its configuration has it, which is that of `python -m examples.models.tiny_qwen3`.
+Where the gateway has a token, TINKER_API_KEY is `tml-` and that.
+
 Embedding and head of that are random and frozen, so adapters learn where to end, and little more: a
 reward of 0.2 for 0.07. Nothing here knows of Sluice. The last line is
 `tinker: first=<reward> last=<reward> steps=<n>`.
@@ -10,6 +12,7 @@ reward of 0.2 for 0.07. Nothing here knows of Sluice. The last line is
 from __future__ import annotations
 
 import argparse
+import os
 import random
 from collections.abc import Iterator, Sequence
 from statistics import fmean
@@ -47,7 +50,8 @@ def datum(
 
 def train(url: str, model: str, steps: int) -> Iterator[float]:
     """Yields the mean reward of each step."""
-    service = tinker.ServiceClient(base_url=url, api_key="tml-none")
+    key = os.environ.get("TINKER_API_KEY", "tml-none")
+    service = tinker.ServiceClient(base_url=url, api_key=key)
     training = service.create_lora_training_client(model, rank=16, seed=0).result()
     rng = random.Random(0)
     for step in range(steps):
