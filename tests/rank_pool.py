@@ -149,15 +149,15 @@ def _serve(connection: Connection) -> None:
 def _run(rank: int, task: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
-    jobs = importlib.import_module(task["module"])
+    jobs, limit = importlib.import_module(task["module"]), timedelta(seconds=PATIENCE)
     try:
+        store = dist.TCPStore("127.0.0.1", task["port"])
         dist.init_process_group(
-            "gloo",
-            store=dist.TCPStore("127.0.0.1", task["port"]),
-            rank=rank,
-            world_size=task["world"],
-            timeout=timedelta(seconds=PATIENCE),
+            "gloo", store=store, rank=rank, world_size=task["world"], timeout=limit
         )
+        # gloo fails, or waits without a limit, where a rank leaves before another has its group
+        store.set(f"has_group/{rank}", "")
+        store.wait([f"has_group/{each}" for each in range(task["world"])], limit)
         job: Job = getattr(jobs, task["job"])
         return {"result": job(rank, task["world"], task["arguments"])}
     except FAILURES:
