@@ -191,7 +191,7 @@ class TrainedModel:
         self._journal.finish(answered, state, kept, done.checkpoint, done.sampler)
         self._state = state
         for name in done.replaced:
-            remove_checkpoint(self._config, name)
+            self._discard(name)
         self._waiting -= 1
         metrics.WAITING.dec()
         failed = outcome == "failed" or done.error is not None
@@ -509,7 +509,14 @@ class TrainedModel:
         )
         self._journal.keep_state(self.model.id, self._state)
         if state.owns:  # nobody else knows of it
-            remove_checkpoint(self._config, state.checkpoint)
+            self._discard(state.checkpoint)
+
+    def _discard(self, checkpoint: str) -> None:
+        """Remove a checkpoint that nothing names any more; what cannot be is told, and left."""
+        try:
+            remove_checkpoint(self._config, checkpoint)
+        except OSError as error:
+            logger.warning("checkpoint %s stays in the store: %s", checkpoint, error)
 
     def adopt(self, checkpoint: str) -> bool:
         """Take over a checkpoint that nobody else knows of any more, if the model needs it."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Iterator
 
 from services.gateway import metrics
 from services.gateway.config import GatewayConfig
@@ -85,7 +83,7 @@ class ModelRegistry:
                 await self._unload(model, f"its session ended: {why}")
 
     async def _unload(self, model: Model, why: str) -> None:
-        """Raises nothing for a trainer that is away: the next look tries again."""
+        """Raises nothing for a trainer or a store that fails now: the next look tries again."""
         trained = self._models.pop(model.id, None)
         if trained is not None:
             await trained.close()
@@ -97,10 +95,14 @@ class ModelRegistry:
                 logger.warning("model %s is not unloaded yet: %s", model.id, error)
                 return
         state = self.journal.state(model.id)
-        if state.owns:
-            remove_checkpoint(self._config, state.checkpoint)
-        for sampler in self.journal.snapshots(model):
-            self._weights.unpin(sampler.version, pin_owner(sampler.id))
+        try:
+            if state.owns:
+                remove_checkpoint(self._config, state.checkpoint)
+            for sampler in self.journal.snapshots(model):
+                self._weights.unpin(sampler.version, pin_owner(sampler.id))
+        except OSError as error:
+            logger.warning("model %s is not unloaded yet: %s", model.id, error)
+            return
         metrics.WAITING.dec(self.journal.waiting(model.id))
         self.journal.unload(model.id, why)
 
@@ -134,16 +136,9 @@ class ModelRegistry:
         for model in self.journal.loaded_models():
             session_of = self.journal.session(model.session)
             if session_of and session_of.finished is not None:
-                with _tried(f"model {model.id}"):
-                    await self._unload(model, f"its session ended: {session_of.finished}")
+                await self._unload(model, f"its session ended: {session_of.finished}")
         for checkpoint in self.journal.expired_checkpoints():
-            with _tried(checkpoint.path):
+            try:
                 self.delete_checkpoint(checkpoint)
-
-
-@contextlib.contextmanager
-def _tried(what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        logger.warning("%s is not removed yet: %s", what, error)
+            except OSError as error:
+                logger.warning("%s is not removed yet: %s", checkpoint.path, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,9 +200,8 @@ async def test_what_cannot_be_removed_is_known_until_it_is(
             _, future = await http.post("save_weights", body)
             paths.append((await http.result(future["request_id"]))["path"])
             saved += set(store.glob("*")) - before - set(saved)
-        stuck, away = saved[0], place.trainer.store / "away"
-        stuck.rename(away)
-        stuck.write_bytes(b"no directory")
+        stuck = saved[0]
+        away = break_directory(stuck)
         for path in paths:
             registry.journal.set_expiry(path, 1.0)
         await registry.look()
@@ -213,6 +213,49 @@ async def test_what_cannot_be_removed_is_known_until_it_is(
         await registry.look()
         assert not registry.journal.expired_checkpoints()
         assert not stuck.exists()
+    finally:
+        await running.stop()
+
+
+def break_directory(directory: Path) -> Path:
+    """Put a file in its place; returns where it is."""
+    away = directory.parent.parent / f"away-{directory.name}"
+    directory.rename(away)
+    directory.write_bytes(b"no directory")
+    return away
+
+
+async def test_models_outlive_a_checkpoint_that_cannot_be_removed(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = RunningGateway(place)
+    http = await running.start()
+    registry, store = running.process.registry, place.trainer.store / "checkpoints"
+    try:
+        model, seq, before = await http.begin(), 0, set(store.glob("*"))
+
+        async def take_steps(count: int) -> None:
+            nonlocal seq
+            for _ in range(count):
+                await http.pass_of(model, seq := seq + 1)
+                _, stepped = await http.step(model, seq := seq + 1)
+                await http.result(stepped["request_id"])
+
+        await take_steps(3)  # behind the second one it saved where to go back to
+        (first,) = set(store.glob("*")) - before
+        break_directory(first)
+        await take_steps(3)
+        assert f"checkpoint checkpoints/{first.name} stays in the store" in caplog.text
+        (second,) = set(store.glob("*")) - before - {first}
+        away = break_directory(second)
+        running.process.journal._db.execute("UPDATE sessions SET seen = 1")
+        await registry.look()
+        assert f"model {model} is not unloaded yet" in caplog.text
+        second.unlink()
+        away.rename(second)
+        await registry.look()
+        assert not second.exists()
+        assert not registry.journal.loaded_models()
     finally:
         await running.stop()
 
