@@ -305,12 +305,18 @@ def check_tinker(project: Project) -> None:
         assert client.stdout is not None
         ending = threading.Timer(2 * PATIENCE, client.kill)
         ending.start()
-        for line in client.stdout:
-            if line.startswith("step"):
-                found.append(float(line.split()[-1]))
-                if len(found) == TINKER_KILL:
-                    project.kill("gateway", PATIENCE)
-        ending.cancel()
+        try:
+            for line in client.stdout:
+                if line.startswith("step"):
+                    found.append(float(line.split()[-1]))
+                    if len(found) == TINKER_KILL:
+                        project.kill("gateway", PATIENCE)
+            client.wait()
+        except ComposeError:
+            client.kill()
+            raise
+        finally:
+            ending.cancel()
     first, last = (sum(part) / max(len(part), 1) for part in (found[:5], found[-5:]))
     if client.returncode or len(found) != TINKER_STEPS or not last > first + GAIN:
         steps = f"{len(found)} steps, reward {first:.3f} -> {last:.3f}"
