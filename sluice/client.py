@@ -294,7 +294,9 @@ class TrainerClient(Client):
         sample_ids: Sequence[str] = (),
         allow_other_temperature: bool = False,
         adapter: str = "",
+        keep_logprobs: bool = False,
     ) -> trainer_pb.ForwardBackwardResponse:
+        """Add gradients of rows; `keep_logprobs`: and their `old_logprobs`, of the same pass."""
         request = trainer_pb.ForwardBackwardRequest(
             batch=batch,
             loss=wire.loss_to_proto(loss),
@@ -304,6 +306,7 @@ class TrainerClient(Client):
             request_id=new_request_id(),
             allow_other_temperature=allow_other_temperature,
             adapter=adapter,
+            keep_logprobs=keep_logprobs,
         )
         return await self._call(self.stub.ForwardBackward, request)
 

@@ -296,7 +296,6 @@ class TrainedModel:
         asked, part = parse_pass(request.body or b""), str(request.seq)
         batch = await self._upload(request, asked.samples)
         try:
-            logprobs = await self._logprobs(batch, len(asked.samples))
             loss = await self._trainer.add_gradients(
                 batch,
                 asked.loss.spec,
@@ -305,6 +304,7 @@ class TrainedModel:
                 self.model.adapter,
                 self._id(request, state),
             )
+            logprobs = await self._logprobs(batch, len(asked.samples), is_passed=True)
         finally:
             await self._drop(batch)
         answer = encode_output(logprobs, {"loss:sum": loss})
@@ -314,9 +314,10 @@ class TrainedModel:
         adapter = self.model.adapter
         return await self._trainer.upload(f"{adapter}-{request.seq}", samples, adapter)
 
-    async def _logprobs(self, batch: str, count: int) -> list[Any]:
+    async def _logprobs(self, batch: str, count: int, *, is_passed: bool = False) -> list[Any]:
+        read = self._trainer.passed_logprobs if is_passed else self._trainer.logprobs
         try:
-            return await self._trainer.logprobs(batch, count, self.model.adapter)
+            return await read(batch, count, self.model.adapter)
         except KeyError:  # the ranks came anew in between
             raise LostError("the log-probs of a pass are gone") from None
 

@@ -76,6 +76,16 @@ class AdapterTrainer(TrainerClient):
     async def logprobs(self, batch: str, count: int, adapter: str) -> list[np.ndarray]:
         """Log-probs of the targets of all rows, float32, in order."""
         await self.compute_logprobs(batch, adapter=adapter)
+        return await self._kept_logprobs(batch, count)
+
+    async def passed_logprobs(self, batch: str, count: int, adapter: str) -> list[np.ndarray]:
+        """Those that `add_gradients` has left in a batch."""
+        try:
+            return await self._kept_logprobs(batch, count)
+        except KeyError:  # it went over rows that were uploaded anew since
+            return await self.logprobs(batch, count, adapter)
+
+    async def _kept_logprobs(self, batch: str, count: int) -> list[np.ndarray]:
         columns = await self.get_columns(batch, [OLD])
         return [np.asarray(columns[str(index)][OLD], np.float32) for index in range(count)]
 
@@ -90,6 +100,7 @@ class AdapterTrainer(TrainerClient):
             part_id=part_id,
             request_id=request_id,
             adapter=adapter,
+            keep_logprobs=True,
         )
         return float((await self._call(self.stub.ForwardBackward, request)).loss)
 

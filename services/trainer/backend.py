@@ -89,12 +89,14 @@ class PassSums:
     """Sums over this data-parallel rank's rows; never divided, so that ranks add up.
 
     `metrics[name]` is (sum, weight); the mean over all ranks is the sum of sums by the sum
-    of weights.
+    of weights. outputs: those of the rows, float32[response] on the CPU by sample_id, where they
+    are kept.
     """
 
     loss: float
     token_count: int
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    outputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +152,13 @@ class TrainingBackend(ABC):
         """
 
     @abstractmethod
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: LossSpec) -> PassSums:
-        """Add the gradients of `sum_rows loss_weight * sum_tokens loss` to those gathered."""
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss: LossSpec, *, keep_outputs: bool = False
+    ) -> PassSums:
+        """Add the gradients of `sum_rows loss_weight * sum_tokens loss` to those gathered.
+
+        `keep_outputs`: answer with those of the rows, the log-probs of a policy.
+        """
 
     @abstractmethod
     def step(

@@ -36,6 +36,7 @@ from sluice.samples.sample import (
 )
 from sluice.weights.manifest import read_manifest
 
+OLD_LOGPROBS = "old_logprobs"  # the column of what the policy says before a step
 MASS_ROUNDING = 1e-2  # of probabilities in bfloat16, added up
 
 

@@ -307,6 +307,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             sample_ids=request.sample_ids,
             any_temperature=request.allow_other_temperature,
             adapter=request.adapter,
+            keep_logprobs=request.keep_logprobs,
         )
 
         async def run() -> pb.ForwardBackwardResponse:

@@ -22,7 +22,14 @@ from sluice.algo.spec import LossSpec
 from sluice.config import parse_config
 from sluice.weights.manifest import digest_bytes
 from sluice.weights.shards import host_bytes
-from tests.contract.training_backend.cases import NAMED, PPO, TAUGHT, make_row, ragged_rows
+from tests.contract.training_backend.cases import (
+    NAMED,
+    PPO,
+    TAUGHT,
+    check_kept,
+    make_row,
+    ragged_rows,
+)
 
 NORMALIZER = 37.0
 KINDS = ("logprobs", "ids", "top")
@@ -93,7 +100,7 @@ def parity(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     batches = batches_of(backend, rows_of(0))
     scored = backend.compute_logprobs(batches, model="policy", temperature=1.0)
     save_scores(backend, scored, out / f"logprobs-{rank}.safetensors")
-    run_step(backend, 0)
+    check_kept(backend, batches, PPO, scored)
     export(backend, out / f"gradients-{rank}.safetensors", gradients=True)
     backend.discard_gradients()
     steps = []

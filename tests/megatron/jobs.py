@@ -44,6 +44,7 @@ from sluice.algo.collectives import CollectiveMismatchError
 from sluice.algo.spec import LossSpec
 from sluice.weights.errors import WeightStoreError
 from sluice.weights.rules.rule import ShardAxis
+from tests.contract.training_backend.cases import check_kept
 from tests.lazy_device import lazy_device
 from tests.megatron import former, providers
 from tests.megatron.models import make_rows, micro_batches, routed_rows, taught_rows
@@ -104,7 +105,7 @@ def parity(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     scored = backend.compute_logprobs(batches, model="policy", temperature=SPEC.temperature or 1.0)
     if mesh.reports:
         save_file(scored, out / f"logprobs-{rank}.safetensors")
-    gather_gradients(backend, 0)
+    check_kept(backend, batches, SPEC, scored)
     backend._stepper.reduce(NORMALIZER)
     trained = [tensor for tensor in backend._policy.tensors if tensor.parameter.requires_grad]
     save_tensors(trained, out / f"gradients-{rank}.safetensors", main_gradient)

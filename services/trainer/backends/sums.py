@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
@@ -41,13 +42,16 @@ class SumsOnDevice:
         return dict(zip(names, stacked, strict=True))
 
 
-def pass_sums(sums: Mapping[str, float]) -> PassSums:
+def pass_sums(
+    sums: Mapping[str, float], outputs: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> PassSums:
     """Return what was read, as a pass answers."""
     names = [name.removesuffix("/sum") for name in sums if name.endswith("/sum")]
     return PassSums(
         loss=sums.get(LOSS, 0.0),
         token_count=round(sums.get(TOKENS, 0.0)),
         metrics={name: (sums[f"{name}/sum"], sums[f"{name}/weight"]) for name in names},
+        outputs=outputs,
     )
 
 

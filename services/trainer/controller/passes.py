@@ -37,18 +37,19 @@ from services.trainer.errors import (
     SkippedTooOftenError,
     TemperatureMismatchError,
 )
+from services.trainer.rows import OLD_LOGPROBS
 from sluice.algo.aggregation import Moments, relate_siblings
 from sluice.algo.estimator import Sibling
 from sluice.algo.plugins import PluginSettingError
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
-from sluice.runtime.errors import ServiceError, StepMismatchError
+from sluice.runtime.errors import InvalidFieldError, ServiceError, StepMismatchError
 from sluice.runtime.wire import advantage_to_proto, invalid_setting, loss_to_proto
 from sluice.samples.sample import SEVERAL, top_columns
 
 COLUMN_OF_MODEL = {
-    trainer_pb.ComputeLogprobsRequest.MODEL_POLICY: "old_logprobs",
+    trainer_pb.ComputeLogprobsRequest.MODEL_POLICY: OLD_LOGPROBS,
     trainer_pb.ComputeLogprobsRequest.MODEL_REFERENCE: "reference_logprobs",
 }
 NO_TOKENS = "no trained tokens"
@@ -77,6 +78,7 @@ class GradientsRequest:
     sample_ids: Sequence[str]
     any_temperature: bool = False
     adapter: str = ""
+    keep_logprobs: bool = False
 
 
 @dataclass(frozen=True)
@@ -215,26 +217,39 @@ class TrainerPasses:
         traits = await self.algorithms.loss(loss)
         selection = batch.select(request.sample_ids)
         self._check_columns(batch, selection, traits.columns, f"loss {loss.name}")
+        temperature = loss.temperature or 1.0
+        if request.keep_logprobs and traits.head == "value":
+            raise InvalidFieldError("keep_logprobs", f"loss {loss.name} has values, no log-probs")
+        if request.keep_logprobs and batch.has_others(OLD_LOGPROBS, selection):
+            check_scored_at(batch, frozenset([OLD_LOGPROBS]), temperature)
         if traits.head != "value" and not request.any_temperature:
-            check_temperature(batch, selection, loss.temperature or 1.0)
-            check_scored_at(batch, traits.columns, loss.temperature or 1.0)
+            check_temperature(batch, selection, temperature)
+            check_scored_at(batch, traits.columns, temperature)
         weighed = weigh_pass(batch, selection, loss)
         computed = selection
-        if traits.silent:  # zero advantages have zero loss and zero gradient
+        if traits.silent and not request.keep_logprobs:  # zero advantages: no loss, no gradient
             computed = selection[~batch.zero_advantage[selection]]
         plan = await self._plan(batch, computed)
         weights = dict(zip(selection.tolist(), weighed.weights.tolist(), strict=True))
         measured = await self.algorithms.measure(batch, selection, loss, traits.rounds)
         command = pb.GradientsCommand(
-            batch_id=batch.batch_id, loss=loss_to_proto(loss), measured=measured
+            batch_id=batch.batch_id,
+            loss=loss_to_proto(loss),
+            measured=measured,
+            keep_logprobs=request.keep_logprobs,
         )
         message = pb.FollowResponse(forward_backward=command, adapter=request.adapter)
+        if request.keep_logprobs:
+            batch.mark(OLD_LOGPROBS, selection, present=False)
         try:
             with metrics.PASS_SECONDS.labels("forward_backward").time():
                 total = await self._sum(ranks, split_pass(plan, message, weights))
         except BaseException as error:
             ledger.broken = str(error) or type(error).__name__
             raise
+        if request.keep_logprobs:
+            batch.mark(OLD_LOGPROBS, selection)
+            batch.scored_at[OLD_LOGPROBS] = temperature
         answer = PassScalars(
             loss=total.loss / weighed.normalizer if weighed.normalizer else 0.0,
             token_count=int(batch.mask_counts[selection].sum()),

@@ -115,10 +115,17 @@ class Batch:
             for group, number, shared in zip(self.facts.group_ids, own.tolist(), has, strict=True)
         ]
 
-    def mark(self, column: str, rows: Sequence[int] | np.ndarray | None = None) -> None:
-        """Note that `rows` (default: all) have `column` now."""
-        present = self.present.setdefault(column, np.zeros(self.row_count, dtype=np.bool_))
-        present[slice(None) if rows is None else np.asarray(rows, dtype=np.int64)] = True
+    def mark(
+        self, column: str, rows: Sequence[int] | np.ndarray | None = None, *, present: bool = True
+    ) -> None:
+        """Note that `rows` (default: all) have `column` now, or have it no more."""
+        found = self.present.setdefault(column, np.zeros(self.row_count, dtype=np.bool_))
+        found[slice(None) if rows is None else np.asarray(rows, dtype=np.int64)] = present
+
+    def has_others(self, column: str, rows: np.ndarray) -> bool:
+        """Tell whether a row that is none of `rows` has `column`."""
+        present = self.present.get(column)
+        return present is not None and bool(np.delete(present, rows).any())
 
     def unmark(self, *columns: str) -> None:
         """No row counts as having them: a pass about to write them may end with a part of it."""

@@ -42,7 +42,7 @@ from services.trainer.rank.table import (
     relate_scores,
     report_scores,
 )
-from services.trainer.rows import RowLimits
+from services.trainer.rows import OLD_LOGPROBS, RowLimits
 from sluice import faults, platform
 from sluice.algo.advantages import InvalidAdvantageError
 from sluice.algo.collectives import is_disconnected
@@ -86,7 +86,7 @@ OPEN_PORTS = (
 Report = Callable[[pb.FollowRequest], None]  # called by any thread
 CLOSE_SECONDS = 4.0  # a checkpoint that is being written has so long when the rank is to end
 MODELS: dict[int, tuple[ModelName, str]] = {
-    trainer_pb.ComputeLogprobsRequest.MODEL_POLICY: ("policy", "old_logprobs"),
+    trainer_pb.ComputeLogprobsRequest.MODEL_POLICY: ("policy", OLD_LOGPROBS),
     trainer_pb.ComputeLogprobsRequest.MODEL_REFERENCE: ("reference", "reference_logprobs"),
 }
 
@@ -247,8 +247,15 @@ class Executor:
 
     def _forward_backward(self, command: pb.GradientsCommand, result: pb.CommandResult) -> None:
         micro_batches = self._table.micro_batches(command.batch_id, command.micro_batches)
-        loss = loss_from_proto(command.loss).with_measured(command.measured)
-        result.sums.CopyFrom(_sums_to_proto(self._backend.forward_backward(micro_batches, loss)))
+        loss, keeps = loss_from_proto(command.loss), command.keep_logprobs
+        sums = self._backend.forward_backward(
+            micro_batches, loss.with_measured(command.measured), keep_outputs=keeps
+        )
+        if keeps:
+            rows = self._table.rows(command.batch_id)
+            for position in (row for part in command.micro_batches for row in part.rows):
+                rows[position].columns[OLD_LOGPROBS] = sums.outputs[rows[position].sample_id]
+        result.sums.CopyFrom(_sums_to_proto(sums))
 
     def _measure(self, command: pb.MeasureCommand, result: pb.CommandResult) -> None:
         loss = loss_from_proto(command.loss).with_measured(command.measured)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from services.trainer.backend import Row, TrainingBackend
+from services.trainer.backend import MicroBatch, Row, TrainingBackend
 from services.trainer.config import OptimConfig
 from sluice.algo.spec import LossSpec
 
@@ -239,3 +239,18 @@ def divergence_from_teacher(oracle: Oracle, rows: list[Row]) -> torch.Tensor:
         kl = kl + rest * (rest / students).log()
         total = total + row.loss_weight * kl[row.loss_mask].sum()
     return total
+
+
+def check_kept(
+    backend: TrainingBackend,
+    batches: Sequence[MicroBatch],
+    loss: LossSpec,
+    scored: Mapping[str, torch.Tensor],
+) -> None:
+    """Gathers gradients in two calls, whose outputs are to be `scored`."""
+    kept: dict[str, torch.Tensor] = {}
+    for part in (batches[:1], batches[1:]):
+        kept |= backend.forward_backward(part, loss, keep_outputs=True).outputs
+    assert kept.keys() == scored.keys()
+    for sample_id, logprobs in scored.items():
+        torch.testing.assert_close(kept[sample_id], logprobs, atol=5e-6, rtol=0)

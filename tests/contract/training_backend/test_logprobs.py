@@ -76,6 +76,23 @@ def test_the_reference_model_names_its_own_tokens(
         assert not torch.equal(policy[row.sample_id].ids.long(), ids)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_pass_keeps_the_log_probs_that_it_computes(
+    start_backend: StartBackend, model: Model, temperature: float
+) -> None:
+    rows, loss = ragged_rows(), PPO.model_copy(update={"temperature": temperature})
+    backend, oracle = start_backend(model), Oracle(model.load())
+    batches = [rows[:4], [], rows[4:]]
+    found = backend.forward_backward(batches, loss, keep_outputs=True)
+    plain = start_backend(model).forward_backward(batches, loss)
+    assert found.outputs.keys() == {row.sample_id for row in rows} and not plain.outputs
+    assert (found.loss, found.metrics) == (plain.loss, plain.metrics)
+    for row in rows:
+        kept, expected = found.outputs[row.sample_id], oracle.logprobs(row, temperature).detach()
+        assert kept.dtype == torch.float32 and not kept.requires_grad
+        torch.testing.assert_close(kept, expected, atol=1e-5, rtol=0)
+
+
 def test_split_into_micro_batches_changes_nothing(
     start_backend: StartBackend, qwen3: Model
 ) -> None:

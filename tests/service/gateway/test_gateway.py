@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from services.gateway.trainer import AdapterTrainer
+from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.config import ConfigError
 from sluice.weights.store import WeightStore
 from tests.service.gateway.conftest import Http, Place, RunningGateway
+from tests.service.trainer.harness import make_group
 
 
 async def trained(place: Place) -> list[tuple[int, list[str]]]:
@@ -353,3 +359,22 @@ async def test_names_may_be_as_long_as_is_said(place: Place, http: Http) -> None
             assert removed.status == 200
     owners = WeightStore(place.config.weights_location).pins()
     assert not [each for found in owners.values() for each in found if "tinker" in each]
+
+
+async def test_log_probs_of_a_pass_are_there_for_a_batch_that_comes_anew(place: Place) -> None:
+    samples = [replace(row, sample_id=str(i)) for i, row in enumerate(make_group("one", seed=3))]
+    loss, request_id = LossSpec(name="ppo_clip", clip_low=0.2), str(uuid.uuid4())
+    async with AdapterTrainer(place.trainer.address, place.trainer.security) as trainer:
+        await trainer.create_adapter("a", rank=2)
+        answers = []
+        for _ in range(2):  # the first answer is lost on its way
+            batch = await trainer.upload("a-1", samples, "a")
+            await trainer.compute_advantages(batch, AdvantageSpec(name="grpo"))
+            total = await trainer.add_gradients(batch, loss, 0, "1", "a", request_id)
+            answers.append((total, await trainer.passed_logprobs(batch, len(samples), "a")))
+        scored = await trainer.logprobs(batch, len(samples), "a")
+    assert await trained(place) == [(0, ["1"])]
+    assert answers[0][0] == answers[1][0]
+    for _, logprobs in answers:
+        for kept, expected in zip(logprobs, scored, strict=True):
+            np.testing.assert_allclose(kept, expected, atol=1e-6)

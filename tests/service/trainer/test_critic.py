@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -51,6 +52,11 @@ def with_observations(samples: list[Sample]) -> list[Sample]:
         )
         for sample in samples
     ]
+
+
+def with_returns(sample: Sample) -> dict[str, np.ndarray | float]:
+    zeros = np.zeros(sample.response_length, np.float32)
+    return {"returns": zeros, "values": zeros}
 
 
 def reference(sample: Sample, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -152,6 +158,10 @@ async def test_each_trainer_does_its_own(
         step = (await each.get()).step
         error = await refusal(each.forward_backward(batch, loss, expected_step=step, part_id="p"))
         assert_is(error, INVALID, "INVALID_FIELD", field="loss.name")
+    await critic.put_columns(batch, {s.sample_id: with_returns(s) for s in samples})
+    options: Any = {"expected_step": step, "part_id": "p", "keep_logprobs": True}
+    error = await refusal(critic.forward_backward(batch, VALUE, **options))
+    assert_is(error, INVALID, "INVALID_FIELD", field="keep_logprobs")
     error = await refusal(client.compute_advantages(batch, GAE))
     assert_is(error, PRECONDITION, "COLUMN_MISSING", columns="values", sample_id="own-0/0")
     error = await refusal(client.put_columns(batch, {"own-0/9": {"reward": 1.0}}))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
-from sluice.client import TrainerClient
+from sluice.client import RemoteError, TrainerClient
 from sluice.samples.arrow import encode_group
 from sluice.samples.blobs import BlobStore
 from sluice.weights.store import WeightStore
@@ -177,6 +177,40 @@ async def test_columns_that_callers_put_are_used(client: TrainerClient) -> None:
     passed = await client.forward_backward(response.batch, PPO, expected_step=step, part_id="p")
     assert passed.token_count == len(samples), "one token a row by the new mask"
     assert passed.silent_row_count == 1, "the row whose advantages are 0"
+
+
+async def test_a_pass_keeps_log_probs_in_the_place_of_another(client: TrainerClient) -> None:
+    loud = make_group("kept", seed=5, rewards=[0.0, 1.0, 0.0, 1.0])
+    silent = make_group("unkept", seed=6, rewards=[1.0, 1.0, 1.0, 1.0])
+    batch = await upload(client, "kept", [*loud, *silent])
+    await client.compute_logprobs(batch)
+    scored = await client.get_columns(batch, ["old_logprobs"])
+    await client.delete_batch(batch)
+    batch = await upload(client, "kept", [*loud, *silent])
+    step = (await client.get()).step
+    some = [loud[2].sample_id, silent[1].sample_id]
+    options: Any = {"expected_step": step, "keep_logprobs": True}
+    passed = await client.forward_backward(batch, PPO, part_id="a", sample_ids=some, **options)
+    assert passed.silent_row_count == 0, "all rows of the part are computed"
+    kept = await client.get_columns(batch, ["old_logprobs"])
+    assert {name for name, columns in kept.items() if columns} == set(some)
+    compared = LossSpec(name="ppo_clip", clip_low=0.2, old_logprobs="old")
+    with pytest.raises(RemoteError, match=loud[0].sample_id):  # it has none yet
+        await client.forward_backward(batch, compared, expected_step=step, part_id="b")
+    await client.forward_backward(batch, PPO, part_id="c", **options)
+    kept = await client.get_columns(batch, ["old_logprobs"])
+    for name, columns in scored.items():
+        np.testing.assert_allclose(
+            kept[name]["old_logprobs"], columns["old_logprobs"], atol=1e-6, err_msg=name
+        )
+    cooler = LossSpec(name="ppo_clip", clip_low=0.2, temperature=0.5)
+    options["allow_other_temperature"] = True
+    with pytest.raises(RemoteError, match="TEMPERATURE_MISMATCH"):  # the others' stay as they are
+        await client.forward_backward(batch, cooler, part_id="d", sample_ids=some, **options)
+    await client.forward_backward(batch, cooler, part_id="d", **options)
+    cold = await client.get_columns(batch, ["old_logprobs"])
+    assert all((cold[name]["old_logprobs"] != kept[name]["old_logprobs"]).any() for name in kept)
+    await client.discard_gradients()
 
 
 async def test_rows_without_signal_are_left_out_but_counted(client: TrainerClient) -> None:

@@ -155,9 +155,11 @@ class FsdpBackend(TrainingBackend):
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
         return self._score(self._policy, micro_batches, Asked())
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: LossSpec) -> PassSums:
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss: LossSpec, *, keep_outputs: bool = False
+    ) -> PassSums:
         self._check_columns(micro_batches, loss)
-        sums = SumsOnDevice()
+        sums, kept = SumsOnDevice(), list[tuple[MicroBatch, torch.Tensor]]()
         asked = _asked_of(loss)
         passes = self._passes(self._policy, micro_batches, loss)
         for index, (rows, inputs) in enumerate(passes):
@@ -171,10 +173,13 @@ class FsdpBackend(TrainingBackend):
                 (outputs_T.sum() * 0.0).backward()
                 continue
             assert inputs.columns is not None
-            terms = compute_loss(inputs.columns.inputs(loss, outputs_T, entropy_T), loss)
+            read = inputs.columns.inputs(loss, outputs_T, entropy_T)
+            terms = compute_loss(read, loss)
             terms.loss.backward()
             sums.add_terms(terms)
-        return pass_sums(sums.read())
+            if keep_outputs:
+                kept.append((rows, read.outputs.detach().float()))
+        return pass_sums(sums.read(), by_sample(kept))
 
     def step(
         self, *, normalizer: float, learning_rate: float | None, optim: OptimConfig | None = None

@@ -120,10 +120,13 @@ class MegatronBackend(TrainingBackend):
         scored = self._passes.score(batches, temperature=1.0)  # values have none
         return share_responses(batches, scored, self._device)
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: LossSpec) -> PassSums:
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss: LossSpec, *, keep_outputs: bool = False
+    ) -> PassSums:
         batches = self._pack(micro_batches, predicts=self._policy.source.predicts)
-        sums = self._passes.train(batches, loss).read()
-        return pass_sums(share_sums(sums, self._device))
+        sums, outputs = self._passes.train(batches, loss)
+        kept = share_responses(batches, outputs, self._device) if keep_outputs else {}
+        return pass_sums(share_sums(sums.read(), self._device), kept)
 
     def step(
         self, *, normalizer: float, learning_rate: float | None, optim: OptimConfig | None = None
@@ -302,12 +305,14 @@ class ChunkPasses:
     sees: bool = False  # chunks are given the batch, for its images
     prediction: Prediction | None = None  # trained beside the policy
 
-    def train(self, batches: Sequence[PackedBatch], spec: LossSpec) -> SumsOnDevice:
+    def train(
+        self, batches: Sequence[PackedBatch], spec: LossSpec
+    ) -> tuple[SumsOnDevice, list[torch.Tensor]]:
         """Adds the gradients of the summed loss; nothing is reduced over ranks.
 
-        Raises MissingColumnError.
+        Returns its sums, and the outputs as `score` does. Raises MissingColumnError.
         """
-        sums, needed = SumsOnDevice(), required_columns(spec)
+        sums, outputs, needed = SumsOnDevice(), list[torch.Tensor](), required_columns(spec)
         for batch in batches:  # ahead of the pass, inside which only the last stage would raise
             for row in batch.rows:
                 check_columns(needed, row.columns, f"sample {row.sample_id}")
@@ -315,8 +320,9 @@ class ChunkPasses:
             for chunk in self.chunks:
                 if isinstance(chunk, DistributedDataParallel):
                     stack.enter_context(chunk.no_sync())
-            self._run(batches, partial(self._loss, spec=spec, sums=sums), trained=spec)
-        return sums
+            finish = partial(self._loss, spec=spec, sums=sums, outputs=outputs)
+            self._run(batches, finish, trained=spec)
+        return sums, outputs
 
     @torch.no_grad()
     def score(self, batches: Sequence[PackedBatch], *, temperature: float) -> list[torch.Tensor]:
@@ -361,7 +367,13 @@ class ChunkPasses:
             self.replay.end()
 
     def _loss(
-        self, batch: PackedBatch, output: torch.Tensor, *, spec: LossSpec, sums: SumsOnDevice
+        self,
+        batch: PackedBatch,
+        output: torch.Tensor,
+        *,
+        spec: LossSpec,
+        sums: SumsOnDevice,
+        outputs: list[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """A loss as the schedule wants it: its sum, a count (unused here) and what to keep."""
         assert self.head is not None and batch.columns is not None
@@ -374,6 +386,7 @@ class ChunkPasses:
         columns = batch.columns.inputs(spec, responses.outputs, responses.entropy)
         terms = compute_loss(columns, spec)
         sums.add_terms(terms)
+        outputs.append(columns.outputs.detach().float())
         loss = terms.loss
         if self.prediction is not None:
             more, (total, weight) = self.prediction.loss(output, batch, self.head)

@@ -120,15 +120,20 @@ class ReferenceBackend(TrainingBackend):
                 found.append((rows, self._policy.value(inputs.layout, features)))
         return by_sample(found)
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: LossSpec) -> PassSums:
-        sums = SumsOnDevice()
-        for _, features, inputs in self._passes(micro_batches, self._policy, loss):
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss: LossSpec, *, keep_outputs: bool = False
+    ) -> PassSums:
+        sums, kept = SumsOnDevice(), list[tuple[MicroBatch, torch.Tensor]]()
+        for rows, features, inputs in self._passes(micro_batches, self._policy, loss):
             assert inputs.columns is not None
             outputs_T, entropy_T = self._run(inputs, features, loss)
-            terms = compute_loss(inputs.columns.inputs(loss, outputs_T, entropy_T), loss)
+            read = inputs.columns.inputs(loss, outputs_T, entropy_T)
+            terms = compute_loss(read, loss)
             terms.loss.backward()
             sums.add_terms(terms)
-        return pass_sums(sums.read())
+            if keep_outputs:
+                kept.append((rows, read.outputs.detach().float()))
+        return pass_sums(sums.read(), by_sample(kept))
 
     def step(
         self, *, normalizer: float, learning_rate: float | None, optim: OptimConfig | None = None

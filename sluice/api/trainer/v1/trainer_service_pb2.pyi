@@ -460,7 +460,7 @@ class PlanBatchResponse(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[_Union[PlannedRank, _Mapping]]] = ..., micro_batch_count: _Optional[int] = ..., dummy_count: _Optional[int] = ..., token_count: _Optional[int] = ..., imbalance: _Optional[float] = ..., lockstep_imbalance: _Optional[float] = ..., fill: _Optional[float] = ..., leftover_rows: _Optional[_Iterable[int]] = ..., leftover_sample_ids: _Optional[_Iterable[str]] = ..., truncated_rows: _Optional[_Iterable[_Union[TruncatedRow, _Mapping]]] = ...) -> None: ...
 
 class ForwardBackwardRequest(_message.Message):
-    __slots__ = ("batch", "loss", "expected_step", "part_id", "sample_ids", "request_id", "allow_other_temperature", "adapter")
+    __slots__ = ("batch", "loss", "expected_step", "part_id", "sample_ids", "request_id", "allow_other_temperature", "adapter", "keep_logprobs")
     BATCH_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -469,6 +469,7 @@ class ForwardBackwardRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ALLOW_OTHER_TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    KEEP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     batch: str
     loss: _loss_pb2.LossSpec
     expected_step: int
@@ -477,7 +478,8 @@ class ForwardBackwardRequest(_message.Message):
     request_id: str
     allow_other_temperature: bool
     adapter: str
-    def __init__(self, batch: _Optional[str] = ..., loss: _Optional[_Union[_loss_pb2.LossSpec, _Mapping]] = ..., expected_step: _Optional[int] = ..., part_id: _Optional[str] = ..., sample_ids: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ..., allow_other_temperature: bool = ..., adapter: _Optional[str] = ...) -> None: ...
+    keep_logprobs: bool
+    def __init__(self, batch: _Optional[str] = ..., loss: _Optional[_Union[_loss_pb2.LossSpec, _Mapping]] = ..., expected_step: _Optional[int] = ..., part_id: _Optional[str] = ..., sample_ids: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ..., allow_other_temperature: bool = ..., adapter: _Optional[str] = ..., keep_logprobs: bool = ...) -> None: ...
 
 class ForwardBackwardResponse(_message.Message):
     __slots__ = ("loss", "token_count", "metrics", "micro_batch_count", "silent_row_count")

@@ -462,7 +462,7 @@ class ReadColumns(_message.Message):
     def __init__(self, batch_id: _Optional[str] = ..., columns: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GradientsCommand(_message.Message):
-    __slots__ = ("batch_id", "loss", "micro_batches", "measured")
+    __slots__ = ("batch_id", "loss", "micro_batches", "measured", "keep_logprobs")
     class MeasuredEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -474,11 +474,13 @@ class GradientsCommand(_message.Message):
     LOSS_FIELD_NUMBER: _ClassVar[int]
     MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
     MEASURED_FIELD_NUMBER: _ClassVar[int]
+    KEEP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     batch_id: str
     loss: _loss_pb2.LossSpec
     micro_batches: _containers.RepeatedCompositeFieldContainer[MicroBatchRows]
     measured: _containers.ScalarMap[str, float]
-    def __init__(self, batch_id: _Optional[str] = ..., loss: _Optional[_Union[_loss_pb2.LossSpec, _Mapping]] = ..., micro_batches: _Optional[_Iterable[_Union[MicroBatchRows, _Mapping]]] = ..., measured: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    keep_logprobs: bool
+    def __init__(self, batch_id: _Optional[str] = ..., loss: _Optional[_Union[_loss_pb2.LossSpec, _Mapping]] = ..., micro_batches: _Optional[_Iterable[_Union[MicroBatchRows, _Mapping]]] = ..., measured: _Optional[_Mapping[str, float]] = ..., keep_logprobs: bool = ...) -> None: ...
 
 class StepCommand(_message.Message):
     __slots__ = ("normalizer", "learning_rate", "adam")
