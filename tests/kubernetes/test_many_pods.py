@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from services.converter.servicer import ConverterConfig
+from services.gateway.config import GatewayConfig
 from services.rollout.config import RolloutConfig
 from services.trainer.config import TrainerConfig
 from services.trainer.rank.__main__ import parse_flags, read_config
@@ -80,7 +81,7 @@ def test_kubernetes_and_its_operators_know_every_key(manifests, in_a_bucket) -> 
     assert ("StatefulSet", "rollout") not in manifests  # LeaderWorkerSet has a service of its own
     assert ("Service", "rollout") not in manifests
     files = {path.parent.name for path in COMPONENTS.glob("*/kustomization.yaml")}
-    assert files == {"ranks", "engines", "monitoring", "s3", "service-monitor"}
+    assert files == {"ranks", "engines", "monitoring", "s3", "service-monitor", "tinker"}
 
 
 @pytest.mark.parametrize(
@@ -221,7 +222,7 @@ def test_metrics_of_every_service_are_scraped_with_its_token(manifests) -> None:
                         "env"
                     ]
                     assert ports[endpoint["port"]] == 9100
-    assert serving == set(wanted["values"])
+    assert serving == set(wanted["values"]) - {"gateway"}
     credentials = endpoint["authorization"]["credentials"]
     assert credentials == {"name": "sluice-token", "key": "token"}
 
@@ -247,7 +248,7 @@ def test_a_service_monitor_scrapes_every_pod_behind_a_service(tmp_path) -> None:
         for port in container.get("ports", [])
         if port["name"] == "metrics"
     }
-    assert scraped == serving == set(wanted["values"])
+    assert scraped == serving == set(wanted["values"]) - {"gateway"}
     assert endpoint["authorization"]["credentials"] == {"name": "sluice-token", "key": "token"}
     for path in ("selector", "endpoints"):
         misspelt = copy.deepcopy(monitor)
@@ -347,3 +348,45 @@ def test_services_accept_the_bucket_as_their_store(in_a_bucket, monkeypatch, tmp
                 continue
             accepted += 1
     assert accepted >= 3
+
+
+@pytest.mark.parametrize("store", ["/store", "s3://sluice/store"])
+def test_a_gateway_stands_over_a_trainer_with_adapters_and_engines_with_a_base(
+    tmp_path, monkeypatch, store
+) -> None:
+    more = ["s3"] if store.startswith("s3") else []
+    manifests = overlay(tmp_path, "monitoring", "tinker", *more)
+    for each in manifests.values():
+        check(each)
+    (wanted,) = manifests["PodMonitor", "sluice"]["spec"]["selector"]["matchExpressions"]
+    assert {name for kind, name in manifests if kind == "StatefulSet"} == set(wanted["values"])
+    (template,) = pod_templates(manifests["StatefulSet", "gateway"])
+    (claimed,) = manifests["StatefulSet", "gateway"]["spec"]["volumeClaimTemplates"]
+    held = {v["name"] for v in template["spec"]["volumes"]} | {claimed["metadata"]["name"]}
+    folder, found = config_files(manifests, tmp_path), {}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    kinds = {"gateway": GatewayConfig, "trainer": TrainerConfig, "rollout": RolloutConfig}
+    for name, config in kinds.items():
+        (pod,) = pod_templates(manifests["StatefulSet", name])
+        (container,) = pod["spec"]["containers"]
+        words = [word.replace("/config/", f"{folder}/") for word in container["command"][3:]]
+        if name == "trainer":
+            words += ["--model", str(tmp_path / "model")]
+        with monkeypatch.context() as patch:
+            for variable, value in environment_of(container, f"{name}-0").items():
+                patch.setenv(variable, value)
+            found[name] = load_config(config, words)
+        assert str(found[name].store) == store
+    gateway, trainer, rollout = found["gateway"], found["trainer"], found["rollout"]
+    assert trainer.lora is not None and trainer.lora.rank == 16
+    assert Path(rollout.engine.model) == gateway.model == Path("/store/model")
+    for address, name in ((gateway.trainer, "trainer"), (gateway.router, "router")):
+        ports = {p["name"]: p["port"] for p in manifests["Service", name]["spec"]["ports"]}
+        assert address == f"{name}:{ports['grpc']}"
+    ports = {p["name"]: p["port"] for p in manifests["Service", "gateway"]["spec"]["ports"]}
+    assert ports["http"] == gateway.tinker.port
+    mounts = {m["mountPath"]: m["name"] for m in template["spec"]["containers"][0]["volumeMounts"]}
+    assert set(mounts.values()) <= held
+    assert mounts[str(gateway.journal.parent)] == claimed["metadata"]["name"]
+    assert gateway.server.security.token_file == trainer.server.security.token_file
