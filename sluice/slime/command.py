@@ -102,13 +102,12 @@ def _algorithm(into: Imported) -> None:
     facts = into.facts
     advantage, loss = facts.get("estimator", ("grpo", "ppo_clip"))
     low, high = facts.get("clip_low", 0.2), facts.get("clip_high")
-    spec: dict[str, Any] = {"name": loss}
-    spec |= {"clip_low": low} if loss != "cispo" else {}
-    spec |= {"clip_high": high} if high is not None else {}
-    if loss == "cispo":
-        spec.setdefault("clip_high", low)
-    if not facts.get("per_token"):
-        spec["aggregation"] = "sample_mean"
+    averaged = {} if facts.get("per_token") else {"aggregation": "sample_mean"}
+    spec: dict[str, Any] = {"name": loss, **averaged}
+    if loss != "cispo" or low < 1:  # its lower bound is then below 0, where no ratio is
+        spec["clip_low"] = low
+    if high is not None or loss == "cispo":
+        spec["clip_high"] = low if high is None else high
     if "dual_clip" in facts and loss != "cispo":
         spec["dual_clip"] = facts["dual_clip"]
     if not facts.get("rollout_logprobs"):
@@ -134,9 +133,10 @@ def _algorithm(into: Imported) -> None:
         given["whiten"] = True
     if advantage == "gae":
         given |= {name: facts[name] for name in ("gamma", "gae_lambda") if name in facts}
-        into.run["critic"] = {}
+        value = {"name": "value", "value_clip": facts.get("value_clip", 0.2), **averaged}
+        into.run["critic"] = {"loss": value}
         if facts.get("critic_steps"):
-            into.run["critic"] = {"warmup_steps": facts["critic_steps"]}
+            into.run["critic"]["warmup_steps"] = facts["critic_steps"]
         into.left.append(
             "--advantage-estimator ppo: services.yaml has a critic beside the trainer; look at it"
         )
@@ -145,6 +145,13 @@ def _algorithm(into: Imported) -> None:
     if facts.get("kl_reward"):
         if advantage in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"):
             given["kl_coefficient"] = facts["kl_reward"]
+            given |= {"kl_estimator": facts["kl_estimator"]} if "kl_estimator" in facts else {}
+            given |= {} if facts.get("rollout_logprobs") else {"old_logprobs": "old"}
+            if advantage == "reinforce_plus_plus_baseline":
+                into.left.append(
+                    "--kl-coef: slime takes a token's own KL from it with this estimator, here "
+                    "that of the tokens behind it too, as REINFORCE++ does"
+                )
         else:
             into.left.append(f"--kl-coef: has no effect with {advantage}, in slime either")
     algorithm = into.run.setdefault("algorithm", {})

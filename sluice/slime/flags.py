@@ -339,12 +339,14 @@ FLAGS: dict[str, Flag] = {
     "kl-coef": _fact("kl_reward", _float, f"{_ADVANTAGE}.kl_coefficient"),
     "use-kl-loss": _switch("kl_loss", f"{_LOSS}.kl_coefficient"),
     "kl-loss-coef": _fact("kl_coefficient", _float, f"{_LOSS}.kl_coefficient"),
-    "kl-loss-type": _choice("kl_estimator", _KL, f"{_LOSS}.kl_estimator"),
+    "kl-loss-type": _choice(
+        "kl_estimator", _KL, f"{_LOSS}.kl_estimator, algorithm.advantage.kl_estimator"
+    ),
     "use-unbiased-kl": _switch("kl_unbiased", f"{_LOSS}.kl_unbiased"),
     "eps-clip": _fact("clip_low", _float, f"{_LOSS}.clip_low"),
     "eps-clip-high": _fact("clip_high", _float, f"{_LOSS}.clip_high"),
     "eps-clip-c": _fact("dual_clip", _float, f"{_LOSS}.dual_clip"),
-    "value-clip": _by_hand("run.yaml critic.loss.value_clip"),
+    "value-clip": _fact("value_clip", _float, "run: critic.loss.value_clip"),
     "entropy-coef": _fact("entropy", _float, f"{_LOSS}.entropy_coefficient"),
     "normalize-advantages": _switch("whiten", f"{_ADVANTAGE}.whiten"),
     "calculate-per-token-loss": _switch("per_token", f"{_LOSS}.aggregation", "token_mean"),

@@ -247,6 +247,54 @@ def test_every_estimator_loads(model: Path, estimator: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "low", "high"),
+    [
+        ("", 0.2, 0.2),
+        ("--eps-clip 0.3 --eps-clip-high 4", 0.3, 4.0),
+        ("--eps-clip 1.0 --eps-clip-high 4", None, 4.0),
+        ("--eps-clip 1.5", None, 1.5),
+    ],
+)
+def test_the_weight_of_cispo_has_both_bounds_of_the_script(
+    model: Path, flags: str, low: float | None, high: float
+) -> None:
+    """clamp(ratio, 1 - eps_clip, 1 + eps_clip_high); a ratio is never below 0."""
+    run, services, _ = imported(f"train.py --advantage-estimator cispo {flags}")
+    assert_loads(run, services, model)
+    loss = parse_config(RunConfig, run).algorithm.loss
+    assert (loss.loss.settings.clip_low, loss.loss.settings.clip_high) == (low, high)
+
+
+def test_a_kl_in_the_reward_is_of_the_form_and_log_probs_of_the_script(model: Path) -> None:
+    script = "train.py --advantage-estimator ppo --kl-coef 0.1 --kl-loss-type low_var_kl"
+    run, services, left = imported(script)
+    assert_loads(run, services, model)
+    advantage = parse_config(RunConfig, run).algorithm.advantage
+    assert (advantage.kl_estimator, advantage.old_logprobs) == ("low_variance", "old")
+    assert not [line for line in left if line.startswith("--kl-coef")]
+    run, _, left = imported(f"{script} --use-rollout-logprobs")
+    assert "old_logprobs" not in run["algorithm"]["advantage"]
+    _, _, left = imported(
+        "train.py --advantage-estimator reinforce_plus_plus_baseline --kl-coef 0.1"
+    )
+    assert any("--kl-coef: slime takes a token's own KL from it" in line for line in left)
+
+
+def test_a_critic_is_clipped_and_averaged_as_that_of_the_script(model: Path) -> None:
+    run, services, _ = imported("train.py --advantage-estimator ppo")
+    assert_loads(run, services, model)
+    loss = parse_config(RunConfig, run).critic.loss
+    assert (loss.value_clip, loss.aggregation) == (0.2, "sample_mean")
+    run, _, _ = imported(
+        "train.py --advantage-estimator ppo --value-clip 0.5 --calculate-per-token-loss "
+        "--num-critic-only-steps 3"
+    )
+    critic = parse_config(RunConfig, run).critic
+    assert (critic.loss.value_clip, critic.loss.aggregation) == (0.5, "token_mean")
+    assert critic.warmup_steps == 3
+
+
+@pytest.mark.parametrize(
     ("flags", "told"),
     [
         ("--lr nan", "--lr: 'nan' is not finite"),
