@@ -318,6 +318,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                 metrics=scalars.metrics,
                 micro_batch_count=scalars.micro_batch_count,
                 silent_row_count=scalars.silent_row_count,
+                metric_weights=scalars.metric_weights,
             )
 
         return await self._requests.once(request.request_id, request, run)

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -449,10 +450,11 @@ def _critic_metrics(critic_steps: Sequence[CriticStep]) -> dict[str, float]:
 
 
 def _weighted(passes: Sequence[pb.ForwardBackwardResponse]) -> dict[str, float]:
-    """Returns means over the tokens of all passes."""
-    tokens = max(1, sum(each.token_count for each in passes))
-    metrics: dict[str, float] = {}
+    """Returns means over all passes: the loss by tokens, the rest by what each pass measured."""
+    sums, weights = defaultdict[str, float](float), defaultdict[str, float](float)
     for each in passes:
         for name, value in {"loss": each.loss, **each.metrics}.items():
-            metrics[name] = metrics.get(name, 0.0) + value * each.token_count / tokens
-    return metrics
+            weight = each.metric_weights.get(name, float(each.token_count))
+            sums[name] += value * weight
+            weights[name] += weight
+    return {name: sums[name] / max(1.0, weights[name]) for name in sums}

@@ -256,11 +256,12 @@ class TrainerPasses:
             metrics=find_means(total),
             micro_batch_count=plan.micro_batch_count,
             silent_row_count=len(selection) - len(computed),
+            metric_weights={name: v.weight for name, v in total.metrics.items() if v.weight},
         )
         ledger.parts[request.part_id] = PassRecord(
             request.body, answer, aggregation, weighed.normalizer
         )
-        _note_truncation(batch, selection, answer.metrics)
+        _note_truncation(batch, selection, answer)
         metrics.TOKENS.inc(answer.token_count)
         if not request.adapter:
             metrics.LOSS.set(answer.loss)
@@ -535,13 +536,14 @@ def check_scored_at(batch: Batch, columns: frozenset[str], asked: float) -> None
             )
 
 
-def _note_truncation(batch: Batch, selection: np.ndarray, found: dict[str, float]) -> None:
+def _note_truncation(batch: Batch, selection: np.ndarray, answer: PassScalars) -> None:
     """Adds the share of rows whose tokens come from a part of the distribution."""
     cut = np.zeros(batch.row_count, dtype=np.bool_)
     for name in ("top_p", "top_k"):
         cut |= batch.present.get(name, False)
     if cut[selection].any():
-        found["sampling_truncated"] = float(cut[selection].mean())
+        answer.metrics["sampling_truncated"] = float(cut[selection].mean())
+        answer.metric_weights["sampling_truncated"] = float(len(selection))
 
 
 def split_pass(

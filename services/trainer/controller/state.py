@@ -290,6 +290,7 @@ class PassScalars:
     metrics: dict[str, float]
     micro_batch_count: int
     silent_row_count: int = 0
+    metric_weights: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

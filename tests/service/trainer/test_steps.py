@@ -14,6 +14,9 @@ from transformers import AutoModelForCausalLM
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.client import RemoteError, TrainerClient
+from sluice.loop import training as loop
+from sluice.loop.config import AlgorithmConfig
+from sluice.loop.ledger import LedgerGroup
 from sluice.samples.arrow import encode_group
 from sluice.samples.blobs import BlobStore
 from sluice.weights.store import WeightStore
@@ -230,6 +233,35 @@ async def test_rows_without_signal_are_left_out_but_counted(client: TrainerClien
         response.batch, bonus, expected_step=step + 1, part_id="b"
     )
     assert passed.silent_row_count == 0
+
+
+async def test_a_part_without_signal_leaves_the_means_of_a_step_alone(
+    client: TrainerClient, trainer: RunningTrainer
+) -> None:
+    """Its rows are not computed, so that nothing is measured of them."""
+    blobs, groups = BlobStore(trainer.store), []
+    for index, rewards in enumerate(([0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0])):
+        samples = make_group(f"means-{index}", seed=7 + index, rewards=rewards)
+        group = LedgerGroup(
+            position=index,
+            group_id=f"means-{index}",
+            state="generated",
+            issue_step=0,
+            blob=blobs.put(encode_group(samples)),
+            sample_count=len(samples),
+        )
+        groups.append(group)
+    loud = await client.upload_batch("loud", 4, blobs=[groups[0].blob])
+    await client.compute_advantages(loud.batch, GRPO)
+    step = (await client.get()).step
+    passed = await client.forward_backward(loud.batch, PPO, expected_step=step, part_id="a")
+    await client.discard_gradients()
+    assert min(passed.metrics["entropy"], passed.metrics["rollout_mismatch"]) > 0
+    algorithm = AlgorithmConfig(advantage=GRPO, loss=PPO, mini_batches=2)
+    report = await loop.train_step(client, algorithm, groups, optimizer_step=step, name="means")
+    assert {name: report.metrics[name] for name in passed.metrics} == pytest.approx(
+        dict(passed.metrics)
+    )
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sample_mean", "group_mean", "constant"])

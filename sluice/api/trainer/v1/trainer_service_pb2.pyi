@@ -482,8 +482,15 @@ class ForwardBackwardRequest(_message.Message):
     def __init__(self, batch: _Optional[str] = ..., loss: _Optional[_Union[_loss_pb2.LossSpec, _Mapping]] = ..., expected_step: _Optional[int] = ..., part_id: _Optional[str] = ..., sample_ids: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ..., allow_other_temperature: bool = ..., adapter: _Optional[str] = ..., keep_logprobs: bool = ...) -> None: ...
 
 class ForwardBackwardResponse(_message.Message):
-    __slots__ = ("loss", "token_count", "metrics", "micro_batch_count", "silent_row_count")
+    __slots__ = ("loss", "token_count", "metrics", "micro_batch_count", "silent_row_count", "metric_weights")
     class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class MetricWeightsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -495,12 +502,14 @@ class ForwardBackwardResponse(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     MICRO_BATCH_COUNT_FIELD_NUMBER: _ClassVar[int]
     SILENT_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    METRIC_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     loss: float
     token_count: int
     metrics: _containers.ScalarMap[str, float]
     micro_batch_count: int
     silent_row_count: int
-    def __init__(self, loss: _Optional[float] = ..., token_count: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., micro_batch_count: _Optional[int] = ..., silent_row_count: _Optional[int] = ...) -> None: ...
+    metric_weights: _containers.ScalarMap[str, float]
+    def __init__(self, loss: _Optional[float] = ..., token_count: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., micro_batch_count: _Optional[int] = ..., silent_row_count: _Optional[int] = ..., metric_weights: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class StepOptimizerRequest(_message.Message):
     __slots__ = ("expected_step", "part_ids", "learning_rate", "request_id", "adapter", "adam")
