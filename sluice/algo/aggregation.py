@@ -92,7 +92,7 @@ class Moments:
         if values_T.numel() == 0:
             return cls()
         exact_T = values_T.double()
-        mean = exact_T.mean()
+        mean = exact_T.mean().clamp(exact_T.min(), exact_T.max())
         return cls(float(values_T.numel()), mean.item(), (exact_T - mean).square().sum().item())
 
     def merge(self, other: Moments) -> Moments:

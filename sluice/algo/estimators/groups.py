@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -19,7 +21,24 @@ def episode_means(group: Sequence[Sibling], score: int = 0) -> dict[int | str, f
     parts: dict[int | str, list[float]] = {}
     for sibling in group:
         parts.setdefault(sibling.episode, []).append(sibling.scores[score])
-    return {episode: math.fsum(own) / len(own) for episode, own in parts.items()}
+    return {
+        episode: own[0] if len(own) == 1 else Moments.of_values(own).mean
+        for episode, own in parts.items()
+    }
+
+
+def group_moments(group: Sequence[Sibling], score: int = 0) -> Moments:
+    """Returns those of the scores, of which the ones of an episode weigh one together.
+
+    Episodes of one mean have a spread, then, where their samples differ.
+    """
+    means = episode_means(group, score)
+    whole = Moments.of_values(means.values())
+    if len(means) == len(group):
+        return whole
+    sizes = Counter(each.episode for each in group)
+    squares = [(each.scores[score] - whole.mean) ** 2 / sizes[each.episode] for each in group]
+    return replace(whole, m2=math.fsum(squares))
 
 
 class GrpoSettings(PluginSettings):
@@ -35,7 +54,7 @@ class Grpo(Estimator):
     compares_siblings = True
 
     def relate(self, group: Sequence[Sibling]) -> list[float]:
-        moments = Moments.of_values(episode_means(group).values())
+        moments = group_moments(group)
         scaled = self.settings.scale_by_std
         return [group_relative(each.scores[0], moments, scale_by_std=scaled) for each in group]
 
@@ -74,6 +93,7 @@ class Opo(Estimator):
         if not total:
             return [0.0] * len(group)
         baseline = math.fsum(lengths[episode] * mean for episode, mean in means.items()) / total
+        baseline = min(max(baseline, min(means.values())), max(means.values()))
         return [each.scores[0] - baseline for each in group]
 
 
@@ -205,7 +225,7 @@ class Gdpo(Estimator):
         totals = [0.0] * len(group)
         for place, name in enumerate(self.needed_columns):
             weight = self.settings.rewards[name]
-            moments = Moments.of_values(episode_means(group, place).values())
+            moments = group_moments(group, place)
             for index, each in enumerate(group):
                 score = group_relative(each.scores[place], moments, scale_by_std=True)
                 totals[index] += weight * score

@@ -356,3 +356,32 @@ def test_samples_of_one_episode_may_be_rewarded_apart():
     assert centered == pytest.approx([1 - 3.5, 3 - 3.5, 5 - 3.5])
     others = scores(rows, AdvantageSpec(name="rloo"))
     assert others == pytest.approx([1 - 5, 3 - 5, 5 - 2])
+    spread = math.sqrt((2.5**2 + 0.5**2) / 2 + 1.5**2)  # each episode's samples weigh one
+    scaled = scores(rows, AdvantageSpec(name="grpo"))
+    assert scaled == pytest.approx([each / spread for each in centered], rel=1e-5)
+
+
+def test_episodes_of_one_mean_do_not_blow_up_what_their_samples_differ_by():
+    """A draft that is wrong and a revision that is right, in every episode of the group."""
+    rows = [
+        replace(make_row(f"g/{e}{i}", "g", float(i)), episode=e) for e in range(4) for i in range(2)
+    ]
+    found = scores(rows, AdvantageSpec(name="grpo"))
+    assert found == pytest.approx([-0.5 / math.sqrt(1 / 3), 0.5 / math.sqrt(1 / 3)] * 4, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gpg", "opo", "reinforce_plus_plus_baseline"])
+def test_samples_that_got_one_reward_have_no_advantage_at_all(name):
+    """No rounding is left over: a row of zeros is not computed."""
+    reward = 0.007180650969716157  # five of it by five are another number
+    rows = [
+        replace(make_row(f"g/{e}{i}", "g", reward), episode=e) for e in range(3) for i in range(5)
+    ]
+    assert scores(rows, AdvantageSpec(name=name)) == [0.0] * len(rows)
+
+
+def test_equal_values_are_whitened_to_zero():
+    for reward, count in ((1e10 / 3, 1000), (0.1, 997), (-1e-7 / 3, 313)):
+        rows = [make_row(f"g/{i}", f"g{i}", reward) for i in range(count)]
+        found = scores(rows, AdvantageSpec(name="reinforce_plus_plus"))
+        assert found == [0.0] * count, reward
