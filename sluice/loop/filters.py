@@ -7,12 +7,15 @@ quick, and it sees numbers only.
 from __future__ import annotations
 
 import inspect
-import statistics
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from sluice.algo.aggregation import Moments
+from sluice.algo.estimator import Sibling
+from sluice.algo.estimators.groups import group_moments
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.config import ConfigError, named_function
 from sluice.loop.config import FilterConfig
@@ -48,12 +51,19 @@ Keep = Callable[[GeneratedGroup], bool]
 
 def reward_std(group: GeneratedGroup, *, above: float = 0.0) -> bool:
     """The rewards differ (DAPO, arXiv 2503.14476): else every advantage is zero."""
-    return statistics.pstdev(group.rewards) > above
+    moments = _moments(group, group.rewards)
+    return math.sqrt(moments.m2 / moments.count) > above
 
 
 def raw_reward_mean(group: GeneratedGroup, *, low: float = 0.0, high: float = 1.0) -> bool:
     """Neither too hard nor too easy: the mean raw reward is within [low, high]."""
-    return low <= statistics.fmean(group.raw_rewards) <= high
+    return low <= _moments(group, group.raw_rewards).mean <= high
+
+
+def _moments(group: GeneratedGroup, rewards: Sequence[float]) -> Moments:
+    """Every episode counts once."""
+    both = zip(rewards, group.episodes, strict=True)
+    return group_moments([Sibling((reward,), 0, episode) for reward, episode in both])
 
 
 def finished(group: GeneratedGroup, *, share: float = 1.0) -> bool:

@@ -884,14 +884,15 @@ class TrainingRun(TrainerRun[RunConfig]):
     ) -> None:
         committed = self._committed
         assert committed is not None, "no engine serves"
-        reward, length = _means(groups)
+        episodes = {name: share.samples_per_group or 1 for name, share in self._shares.items()}
+        reward, length = step_means(groups, episodes)
         self._rewards.append(reward)
         of_environments: dict[str, float] = {}
         for name in self.config.environments:
             own = [group for group in groups if group.environment == name]
             of_environments[f"groups/{name}"] = len(own)
             if own:
-                mean, tokens = _means(own)
+                mean, tokens = step_means(own, episodes)
                 of_environments[f"reward_mean/{name}"] = mean
                 of_environments[f"response_length_mean/{name}"] = tokens
         ages = [self.step - 1 - group.oldest_step for group in groups]
@@ -914,8 +915,10 @@ class TrainingRun(TrainerRun[RunConfig]):
         self.report.step(row)
 
 
-def _means(groups: Sequence[LedgerGroup]) -> tuple[float, float]:
-    """Mean reward and mean response tokens of their samples."""
+def step_means(groups: Sequence[LedgerGroup], episodes: Mapping[str, int]) -> tuple[float, float]:
+    """Mean reward of their episodes, `episodes` a group by environment, and mean response tokens
+    of their samples."""
     samples = sum(group.sample_count for group in groups)
-    reward = sum(group.reward_mean * group.sample_count for group in groups) / samples
-    return reward, sum(group.response_tokens for group in groups) / samples
+    weights = [episodes[group.environment] for group in groups]
+    rewards = sum(g.reward_mean * weight for g, weight in zip(groups, weights, strict=True))
+    return rewards / sum(weights), sum(group.response_tokens for group in groups) / samples

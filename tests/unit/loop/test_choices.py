@@ -21,7 +21,8 @@ from sluice.loop import dispatcher
 from sluice.loop.config import FilterConfig
 from sluice.loop.dispatcher import DispatcherConfig, RolloutDispatcher
 from sluice.loop.filters import GroupFilters
-from sluice.loop.ledger import Ledger
+from sluice.loop.ledger import Ledger, LedgerGroup
+from sluice.loop.run import step_means
 
 STEPS = 9
 
@@ -32,6 +33,24 @@ def test_an_episode_of_several_samples_counts_once_in_the_mean_reward():
     assert dispatcher.reward_mean(group) == pytest.approx((0.3 + 1.0) / 2)
     assert dispatcher.reward_mean(pb.FinishedGroup(rewards=[0.0, 1.0, 1.0])) == pytest.approx(2 / 3)
     assert dispatcher.reward_mean(pb.FinishedGroup()) == 0
+
+
+def test_groups_whose_episodes_have_several_samples_speak_no_louder():
+    def group(name: str, samples: int, reward: float) -> LedgerGroup:
+        return LedgerGroup(
+            position=0,
+            group_id="g",
+            state="generated",
+            issue_step=0,
+            environment=name,
+            sample_count=samples,
+            reward_mean=reward,
+            response_tokens=10 * samples,
+        )
+
+    groups = [group("a", 2, 0.0), group("a", 6, 1.0)]  # one sample an episode, and three
+    assert step_means(groups, {"a": 2}) == (0.5, 10.0)
+    assert step_means([*groups, group("b", 4, 1.0)], {"a": 2, "b": 4}) == (0.75, 10.0)
 
 
 HOPELESS = 3  # INVALID_ARGUMENT

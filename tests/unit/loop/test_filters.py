@@ -85,6 +85,18 @@ def test_groups_of_several_samples_an_episode_and_mixed_scores() -> None:
     assert filters(f"{HERE}:tells_format").rejected_by(finished) == ""
 
 
+def test_an_episode_counts_once_however_many_samples_it_has() -> None:
+    """Three samples of the one that was right do not make the task easy."""
+    details = [pb.SampleDetails(episode=episode) for episode in (0, 0, 0, 1)]
+    finished = group([1, 1, 1, 0], raw_rewards=[1, 1, 1, 0], details=details)
+    assert filters("raw_reward_mean", high=0.6).rejected_by(finished) == ""
+    assert filters("raw_reward_mean", low=0.6).rejected_by(finished) == "raw_reward_mean"
+    assert filters("reward_std", above=0.49).rejected_by(finished) == ""
+    assert filters("reward_std", above=0.5).rejected_by(finished) == "reward_std"
+    apart = group([0, 1, 0, 1], details=[pb.SampleDetails(episode=e) for e in (0, 0, 1, 1)])
+    assert filters("reward_std").rejected_by(apart) == "", "its samples have advantages"
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
