@@ -23,6 +23,7 @@ from sluice.runtime.server import ServerConfig
 logger = logging.getLogger(__name__)
 
 SHOWN = 500  # characters of what a caller sent, in a refusal
+MOST_IDLE = 512  # connections on which nothing is answered; the oldest makes room for another
 _STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.OUT_OF_RANGE: 400,
@@ -152,6 +153,11 @@ class _HttpConnection(web.RequestHandler):
 
     __slots__ = ()
 
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        """Log what failed here; a caller that leaves, or whose body is broken, is no failure."""
+        if not isinstance(kwargs.get("exc_info"), ConnectionError | web.RequestPayloadError):
+            super().log_exception(*args, **kwargs)
+
     def handle_error(
         self,
         request: web.BaseRequest,
@@ -182,6 +188,14 @@ class _HttpConnection(web.RequestHandler):
 class _HttpServer(web.Server):
     def __call__(self) -> web.RequestHandler:
         return _HttpConnection(self, loop=self._loop, **self._kwargs)
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        """Closes the oldest connection that is idle, where there are too many of them."""
+        super().connection_made(handler, transport)
+        if len(self.connections) > MOST_IDLE:
+            idle = [each for each in self.connections if each._current_request is None]
+            if len(idle) > MOST_IDLE:
+                idle[0].force_close()
 
 
 class HttpRunner(web.AppRunner):

@@ -7,6 +7,7 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from services.gateway.trainer import AdapterTrainer
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.config import ConfigError
 from sluice.weights.store import WeightStore
+from tests.patience import PATIENCE
 from tests.service.gateway.conftest import Http, Place, RunningGateway
 from tests.service.trainer.harness import make_group
 
@@ -162,6 +164,27 @@ async def test_bytes_that_are_no_pass(http: Http) -> None:
         assert status in (400, 404)
     status, _ = await http.post("forward_backward", b"{}")
     assert status == 415
+
+
+async def test_callers_that_break_off_are_no_failures_of_the_gateway(
+    http: Http, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = urlsplit(http.url)
+    key = (
+        f"POST /api/v1/telemetry HTTP/1.1\r\nHost: x\r\nX-API-Key: {http.headers['X-API-Key']}\r\n"
+    )
+    for more in (
+        "Content-Length: 9\r\n\r\n{",
+        "Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}",
+    ):
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        writer.write((key + more).encode())
+        writer.write_eof()
+        answer = await asyncio.wait_for(reader.read(), PATIENCE)
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 400")
+        writer.close()
+    assert (await http.post("telemetry", {}))[0] == 200
+    assert [each.getMessage() for each in caplog.records if each.levelname == "ERROR"] == []
 
 
 async def test_a_silent_session_gives_its_models_up_and_what_expires_goes(place: Place) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx2
 import pytest
@@ -20,6 +22,7 @@ from openai import (
 from services.rollout.engine.interface import PauseMode
 from services.rollout.process import RolloutProcess
 from sluice.config import ConfigError
+from sluice.runtime import http
 from tests.patience import PATIENCE
 from tests.service.openai.conftest import client_of, running_openai
 from tests.service.rollout.harness import SERVER, Store, running_rollout
@@ -110,6 +113,30 @@ async def test_a_caller_that_leaves_ends_its_sampling(
     call.cancel()
     await until_idle(process)
     await process.engine.resume()
+
+
+def sent_and_held(process: RolloutProcess, data: bytes) -> socket.socket:
+    """A connection that has sent this, and sends no more."""
+    assert process.openai is not None
+    where = urlsplit(process.openai.url)
+    connection = socket.create_connection((where.hostname, where.port))
+    connection.sendall(data)
+    return connection
+
+
+async def test_connections_without_a_request_keep_nobody_out(process: RolloutProcess) -> None:
+    begun, refused = b"POST / HTTP/1.1\r\nX: ", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    async with client_of(process) as client:
+        assert (await client.completions.create(**LONG)).choices
+        silent = [
+            await asyncio.to_thread(sent_and_held, process, (b"", begun, refused)[number % 3])
+            for number in range(http.MOST_IDLE + 20)
+        ]
+        silent[0].settimeout(PATIENCE)
+        assert await asyncio.to_thread(silent[0].recv, 1) == b""
+        assert (await client.completions.create(**LONG)).choices
+    for connection in silent:
+        connection.close()
 
 
 async def test_too_large_a_body_is_refused(store: Store, model: Path) -> None:
