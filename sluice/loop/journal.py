@@ -19,6 +19,7 @@ import psutil
 logger = logging.getLogger(__name__)
 
 JOURNAL = "journal.jsonl"
+LAST_TIME = 253_402_300_800.0  # the year 10000, in seconds since 1970
 START, NOTE, BACK, END = "start", "note", "back", "end"
 _SECRET = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
 _PASSWORD = re.compile(r"(\w://[^/?#\s:@]*):[^/?#\s]*@")  # of a URL
@@ -105,4 +106,5 @@ def _event(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     known = isinstance(event, dict) and isinstance(event.get("event"), str)
-    return event if known and isinstance(event.get("time"), int | float) else None
+    time = event.get("time") if known else None
+    return event if isinstance(time, int | float) and 0 <= time < LAST_TIME else None

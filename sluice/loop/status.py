@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import re
 import socket
 import time
@@ -107,8 +108,9 @@ def placed(target: str) -> str:
     return address_of(Path(file), name)
 
 
-def is_directory(target: str) -> bool:
-    return "\0" not in target and len(target) < 4096 and Path(target).is_dir()
+def is_directory(target: str | Path) -> bool:
+    """Also of a text that can be no path."""
+    return os.path.isdir(target)
 
 
 def _finite(value: Any) -> Any:

@@ -105,6 +105,20 @@ def test_hostile_texts_do_nothing(tmp_path: Path, opened: Callable[[Path], Page]
     assert page.locator("img").count() == 0
 
 
+def test_metrics_may_have_any_name(tmp_path: Path, opened: Callable[[Path], Page]) -> None:
+    names = ("constructor", "toString", "__proto__", "\u202e", "<img src=x onerror=alert(1)>")
+    for run, more in (("one", dict.fromkeys(names, 1.0)), ("other", {})):
+        make_run(tmp_path / run)
+        with (tmp_path / run / "metrics.jsonl").open("a") as rows:
+            rows.write(json.dumps({"step": 4, "reward_mean": 1.0, **more}) + "\n")
+    runs = [tmp_path / "one", tmp_path / "other"]
+    write_run_page(runs, tmp_path / "report.html", tokenizer=None, samples=10)
+    page = opened(tmp_path / "report.html")
+    page.wait_for_function(READY)
+    assert page.locator("figure[data-metric]").count() >= len(names)
+    assert page.locator("img").count() == 0
+
+
 def test_a_run_without_a_step_has_a_page(tmp_path: Path, opened: Callable[[Path], Page]) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()

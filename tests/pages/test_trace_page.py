@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import Page
 
 from sluice.loop.config import TraceConfig
 from sluice.loop.timeline.page import write_page
 from sluice.loop.trace import LOOP, STEP, RunTrace
+from tests.unit.loop.test_trace import group_of
 
 
 def test_steps_are_drawn_and_keys_go_through_them(
@@ -34,6 +36,22 @@ def test_steps_are_drawn_and_keys_go_through_them(
     assert lightness(page, "#rows") == lightness(page, "body")  # both bright, or both dark
     page.click("#theme")
     assert lightness(page, "#rows") == lightness(page, "body")
+
+
+@pytest.mark.parametrize("name", ["constructor", "<!--<script>", "</script><script>alert(1)"])
+def test_engines_may_have_any_name(
+    tmp_path: Path, opened: Callable[[Path], Page], name: str
+) -> None:
+    trace, group = RunTrace(tmp_path, TraceConfig()), group_of(name)
+    group.trace.place_names[1] = name
+    trace.add_group(group)
+    trace.add(LOOP, STEP, 100, 110, "step 1")
+    trace.add(LOOP, "wait for groups", 100, 105, name)
+    trace.flush(1)
+    write_page(tmp_path, None, None)
+    page = opened(tmp_path / "trace.html")
+    assert "step 1" in page.inner_text("#where")
+    assert name in page.inner_text("#engines")
 
 
 def lightness(page: Page, selector: str) -> bool:

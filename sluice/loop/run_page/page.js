@@ -62,7 +62,7 @@ const when = (seconds) => seconds ? new Date(seconds * 1000).toISOString().repla
 }
 
 // curves
-const LABELS = data.labels;
+const own = (record, name) => Object.hasOwn(record, name) ? record[name] : undefined;  // not Object's
 function drawCharts() {
   const width = +byId("width").value, axis = byId("axis").value, raw = byId("raw").checked;
   byId("widthText").textContent = width ? `${width} steps` : "none";
@@ -73,7 +73,7 @@ function drawCharts() {
     for (const name of names) {
       const lines = [];
       data.runs.forEach((run, index) => {
-        const ys = run.columns[name];
+        const ys = own(run.columns, name);
         if (!ys || !ys.some((value) => value !== null)) return;
         const xs = axis === "hours" ? run.hours : run.steps;
         lines.push({ label: plain(run.name), colour: colourOf(index), xs, ys, trend: smoothed(ys, width) });
@@ -87,7 +87,7 @@ function drawCharts() {
       });
       if (!lines.length) continue;
       const figure = element("figure", { "data-metric": name }, element("figcaption", {}, plain(name),
-        element("span", {}, plain(LABELS[name] || ""))));
+        element("span", {}, plain(own(data.labels, name) || ""))));
       panels.append(figure);
       chart(figure, name, lines, { raw, axis: axis === "hours" ? "hour" : "step" });
     }

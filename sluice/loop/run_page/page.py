@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import html
 import json
 import math
@@ -21,7 +22,7 @@ from sluice.loop.journal import BACK, END, NOTE, START, read_journal
 from sluice.loop.ledger import LedgerDamagedError, read_groups
 from sluice.loop.report import read_metrics, tokens_per_second
 from sluice.loop.run_samples import SeenSample, image_of, load_samples, pieces_of
-from sluice.loop.status import life_of
+from sluice.loop.status import is_directory, life_of
 from sluice.place import Place, place_of
 from sluice.samples.tokenizer import TextTokenizer
 
@@ -90,7 +91,8 @@ class SeenRun:
     def store(self) -> Place:
         """Where its samples are: as its settings say, or as `sluice up` wrote, or below it."""
         if isinstance(store := self.config.get("store"), str) and store:
-            return place_of(store)
+            with contextlib.suppress(ValueError):  # it can be no place
+                return place_of(store)
         beside = self.run_dir / "store"
         services = self.services
         if services is not None and not beside.is_dir():
@@ -99,14 +101,16 @@ class SeenRun:
 
     @property
     def services(self) -> Path | None:
-        """The services.json that it began with, which may be gone by now."""
+        """The services.json that it began with; None where its directory is gone by now."""
         services = self.config.get("services")
-        return Path(services) if isinstance(services, str) and services else None
+        if not isinstance(services, str) or not services:
+            return None
+        return path if is_directory((path := Path(services)).parent) else None
 
 
 def read_run(run_dir: Path) -> SeenRun:
     """Raises ConfigError for a directory that is none, or holds no run."""
-    if "\0" in str(run_dir) or len(str(run_dir)) > 4000 or not run_dir.is_dir():
+    if not is_directory(run_dir):
         raise ConfigError(f"{str(run_dir)[:200]!r} is no run directory")
     events, warnings = read_journal(run_dir), list[str]()
     try:
@@ -153,7 +157,7 @@ def write_run_page(
     runs = [read_run(run_dir) for run_dir in run_dirs]
     page = render_runs(runs, tokenizer=tokenizer, samples=samples, beside=output.parent)
     try:
-        output.write_text(page)
+        output.write_text(page, "utf-8", "replace")
     except OSError as error:
         raise ConfigError(f"-o: {output}: {error.strerror}") from None
     names = ", ".join(run.run_dir.resolve().name for run in runs)
@@ -235,8 +239,8 @@ def _number(value: Any) -> float | None:
 
 
 def _short(value: float | None) -> float | None:
-    """Six digits, which is more than a screen shows."""
-    return None if value is None else float(f"{value:.6g}")
+    """Six digits, which is more than a screen shows; none of what is not finite."""
+    return None if _number(value) is None else float(f"{value:.6g}")
 
 
 def _run(run: SeenRun, name: str, beside: Path) -> dict[str, Any]:
@@ -292,10 +296,10 @@ def _summary(run: SeenRun, seconds: float) -> dict[str, Any]:
     rewards = [r for row in run.rows[-10:] if (r := _number(row.get("reward_mean"))) is not None]
     tokens = sum(_number(row.get("tokens")) or 0.0 for row in run.rows)
     return {
-        "reward": sum(rewards) / len(rewards) if rewards else None,
-        "seconds": seconds,
-        "tokens": tokens,
-        "rate": tokens / seconds if seconds else None,
+        "reward": _number(sum(rewards) / len(rewards)) if rewards else None,
+        "seconds": _number(seconds),
+        "tokens": _number(tokens),
+        "rate": _number(tokens / seconds) if seconds else None,
         "starts": sum(event["event"] == START for event in run.events),
         "backs": max(0, sum(event["event"] == BACK for event in run.events)),
         "skipped": sum(bool(row.get("skipped")) for row in run.rows),
@@ -321,7 +325,7 @@ def _phases(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
     sums = {name: sum(_number(row.get(f"{name}_seconds")) or 0.0 for row in rows) for name in names}
     whole = sum(_number(row.get("step_seconds")) or 0.0 for row in rows)
     sums["other"] = max(0.0, whole - sum(sums.values()))
-    return [(name, seconds) for name, seconds in sums.items() if seconds > 0]
+    return [(name, seconds) for name, seconds in sums.items() if 0 < seconds < math.inf]
 
 
 def _settings(runs: Sequence[SeenRun]) -> list[tuple[str, list[str | None]]]:

@@ -1,5 +1,6 @@
 // Colours, words and texts of spans.
 const KINDS = {
+  __proto__: null,
   task: ["#a0aab4", "the task is made and tokenised"],
   lease: ["#f2c14e", "waits for an engine with room"],
   queue: ["#f08a4b", "waits inside the engine"],

@@ -22,7 +22,7 @@ for (const lane of data.lanes) {
   area({ label: lane.label, kind: "phases", spans: lane.spans.map(([start, time, name, detail]) =>
     ({ start, end: start + time, name, detail })) }, 18, 4);
 }
-const commits = {};
+const commits = { __proto__: null };
 for (const lane of data.lanes) {
   if (lane.label.startsWith("weights of ")) {
     commits[lane.label.slice(11)] = lane.spans.filter((span) => span[2] === "commit");

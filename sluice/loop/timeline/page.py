@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from sluice.config import ConfigError
+from sluice.loop.journal import LAST_TIME
 from sluice.loop.status import is_directory
 from sluice.loop.trace import (
     CRITIC,
@@ -108,21 +109,27 @@ def load(run_dir: Path, first: int | None = None, last: int | None = None) -> Tr
         tables.append(table)
     if not tables:
         raise NoTraceError(f"{run_dir} holds these traces no more")
-    spans = _whole_steps([span for table in tables for span in _spans(table)])
+    read = [span for table in tables for span in _spans(table)]
+    spans = _whole_steps(read)
+    if not spans:
+        raise NoTraceError(f"{run_dir} has traces of no step that was whole")
     steps = [int(s.detail.split()[-1]) for s in spans if (s.lane, s.name) == (LOOP, STEP)]
     return Trace(
         steps=(min(steps, default=0), max(steps, default=0)),
         spans=sorted(spans, key=lambda span: span.start),
-        left_out=sum(int(table.schema.metadata[b"left_out"]) for table in tables),
+        left_out=sum(int(table.schema.metadata[b"left_out"]) + table.num_rows for table in tables)
+        - len(read),
         is_shortened=len(tables) < len(wanted),
     )
 
 
 def _spans(table: pa.Table) -> list[Span]:
+    """Those at a time that there is, which workers may have told wrongly."""
     columns = [table.column(name).to_pylist() for name in table.schema.names]
     return [
         Span(lane, name, start, duration, group or "", -1 if episode is None else episode, detail)
         for lane, name, start, duration, group, episode, detail in zip(*columns, strict=True)
+        if 0 <= start < LAST_TIME and abs(duration) < LAST_TIME
     ]
 
 
@@ -252,13 +259,14 @@ def render(trace: Trace, title: str) -> str:
     """The page."""
     assets = resources.files("sluice.loop.timeline")
     page = assets.joinpath("page.html").read_text()
-    data = json.dumps(_page_data(trace, title), separators=(",", ":")).replace("</", "<\\/")
+    # no text of a run can end the script that holds it
+    text = json.dumps(_page_data(trace, title), separators=(",", ":")).replace("<", "\\u003c")
     parts = {
         "title": html.escape(title),
         "style": assets.joinpath("page.css").read_text(),
         "draw": assets.joinpath("draw.js").read_text(),
         "script": assets.joinpath("page.js").read_text(),
-        "data": data,
+        "data": text,
     }
     for name, text in parts.items():
         page = page.replace(f"<!--{name}-->", text)
@@ -409,7 +417,7 @@ def write_page(run_dir: Path, output: Path | None, steps: str | None) -> list[st
         raise ConfigError(str(error)) from None
     path = output or run_dir / "trace.html"
     try:
-        path.write_text(render(trace, f"Run {run_dir.resolve().name}"))
+        path.write_text(render(trace, f"Run {run_dir.resolve().name}"), "utf-8", "replace")
     except OSError as error:
         raise ConfigError(f"-o: {error}") from None
     summary = summarise(trace)

@@ -22,7 +22,7 @@ from sluice.config import ConfigError
 from sluice.loop.config import TraceConfig
 from sluice.loop.journal import RunJournal
 from sluice.loop.ledger import Ledger, LedgerGroup
-from sluice.loop.run_page.page import page_data, read_run, render_runs, tokenizer_of
+from sluice.loop.run_page.page import page_data, read_run, render_runs, tokenizer_of, write_run_page
 from sluice.loop.run_samples import SampleKeeper, kept_files, load_samples
 from sluice.samples.arrow import encode_group
 from sluice.samples.blobs import BlobReference, BlobStore
@@ -167,6 +167,23 @@ def test_what_is_damaged_or_gone_is_left_out_and_said_and_nothing_changes(tmp_pa
     assert "1 groups are damaged in the store" in said
     assert (done.returncode, done.stderr) == (0, "")
     assert "no longer in the store" in done.stdout
+
+
+def test_a_journal_with_what_nobody_writes_costs_that_alone(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run\udcff"
+    make_run(run_dir)
+    with (run_dir / "journal.jsonl").open("a") as journal:
+        for time in (10**400, "NaN", 1e300, -1e18):
+            journal.write(f'{{"event": "note", "time": {time}, "text": "never"}}\n')
+        for key in ("store", "services", "tokenizer"):
+            for path in ("\0", "a/" * 5000, "a" * 300 + "/x"):
+                start = {"event": "start", "time": 1, "config": {key: path}}
+                journal.write(json.dumps(start) + "\n")
+    write_run_page([run_dir], tmp_path / "report.html", tokenizer=None, samples=10)
+    lines = (run_dir / "journal.jsonl").read_text().splitlines()
+    for line in lines[-9:]:
+        (run_dir / "journal.jsonl").write_text(line + "\n")
+        assert {event[1] for event in data_of(run_dir)["events"]} == {1}
 
 
 def test_a_flipped_byte_of_a_ledger_never_ends_in_a_trace(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from pathlib import Path
@@ -133,6 +134,23 @@ def test_what_is_no_whole_trace_is_counted_and_costs_the_others_nothing(
     assert found.left_out == len(broken.trace.kinds)
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e38])
+def test_spans_at_no_time_that_there_is_are_left_out_and_counted(
+    tmp_path: Path, number: float
+) -> None:
+    run, broken = RunTrace(written(tmp_path, 1), TraceConfig()), group_of("broken", start=110)
+    broken.trace.durations[1] = broken.trace.starts[2] = number
+    run.add_group(broken)
+    run.add(LOOP, "wait for groups", 110, 112)
+    run.add(LOOP, STEP, 110, 120, "step 2")
+    run.flush(2)
+    found = load(tmp_path)
+    assert found.left_out == 2
+    assert sum(span.group == "broken" for span in found.samples) == len(broken.trace.kinds) - 2
+    assert found.steps == (1, 2)
+    write_page(tmp_path, None, None)
+
+
 def test_one_huge_number_of_an_episode_takes_no_memory(tmp_path: Path) -> None:
     far, run = group_of("far"), RunTrace(tmp_path, TraceConfig())
     for episode, largest in ((0, -(2**31)), (1, 2**31 - 1)):
@@ -219,12 +237,12 @@ def test_the_page_asks_the_network_for_nothing_and_is_whole(tmp_path: Path) -> N
 
 def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     run = RunTrace(tmp_path, TraceConfig())
-    run.add_group(group_of("</script><blink>&"))
+    run.add_group(group_of("<!--<script></script><blink>&"))
     run.add(LOOP, "wait for groups", 100, 101)
     run.add(LOOP, STEP, 100, 110, "step 1")
     run.flush(1)
     page = render(load(tmp_path), "<i>title</i>")
-    assert "<blink>" not in page.replace(r"<\/script><blink>", "")  # but as a string
+    assert "<blink>" not in page and "<!--" not in page  # but as a string
     assert "<i>title</i>" not in page
     assert page.count("</script>") == 2
 
