@@ -17,6 +17,7 @@ import grpc
 import uvloop
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from sluice import logs
 from sluice.check_command import check_loss_command
@@ -176,7 +177,10 @@ async def up(arguments: Sequence[str]) -> None:
         stack = RayStack(config, address or "auto")
         await stack.start()
         console.print(
-            f"services are up; addresses in {stack.services_file}", highlight=False, soft_wrap=True
+            f"services are up; addresses in {stack.services_file}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
         )
         return
     supervisor = Supervisor(config)
@@ -184,6 +188,7 @@ async def up(arguments: Sequence[str]) -> None:
         console.print(
             f"services are up; addresses in {supervisor.services_file}",
             highlight=False,
+            markup=False,
             soft_wrap=True,
         )
         await _until_signal()
@@ -401,7 +406,8 @@ async def waits(arguments: Sequence[str]) -> None:
         table = Table("what", "on", "for", "explanation")
         for wait in waits:
             age = f"{age_of(wait):.1f} s"
-            table.add_row(wait.what, ", ".join(wait.on), age, wait.explanation)
+            told = (wait.what, ", ".join(wait.on), age, wait.explanation)
+            table.add_row(*(Text(logs.printable(text)) for text in told))
     Console().print(table)
 
 
@@ -426,7 +432,7 @@ async def trace(arguments: Sequence[str]) -> None:
     if len(rest) != 1:
         raise ConfigError(f"trace takes one RUN_DIR, not {' '.join(rest)!r}: {USAGE['trace']}")
     for line in _page_or_spans(Path(rest[0]), output, steps, url):
-        Console().print(line, highlight=False, soft_wrap=True)
+        Console().print(logs.printable_lines(line), highlight=False, markup=False, soft_wrap=True)
 
 
 def _page_or_spans(
@@ -566,9 +572,14 @@ def main() -> int:
         if name == CHECK_LOSS:
             return check_loss_command(arguments)
     except ConfigError as error:
-        print(f"sluice: {error}", file=sys.stderr)
+        _refuse(str(error))
         return 2
     return exit_code(commands[name](arguments))
+
+
+def _refuse(text: str) -> None:
+    """Say it on stderr, where what others sent does no harm."""
+    print(logs.printable_lines(f"sluice: {text}"), file=sys.stderr)
 
 
 def _overview() -> str:
@@ -583,7 +594,7 @@ def exit_code(work: Coroutine[Any, Any, None]) -> int:
         uvloop.run(_ended_by_signals(work, received))
     except* _EXPECTED as errors:
         for error in _flatten(errors):
-            print(f"sluice: {error}{_advice(error)}", file=sys.stderr)
+            _refuse(f"{error}{_advice(error)}")
         code = 2
     except* KeyboardInterrupt:
         code = 130

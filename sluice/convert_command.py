@@ -15,13 +15,14 @@ from google.longrunning import operations_pb2
 from google.protobuf import message as pb_message
 from pydantic import Field
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from sluice.api.converter.v1 import converter_service_pb2 as pb
 from sluice.api.converter.v1 import converter_service_pb2_grpc as pb_grpc
 from sluice.client import Client, error_from_status
 from sluice.config import ConfigError, ProcessConfig, load_config
+from sluice.logs import printable_lines
 from sluice.place import Place, StorePlace, directory_of, place_of
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.wire import (
@@ -87,15 +88,14 @@ async def verify(arguments: Sequence[str]) -> None:
     first, second, flags = _two_places(arguments)
     config = load_config(VerifyConfig, flags, f"sluice verify FIRST SECOND {FLAGS}")
     answer = await (_verify_there if config.address else _verify_here)(config, first, second)
-    console = Console()
     for name, reason in sorted(answer.different.items()):
-        console.print(f"{name}: {reason}", highlight=False, markup=False, soft_wrap=True)
+        _say(f"{name}: {reason}")
     for where, names in ((first, answer.only_first), (second, answer.only_second)):
         for name in names:
-            console.print(f"{name}: only in {where}", highlight=False, markup=False, soft_wrap=True)
+            _say(f"{name}: only in {where}")
     if not answer.equal:
         raise CheckpointError(f"{first} and {second} differ")
-    console.print(f"equal: {answer.equal_count} tensors, {answer.byte_count} bytes", soft_wrap=True)
+    _say(f"equal: {answer.equal_count} tensors, {answer.byte_count} bytes")
 
 
 async def _convert_here(
@@ -266,14 +266,17 @@ def _print_report(answer: pb.ConvertCheckpointResponse, validate_only: bool) -> 
     for kind, names in rows.items():
         shown = "" if kind == "converted" else "\n".join(names[:SHOWN])
         more = "" if len(names) <= SHOWN or kind == "converted" else f"\nand {len(names) - SHOWN}"
-        table.add_row(kind, str(len(names)), escape(shown + more))
-    console = Console()
-    console.print(table)
+        table.add_row(kind, str(len(names)), Text(printable_lines(shown + more)))
+    Console().print(table)
     for note in report.notes:
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+        _say(note)
     verb = "would hold" if validate_only else "holds"
-    text = f"{answer.target} {verb} {answer.byte_count} bytes"
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    _say(f"{answer.target} {verb} {answer.byte_count} bytes")
+
+
+def _say(text: str) -> None:
+    """Print it, where names of others' tensors do no harm."""
+    Console().print(printable_lines(text), highlight=False, markup=False, soft_wrap=True)
 
 
 class ConverterClient(Client):

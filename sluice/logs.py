@@ -19,6 +19,11 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def printable_lines(text: str) -> str:
+    """The same of a text of several lines."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 class _Formatter(logging.Formatter):
     """A record is one line but for a traceback: what callers send can neither begin nor end one."""
 

@@ -18,6 +18,7 @@ from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import RemoteError, RouterClient
 from sluice.config import ConfigError
+from sluice.logs import printable_lines
 from sluice.loop.config import EvaluationConfig, EvaluationSetConfig, RunConfig
 from sluice.loop.fleet import POOL, NoEngineError
 from sluice.loop.report import RunReport
@@ -85,7 +86,7 @@ class PrintedScores:
     """Prints rows as JSON lines on stdout, notes on stderr; nothing is written to the run."""
 
     def note(self, text: str) -> None:
-        Console(stderr=True).print(text, highlight=False)
+        Console(stderr=True).print(printable_lines(text), highlight=False, markup=False)
 
     def evaluation(self, row: dict[str, Any]) -> None:
         print(json.dumps(row), flush=True)

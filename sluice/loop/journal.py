@@ -107,4 +107,4 @@ def _event(line: bytes) -> dict[str, Any] | None:
         return None
     known = isinstance(event, dict) and isinstance(event.get("event"), str)
     time = event.get("time") if known else None
-    return event if isinstance(time, int | float) and 0 <= time < LAST_TIME else None
+    return event if isinstance(time, int | float) and not abs(time) >= LAST_TIME else None

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from sluice.durable import naming, replace_file
 from sluice.imports import uncollected
+from sluice.logs import printable, printable_lines
 from sluice.loop import metrics
 from sluice.loop.journal import BACK, END, NOTE, RunJournal, without_secrets
 from sluice.loop.trackers import TrackersConfig
@@ -80,7 +81,7 @@ def wait_text(least_seconds: float = 0.0) -> str:
     proto = wait.to_proto()
     whom = f" on {', '.join(proto.on)}" if proto.on else ""
     why = f": {proto.explanation}" if proto.explanation else ""
-    return f"waits for {proto.what}{whom} since {duration_text(age)}{why}"
+    return printable(f"waits for {proto.what}{whom} since {duration_text(age)}{why}")
 
 
 class RunReport:
@@ -227,7 +228,7 @@ class RunReport:
 
     def note(self, text: str, *, is_kept: bool = True) -> None:
         """Say something, for the journal too."""
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(printable_lines(text), highlight=False, markup=False, soft_wrap=True)
         if is_kept and self._kind:
             self.journal.write(NOTE, step=self._step, text=text)
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from sluice.config import ConfigError
 from sluice.durable import replace_file
+from sluice.logs import printable_lines
 from sluice.loop import metrics
 from sluice.loop.trackers import TRACKERS, Tracker, TrackersConfig, values_of
 
@@ -341,7 +342,7 @@ class TrackerLoop:
                 problem = f"{what}: {type(error).__name__}: {error}"
                 if trial in (0, trials - 1):
                     self._say({"problem": problem})
-                print(problem, file=sys.stderr, flush=True)
+                print(printable_lines(problem), file=sys.stderr, flush=True)
             if self._ended.is_set() or trial + 1 == trials:
                 break
             self._ended.wait(PAUSES[min(trial, len(PAUSES) - 1)])

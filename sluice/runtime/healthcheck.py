@@ -14,6 +14,8 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from sluice.logs import printable
+
 VARIABLE = "SLUICE_SERVER__SECURITY__TLS__"
 
 
@@ -34,7 +36,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     except grpc.RpcError as error:
-        print(f"{flags.address}: {error.code().name}: {error.details()}", file=sys.stderr)
+        told = f"{flags.address}: {error.code().name}: {error.details()}"
+        print(printable(told), file=sys.stderr)
         return 1
     return 0 if answer.status == health_pb2.HealthCheckResponse.SERVING else 1
 

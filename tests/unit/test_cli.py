@@ -1,11 +1,14 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 
 from sluice import cli
+from sluice.api.common.v1 import wait_service_pb2, wait_service_pb2_grpc
 from sluice.config import load_config
 from sluice.durable import DirectoryError, owned
 from tests.patience import PATIENCE
@@ -246,3 +249,31 @@ sys.exit(main())
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (130, "")
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_texts_of_a_server_move_no_cursor(tmp_path: Path, refuses: bool) -> None:
+    text = "[/b] \x1b]0;title\x07\x1b[2J"
+
+    class Hostile(wait_service_pb2_grpc.WaitServiceServicer):
+        def ListWaits(
+            self, request: wait_service_pb2.ListWaitsRequest, context: grpc.ServicerContext
+        ) -> wait_service_pb2.ListWaitsResponse:
+            if refuses:
+                context.abort(grpc.StatusCode.INTERNAL, text)
+            wait = wait_service_pb2.Wait(what=text, on=[text], explanation=text)
+            return wait_service_pb2.ListWaitsResponse(waits=[wait])
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    wait_service_pb2_grpc.add_WaitServiceServicer_to_server(Hostile(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    command = [sys.executable, "-m", "sluice.cli", "waits", f"127.0.0.1:{port}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "300"}
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )
+    server.stop(None)
+    assert ended.returncode == (2 if refuses else 0), ended.stderr
+    assert "[/b] \\x1b]0;title\\x07\\x1b[2J" in ended.stdout + ended.stderr
+    assert not {"\x1b", "\x07"} & set(ended.stdout + ended.stderr)
