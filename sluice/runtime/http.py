@@ -190,12 +190,12 @@ class _HttpServer(web.Server):
         return _HttpConnection(self, loop=self._loop, **self._kwargs)
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        """Closes the oldest connection that is idle, where there are too many of them."""
+        """Closes the oldest connections that are idle, where there are too many of them."""
         super().connection_made(handler, transport)
         if len(self.connections) > MOST_IDLE:
-            idle = [each for each in self.connections if each._current_request is None]
-            if len(idle) > MOST_IDLE:
-                idle[0].force_close()
+            idle = [c for c in self.connections if c.transport and c._current_request is None]
+            for oldest in idle[:-MOST_IDLE]:
+                oldest.force_close()
 
 
 class HttpRunner(web.AppRunner):
