@@ -166,8 +166,9 @@ class _HttpConnection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         if status < 500:
-            logger.info("%s from %s: %r", type(exc).__name__, request.remote, message)
-            error = ApiError(status, "invalid_http", f"the request is no HTTP: {message}")
+            fault = str(message).partition(":")[0]  # behind it is the line, which may hold the key
+            logger.info("%s from %s: %r", type(exc).__name__, request.remote, fault)
+            error = ApiError(status, "invalid_http", f"the request is no HTTP: {fault}")
         else:
             super().handle_error(request, status, exc, message)  # logs it
             error = ApiError(status, "internal", "the server failed; its log says more")

@@ -122,12 +122,35 @@ async def test_what_a_caller_sent_is_short_and_legible_in_the_refusal(
         assert answer.status_code == 400, "a call that was to be recorded was not"
 
 
+def token_file(directory: Path) -> Path:
+    path = directory / "token"
+    path.write_text("open sesame")
+    return path
+
+
+async def test_a_key_in_a_broken_request_is_in_no_answer_and_no_log(
+    store: Store, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = {**SERVER, "security": {"token_file": str(token_file(tmp_path))}}
+    caplog.set_level("DEBUG")
+    async with running_openai(store, model, server=server) as process:
+        assert process.openai is not None
+        where = urlsplit(process.openai.url)
+        for rest in (b"\0", b"\r\n open sesame", b"x" * 20_000, b"\r\nopen sesame"):
+            reader, writer = await asyncio.open_connection(where.hostname, where.port)
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer open sesame" + rest)
+            writer.write(b"\r\n\r\n")
+            answer = await asyncio.wait_for(reader.read(), PATIENCE)
+            writer.close()
+            assert answer.split()[1] == b"400" and b"invalid_http" in answer
+            assert b"sesame" not in answer
+    assert "sesame" not in caplog.text
+
+
 async def test_a_key_of_any_bytes_is_refused_and_a_body_that_never_comes_is_given_up(
     store: Store, model: Path, tmp_path: Path
 ) -> None:
-    token = tmp_path / "token"
-    token.write_text("open sesame")
-    server = {**SERVER, "security": {"token_file": str(token)}}
+    server = {**SERVER, "security": {"token_file": str(token_file(tmp_path))}}
     settings = {"server": server, "openai": {"request_seconds": 0.3}}
     async with running_openai(store, model, **settings) as process:
         assert process.openai is not None
