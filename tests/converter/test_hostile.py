@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import pickle
 import random
@@ -150,6 +151,29 @@ def test_names_of_files(name: str, qwen3: Path, megatron: Path, tmp_path: Path) 
     metadata.storage_data[first] = replace(metadata.storage_data[first], relative_path=name)
     (dist / ".metadata").write_bytes(pickle.dumps(metadata))
     refused(dist)
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        "pathlib.PosixPath",
+        "torch.distributed.checkpoint.metadata.Metadata",
+        "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+        "torch.serialization._get_layout",
+    ],
+)
+def test_metadata_changes_nothing_of_the_process(
+    named: str, megatron: Path, tmp_path: Path
+) -> None:
+    """A pickle may set any attribute of what it names, a method of all paths for one."""
+    dist = shutil.copytree(megatron, tmp_path / "dist")
+    (dist / "conversion.json").unlink()
+    module, _, name = named.rpartition(".")
+    known = dict(vars(getattr(importlib.import_module(module), name)))
+    setting = f"c{module}\n{name}\n(N(dS'cache'\ncbuiltins\nset\nstb."
+    (dist / ".metadata").write_bytes(setting.encode())
+    assert isinstance(refused(dist), DamagedFileError)
+    assert dict(vars(getattr(importlib.import_module(module), name))) == known
 
 
 @pytest.mark.parametrize("field", ["offsets", "sizes", "offset", "length", "size"])

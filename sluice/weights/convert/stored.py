@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import enum
 import io
-import pathlib
 import pickle
 import struct
 import threading
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache, lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -59,12 +58,27 @@ MALFORMED = (  # what readers of pickles and archives raise for bytes that make 
 NOT_WEIGHTS = ("optimizer.", "rng/", "rng_state/", "rerun_state_machine_state/", "chained_")
 
 
+def _memory_format(value: int) -> enum.Enum:
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    return _MEM_FORMAT_ENCODING(value)
+
+
 def _member(kind: object, name: str) -> enum.Enum:
-    """Return a member of an enumeration; Python 3.11.0 to 3.11.3 pickle it as a `getattr`."""
-    if not (isinstance(kind, enum.EnumType) and name in kind.__members__):
+    """Return a memory format by name; Python 3.11.0 to 3.11.3 pickle it as a `getattr`."""
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    if kind is not _memory_format or name not in _MEM_FORMAT_ENCODING.__members__:
         raise ForbiddenObjectError("builtins.getattr")
-    member: enum.Enum = kind[name]
-    return member
+    return _MEM_FORMAT_ENCODING[name]
+
+
+def _layout(name: str) -> torch.layout:
+    return torch.serialization._get_layout(name)
+
+
+def _path(*parts: str) -> PurePosixPath:
+    return PurePosixPath(*parts)
 
 
 @cache
@@ -83,25 +97,31 @@ def _classes() -> dict[str, dict[str, Any]]:
                 "StorageMeta",
                 "TensorProperties",
                 "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
             )
-        },
+        }
+        | {"_MEM_FORMAT_ENCODING": _memory_format},
         "torch.distributed.checkpoint.filesystem": {
             name: getattr(filesystem, name) for name in ("_StorageInfo", "_StoragePrefix")
         },
         "torch": {"Size": torch.Size},
-        "torch.serialization": {"_get_layout": torch.serialization._get_layout},
-        "pathlib": {
-            name: getattr(pathlib, name) for name in ("PosixPath", "PurePosixPath", "Path")
-        },
+        "torch.serialization": {"_get_layout": _layout},
+        "pathlib": dict.fromkeys(("PosixPath", "PurePosixPath", "Path"), _path),
         "builtins": {"set": set, "frozenset": frozenset, "getattr": _member},
         "collections": {"OrderedDict": dict},
     }
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    """Classes are its own: a pickle can set the attributes of any that it names."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self._own: dict[str, Any] = {}
+
     def find_class(self, module: str, name: str) -> Any:
         kind = _classes().get(module, {}).get(name)
+        if is_dataclass(kind):
+            return self._own.setdefault(name, type(name, (kind,), {}))
         if kind is not None:
             return kind
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
