@@ -8,6 +8,7 @@ import json
 import pickle
 import random
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from sluice.weights.convert.conversion import convert
 from sluice.weights.convert.options import ConvertOptions
+from sluice.weights.convert.stored import read_keys
 from sluice.weights.errors import (
     LONGEST,
     DamagedFileError,
@@ -174,6 +176,17 @@ def test_metadata_changes_nothing_of_the_process(
     (dist / ".metadata").write_bytes(setting.encode())
     assert isinstance(refused(dist), DamagedFileError)
     assert dict(vars(getattr(importlib.import_module(module), name))) == known
+
+
+def test_metadata_takes_no_more_memory_than_it_has(megatron: Path, tmp_path: Path) -> None:
+    dist = shutil.copytree(megatron, tmp_path / "dist")
+    (dist / ".metadata").write_bytes(b"\x80\x02K\x01r" + (5_000_000).to_bytes(4, "little") + b".")
+    tracemalloc.start()
+    with pytest.raises(DamagedFileError):
+        read_keys(dist)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 << 20
 
 
 @pytest.mark.parametrize("field", ["offsets", "sizes", "offset", "length", "size"])
