@@ -108,6 +108,7 @@ class RunReport:
         self._stepped, self._over = threading.Event(), False
         self._telling: threading.Thread | None = None
         self._console = console or Console(stderr=True)
+        self._is_terminal = self._console.is_terminal  # which looks at the environment each time
         self._progress = _TrainingProgress(
             TextColumn("step {task.completed} of {task.total}"),
             BarColumn(bar_width=24),
@@ -120,7 +121,7 @@ class RunReport:
         self._task = self._progress.add_task("training", total=steps, line="starting", pace="")
 
     def __enter__(self) -> RunReport:
-        if self._console.is_terminal:
+        if self._is_terminal:
             self._progress.start()
         else:
             self._telling = threading.Thread(
@@ -130,7 +131,7 @@ class RunReport:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
-        if self._console.is_terminal:
+        if self._is_terminal:
             self._progress.stop()
         self._over = True
         self._stepped.set()
@@ -171,7 +172,7 @@ class RunReport:
         self._progress.update(self._task, completed=self._step, line=line, pace=pace)
         now = time.monotonic()
         is_due = self._step % LINE_STEPS == 1 or now - self._lined >= LINE_SECONDS
-        if not self._console.is_terminal and is_due:
+        if not self._is_terminal and is_due:
             self._lined = now
             told = f"step {self._step:4}  {line}  of {self._steps}  {pace}".rstrip()
             self._console.print(told, highlight=False, soft_wrap=True)

@@ -65,6 +65,7 @@ class Retention:
         self._blobs = open_blobs(store, cache or StoreCacheConfig())
         self._weights = WeightStore(weights or within(store, "weights"))
         self._version: int | None = None  # that engines serve
+        self._kept: list[RunCheckpoint] | None = None  # run checkpoints; None until they are read
         self._expected: int | None = None  # named by a run checkpoint that is being written
         self._pinned: set[str] = set()
         self._unpinned: list[str] = []
@@ -80,7 +81,7 @@ class Retention:
 
         Groups whose blobs are gone are to be generated again.
         """
-        self._expected = None
+        self._expected = self._kept = None
         await self.settle()
         needed = self._ledger.needed_blobs(self._oldest_step())
         for digest in await asyncio.to_thread(self._hold_again, needed):
@@ -146,7 +147,9 @@ class Retention:
     async def release_weights(self, version: int) -> None:
         """Engines serve `version`: let go of the former, if no run checkpoint names it."""
         self._version = version
-        await self._release_older(list_run_checkpoints(self._run_checkpoints))
+        if self._kept is None:
+            self._kept = list_run_checkpoints(self._run_checkpoints)
+        await self._release_older(self._kept)
 
     def expect(self, run_checkpoint: RunCheckpoint) -> None:
         """It is going to be recorded, or the run goes back: hold what it names until then."""
@@ -168,7 +171,7 @@ class Retention:
         every = list_run_checkpoints(self._run_checkpoints)
         for superseded in every[: -self._config.cuts]:
             remove_run_checkpoint(self._run_checkpoints, superseded)
-        kept = every[-self._config.cuts :]
+        self._kept = kept = every[-self._config.cuts :]
         needed = self._ledger.needed_blobs(kept[0].step)
         spare = self._pinned - needed
         self._pinned -= spare

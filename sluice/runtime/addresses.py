@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 
@@ -72,7 +73,49 @@ def read_entries(path: Path) -> dict[str, dict[str, Any]]:
     return dict(services)
 
 
-class MovingChannel(grpc.aio.Channel):
+class ForwardingChannel(grpc.aio.Channel):
+    """A channel that makes its calls on another one."""
+
+    @abstractmethod
+    def _current(self) -> grpc.aio.Channel:
+        """The one that calls go to now."""
+
+    @abstractmethod
+    def _method(self, kind: str, name: str, settings: tuple[tuple, dict[str, Any]]) -> Any:
+        """What calls a method, of a kind of `grpc.aio.Channel`, with that one's settings."""
+
+    def unary_unary(self, method: str, *settings: Any, **named: Any) -> Any:
+        return self._method("unary_unary", method, (settings, named))
+
+    def unary_stream(self, method: str, *settings: Any, **named: Any) -> Any:
+        return self._method("unary_stream", method, (settings, named))
+
+    def stream_unary(self, method: str, *settings: Any, **named: Any) -> Any:
+        return self._method("stream_unary", method, (settings, named))
+
+    def stream_stream(self, method: str, *settings: Any, **named: Any) -> Any:
+        return self._method("stream_stream", method, (settings, named))
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._current().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._current().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._current().channel_ready()
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._current().close(grace)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+
+class MovingChannel(ForwardingChannel):
     """A channel to wherever a service is by now.
 
     Each call looks at the file, and goes to the address that it names; one that is under way ends
@@ -111,51 +154,24 @@ class MovingChannel(grpc.aio.Channel):
             channel = self._channels[address] = self._connect(address)
         return channel
 
-    def _moving(self, kind: str, method: str, settings: tuple[tuple, dict[str, Any]]) -> Any:
+    def _method(self, kind: str, name: str, settings: tuple[tuple, dict[str, Any]]) -> Any:
         """A callable that calls a method of the service where it is then."""
         positional, named = settings
 
         def call(*arguments: Any, **options: Any) -> Any:
             channel = self._current()
-            key = self._address, kind, method
+            key = self._address, kind, name
             found = self._calls.get(key)
             if found is None:
-                found = self._calls[key] = getattr(channel, kind)(method, *positional, **named)
+                found = self._calls[key] = getattr(channel, kind)(name, *positional, **named)
             return found(*arguments, **options)
 
         return call
-
-    def unary_unary(self, method: str, *settings: Any, **named: Any) -> Any:
-        return self._moving("unary_unary", method, (settings, named))
-
-    def unary_stream(self, method: str, *settings: Any, **named: Any) -> Any:
-        return self._moving("unary_stream", method, (settings, named))
-
-    def stream_unary(self, method: str, *settings: Any, **named: Any) -> Any:
-        return self._moving("stream_unary", method, (settings, named))
-
-    def stream_stream(self, method: str, *settings: Any, **named: Any) -> Any:
-        return self._moving("stream_stream", method, (settings, named))
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._current().get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._current().wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._current().channel_ready()
 
     async def close(self, grace: float | None = None) -> None:
         """Close the channels to all addresses that the service had."""
         while self._channels:
             await self._channels.popitem()[1].close(grace)
-
-    async def __aenter__(self) -> MovingChannel:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.close()
 
 
 def _stamp_of(file: Path) -> Stamp | None:

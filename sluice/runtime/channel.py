@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -11,7 +10,7 @@ import grpc
 from sluice import logs
 from sluice.config import ConfigError
 from sluice.runtime import waits
-from sluice.runtime.addresses import MovingChannel
+from sluice.runtime.addresses import ForwardingChannel, MovingChannel
 from sluice.runtime.security import SecurityConfig, channel_credentials
 
 RETRY_BUFFER_BYTES = 64 * 1024 * 1024  # of a call; one that has sent more is not sent again
@@ -69,50 +68,41 @@ _SERVICE_CONFIG = json.dumps(
 NOT_LISTED = {"WaitOperation"}  # asked again and again; the operation is listed
 
 
-def _method_of(details: grpc.aio.ClientCallDetails) -> str:
-    return details.method.decode() if isinstance(details.method, bytes) else details.method
+class ServiceChannel(ForwardingChannel):
+    """A channel whose calls have a deadline, the token and the request id, and are listed.
 
-
-def _list_until_done(call: Any, details: grpc.aio.ClientCallDetails, address: str) -> Any:
-    """List the call among the waits of the context, if it has any."""
-    service, _, method = _method_of(details).rpartition("/")
-    if (listed := waits.of_context()) is not None and method not in NOT_LISTED:
-        what = f"{service.rpartition('.')[2]}.{method}"
-        wait = listed.begin(what, on=(address,), timeout=details.timeout)
-        call.add_done_callback(lambda _: listed.end(wait))
-    return call
-
-
-def _interceptors(token: str | None, address: str) -> list[Any]:
-    """Returns what sets the deadline, the token and the request id of a call, and lists it.
-
-    grpc.aio files an interceptor under the first kind it matches, so there is one per kind.
+    What interceptors of grpc.aio would do takes a task more for each call, and leaves garbage that
+    only a search finds.
     """
 
-    def completed(details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
-        metadata = grpc.aio.Metadata(*(details.metadata or ()))
-        if token is not None:
-            metadata.add("authorization", f"Bearer {token}")
-        if (request_id := logs.request_id.get()) != "-":
-            metadata.add("x-request-id", request_id)
-        timeout = details.timeout
-        if timeout is None:
-            timeout = DEADLINES.get(_method_of(details).rpartition("/")[2], DEFAULT_DEADLINE)
-        return grpc.aio.ClientCallDetails(
-            details.method, timeout, metadata, details.credentials, details.wait_for_ready
-        )
+    def __init__(self, channel: grpc.aio.Channel, token: str | None, address: str) -> None:
+        self._channel, self._address = channel, address
+        self._token = () if token is None else (("authorization", f"Bearer {token}"),)
 
-    async def intercept(continuation: Callable, details: Any, request: Any) -> Any:
-        details = completed(details)
-        return _list_until_done(await continuation(details, request), details, address)
+    def _current(self) -> grpc.aio.Channel:
+        return self._channel
 
-    kinds = (
-        ("intercept_unary_unary", grpc.aio.UnaryUnaryClientInterceptor),
-        ("intercept_unary_stream", grpc.aio.UnaryStreamClientInterceptor),
-        ("intercept_stream_unary", grpc.aio.StreamUnaryClientInterceptor),
-        ("intercept_stream_stream", grpc.aio.StreamStreamClientInterceptor),
-    )
-    return [type(kind.__name__, (kind,), {name: staticmethod(intercept)})() for name, kind in kinds]
+    def _method(self, kind: str, name: str, settings: tuple[tuple, dict[str, Any]]) -> Any:
+        positional, named = settings
+        method = getattr(self._channel, kind)(name, *positional, **named)
+        service, _, short = name.rpartition("/")
+        usual = DEADLINES.get(short, DEFAULT_DEADLINE)
+        what = f"{service.rpartition('.')[2]}.{short}"
+
+        def call(
+            *request: Any, timeout: float | None = None, metadata: Any = None, **options: Any
+        ) -> Any:
+            sent = (*(metadata or ()), *self._token)
+            if (request_id := logs.request_id.get()) != "-":
+                sent += (("x-request-id", request_id),)
+            timeout = usual if timeout is None else timeout
+            made = method(*request, timeout=timeout, metadata=sent, **options)
+            if (listed := waits.of_context()) is not None and short not in NOT_LISTED:
+                wait = listed.begin(what, on=(self._address,), timeout=timeout)
+                made.add_done_callback(lambda _: listed.end(wait))
+            return made
+
+        return call
 
 
 def create_channel(
@@ -139,10 +129,10 @@ def create_channel(
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]
-    interceptors = _interceptors(security.token(), address)
     if security.tls is None:
-        return grpc.aio.insecure_channel(address, options, interceptors=interceptors)
-    if name:
-        options.append(("grpc.ssl_target_name_override", name))
-    credentials = channel_credentials(security.tls)
-    return grpc.aio.secure_channel(address, credentials, options, interceptors=interceptors)
+        channel = grpc.aio.insecure_channel(address, options)
+    else:
+        if name:
+            options.append(("grpc.ssl_target_name_override", name))
+        channel = grpc.aio.secure_channel(address, channel_credentials(security.tls), options)
+    return ServiceChannel(channel, security.token(), address)

@@ -57,7 +57,7 @@ class Waits(pb_grpc.WaitServiceServicer):
     """The waits of one process; also the servicer that lists them."""
 
     def __init__(self) -> None:
-        self._waits: list[Wait] = []
+        self._waits: dict[Wait, None] = {}  # in the order in which they began
         _listed.add(self)
 
     @contextmanager
@@ -86,13 +86,12 @@ class Waits(pb_grpc.WaitServiceServicer):
     ) -> Wait:
         """List a wait until `end`; for what is no block."""
         wait = Wait(what, on, timeout, explain)
-        self._waits.append(wait)
+        self._waits[wait] = None
         return wait
 
     def end(self, wait: Wait) -> None:
         """Idempotent: grpc.aio has called back twice for one call that failed."""
-        if wait in self._waits:
-            self._waits.remove(wait)
+        self._waits.pop(wait, None)
 
     async def ListWaits(
         self, request: pb.ListWaitsRequest, context: object

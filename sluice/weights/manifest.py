@@ -256,8 +256,11 @@ def unseal(data: bytes, key: str, file_name: str) -> dict[str, Any]:
     """
     document: dict[str, Any] = json.loads(data)
     stated = document.pop(key)
-    actual = digest_bytes(_render(document))
-    if actual != stated or _render({**document, key: stated}) != data:
+    line = f'\n "{key}": {json.dumps(stated)}'.encode()
+    rest = data.replace(line + b",\n", b"\n", 1)  # a line of the document itself, the only one
+    if rest == data:  # or the last one
+        rest = data.replace(b"," + line + b"\n}\n", b"\n}\n", 1)
+    if rest == data or digest_bytes(rest) != stated:
         raise FileDigestError(file_name, stated, digest_bytes(data))
     return document
 

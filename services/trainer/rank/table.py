@@ -417,7 +417,7 @@ def _report(
     sizes_T = torch.where(masks_T, torch.cat(advantages.advantages).abs(), 0.0)
     absolute = sums.metrics["advantage_abs"]
     absolute.sum, absolute.weight = float(sizes_T.double().sum()), int(masks_T.sum())
-    lengths = torch.tensor([len(rows[row].loss_mask) for row in order])
+    lengths = torch.tensor([rows[row].loss_mask.shape[0] for row in order])
     owner_T = torch.repeat_interleave(torch.arange(len(order)), lengths)
     speaks = torch.zeros(len(order), dtype=torch.bool)
     speaks[owner_T[sizes_T > 0]] = True
