@@ -7,6 +7,7 @@ shards models, which transformers imports to mark a few functions, and which not
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import functools
 import gc
@@ -25,6 +26,7 @@ AVAILABLE = "is_torch_distributed_available"
 MASKS = f"{COMPILER}._trace_wrapped_higher_order_op"  # transformers takes a name of it
 FOLDERS = "create_import_structure_from_path"  # a function of transformers, of a folder
 OBJECTS_MADE = 50_000  # and not dropped, before garbage is looked for
+YOUNG_SECONDS = 60.0  # after which it is looked for among what was made since
 
 _sharding = threading.Event()  # set: transformers may shard models in this process
 
@@ -192,6 +194,14 @@ def keep_loaded() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(OBJECTS_MADE, *gc.get_threshold()[1:])
+    with suppress(RuntimeError):  # a rank has no loop, and makes hardly any
+        asyncio.get_running_loop().call_later(YOUNG_SECONDS, _collect_young)
+
+
+def _collect_young() -> None:
+    """What calls leave is little, and would be 20 MiB of a quiet process before it is looked for."""
+    gc.collect(1)
+    asyncio.get_running_loop().call_later(YOUNG_SECONDS, _collect_young)
 
 
 def run_process(main: Callable[[], int]) -> NoReturn:

@@ -136,3 +136,32 @@ def test_garbage_is_collected_again_after_imports_and_not_looked_for_in_them(
         assert not gc.isenabled()
         import_named("no_such_package.module:name")
     assert gc.isenabled()
+
+
+QUIET = """
+import asyncio, sys, weakref
+from sluice import imports
+
+class Call:
+    pass
+
+async def main():
+    imports.YOUNG_SECONDS = 0.01
+    imports.keep_loaded()
+    for _ in range(3):  # again and again
+        call = Call()
+        call.itself, gone = call, asyncio.Event()
+        weakref.finalize(call, gone.set)
+        del call
+        async with asyncio.timeout(float(sys.argv[1])):
+            await gone.wait()
+
+asyncio.run(main())
+"""
+
+
+def test_a_quiet_process_looks_for_garbage_too() -> None:
+    """It makes too little of it for Python to look by itself."""
+    command = [sys.executable, "-c", QUIET, str(PATIENCE)]
+    done = subprocess.run(command, capture_output=True, timeout=2 * PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr.decode()
