@@ -199,7 +199,7 @@ def keep_loaded() -> None:
 
 
 def _collect_young() -> None:
-    """What calls leave is little, and would be 20 MiB of a quiet process before it is looked for."""
+    """What calls leave is little: a quiet process would have 20 MiB of it before it looks."""
     gc.collect(1)
     asyncio.get_running_loop().call_later(YOUNG_SECONDS, _collect_young)
 
