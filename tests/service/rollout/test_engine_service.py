@@ -170,12 +170,13 @@ async def test_a_cancelled_call_aborts_in_the_engine(
     request = pb.StreamGenerateRequest(generate=generate_request(sampling=LONG))
     hold_after(engine_process, 1)
     call, other = engine.stub.StreamGenerate(request), engine.stub.StreamGenerate(request)
-    for stream in (call, other):
-        await stream.read()
+    answers = aiter(other)
+    for stream in (aiter(call), answers):
+        await anext(stream)
     call.cancel()
     await pause(engine)  # a call after the one that tells of it
     await resume(engine)
-    last = [message async for message in other][-1]
+    last = [message async for message in answers][-1]
     assert last.delta.finish_reason == sample_pb2.FINISH_REASON_LENGTH, "it has a caller left"
 
     await pause(engine)
@@ -221,12 +222,13 @@ async def test_a_commit_in_the_middle_breaks_an_exact_bound_only(
     streams = [engine.stub.StreamGenerate(pb.StreamGenerateRequest(generate=r)) for r in requests]
     await wait_until_waiting(engine, 2)
     await resume(engine)
-    for stream in streams:
-        await stream.read()
+    answers = [aiter(stream) for stream in streams]
+    for each in answers:
+        await anext(each)
     await engine.commit_weights(named(store.second))
     await resume(engine)
     versions = [
-        span.weights.version async for message in streams[0] for span in message.delta.spans
+        span.weights.version async for message in answers[0] for span in message.delta.spans
     ]
     assert versions[-1] == 2
     with pytest.raises(RemoteError) as caught, typed_errors():
@@ -343,14 +345,15 @@ async def test_an_abort_keeps_what_was_sampled(
     hold_after(engine_process, 1)
     request = generate_request(sampling={"max_new_tokens": 60, "top_k": 1})
     stream = engine.stub.StreamGenerate(pb.StreamGenerateRequest(generate=request))
-    first = await stream.read()
+    answers = aiter(stream)
+    first = await anext(answers)
     aborted = await engine.stub.Abort(
         pb.AbortRequest(request_ids=[request.request_id, "never-here"])
     )
     assert list(aborted.aborted_request_ids) == [request.request_id]
     await resume(engine)
     last = first
-    async for message in stream:
+    async for message in answers:
         last = message
     assert last.delta.finish_reason == sample_pb2.FINISH_REASON_ABORTED
     assert len(first.delta.token_ids) >= 1

@@ -120,9 +120,9 @@ async def test_two_and_four_ranks_equal_one(
             expected = one.pop("columns")
             for each in (both, four):
                 found = await numbers(each, AdvantageSpec(name=name))
-                np.testing.assert_allclose(found.pop("columns"), expected, atol=1e-5)
-                # a loss is what terms of size 1 leave of each other: float32 rounds those
-                assert found == pytest.approx(one, rel=1e-5, abs=1e-6), name
+                # AdamW's first steps go by signs of gradients: rounding shows in the next ones
+                np.testing.assert_allclose(found.pop("columns"), expected, atol=1e-4)
+                assert found == pytest.approx(one, rel=1e-4, abs=1e-5), name
 
 
 async def test_both_ranks_hold_rows_and_publish_one_version(both: TrainerClient) -> None:
