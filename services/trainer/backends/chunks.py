@@ -46,9 +46,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from services.trainer.staging import LiveTensors, StagedCheckpoint
 from sluice import faults
 from sluice.durable import naming, write_new
+from sluice.weights.convert.stored import METADATA, read_metadata
+from sluice.weights.errors import ForbiddenObjectError
 from sluice.weights.manifest import FileEntry, digest_file
 
-METADATA = ".metadata"
 PIECE_BYTES = 16 << 20  # of one entry of a file, and so of what is copied at a time
 
 Shape = tuple[int, ...]
@@ -343,8 +344,12 @@ class ChunkReader:
     """Reads chunks of any layout, straight into the tensors that are given for them."""
 
     def __init__(self, directory: Path) -> None:
+        """Raises OSError, UncoveredChunkError, and MALFORMED for a damaged checkpoint."""
         self._directory, self._reader = directory, FileSystemReader(directory)
-        metadata = self._reader.read_metadata()
+        try:
+            metadata = read_metadata(directory)
+        except ForbiddenObjectError as error:
+            raise UncoveredChunkError(str(error)) from None
         self._reader.set_up_storage_reader(metadata, is_coordinator=False)
         self._described = metadata.state_dict_metadata
         self._stored = metadata.storage_data

@@ -34,7 +34,7 @@ from sluice.weights.errors import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 METADATA = ".metadata"
 COMMON = "common.pt"  # Megatron's: what all ranks share
@@ -177,6 +177,22 @@ def _check_finished(directory: Path) -> None:
         raise InvalidCheckpointError(f"{directory.name!r} is of format {backend!r}, not torch_dist")
 
 
+def read_metadata(directory: Path) -> Metadata:
+    """Read what torch wrote of a checkpoint, as data: torch's own reader runs what a file says.
+
+    Raises OSError, ForbiddenObjectError, and MALFORMED for anything else.
+    """
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    with (directory / METADATA).open("rb") as file:
+        document: Metadata = _MetadataUnpickler(file).load()
+    document.storage_data = {
+        MetadataIndex(index.fqn, index.offset, index.index): place
+        for index, place in document.storage_data.items()
+    }
+    return document
+
+
 def read_keys(directory: Path) -> dict[str, StoredKey]:
     """Read the weights of a checkpoint by key, without optimizer state and what is no tensor.
 
@@ -185,8 +201,7 @@ def read_keys(directory: Path) -> dict[str, StoredKey]:
     _check_finished(directory)
     tensor_kind = _classes()["torch.distributed.checkpoint.metadata"]["TensorStorageMetadata"]
     try:
-        with (directory / METADATA).open("rb") as file:
-            document = _MetadataUnpickler(file).load()
+        document = read_metadata(directory)
         described = document.state_dict_metadata
         stored: Mapping[Any, Any] = document.storage_data
         places: dict[tuple[str, tuple[int, ...]], Any] = {

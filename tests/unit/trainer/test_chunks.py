@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from services.trainer.backends.chunks import (
     write_metadata,
 )
 from services.trainer.staging import LiveTensors
+from sluice.weights.convert.stored import METADATA
 from sluice.weights.manifest import digest_file
 
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)
@@ -144,6 +147,22 @@ def test_a_range_that_nobody_wrote_is_missed(tmp_path: Path) -> None:
     reader.fill([BoxData(Box("b", (6, 4), (0, 0), (6, 4)), torch.empty(6, 4))])
     with pytest.raises(UncoveredChunkError, match="no tensor 'b'"):
         reader.read()
+
+
+def test_a_checkpoint_runs_nothing(tmp_path: Path) -> None:
+    tensor, made = torch.randn(5, 3), tmp_path / "made"
+    _save(tmp_path, {"a": tensor}, [], 1000)
+
+    class Hostile:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (made,)
+
+    metadata = pickle.loads((tmp_path / METADATA).read_bytes())
+    metadata.planner_data = Hostile()
+    (tmp_path / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UncoveredChunkError, match="no description of tensors"):
+        ChunkReader(tmp_path)
+    assert not made.exists()
 
 
 def test_padding_beyond_what_was_saved_is_zero(tmp_path: Path) -> None:
