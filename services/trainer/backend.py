@@ -117,6 +117,11 @@ def refuse_norm(norm: float, *, clips: bool) -> str:
     return ""
 
 
+def decays(name: str, dimensions: int) -> bool:
+    """Tell whether weight decay is of a parameter; those of experts are stacked, biases too."""
+    return dimensions > 1 and not name.endswith("bias")
+
+
 class TrainingBackend(ABC):
     """One policy's share on one rank. Every rank gets the same calls in the same order.
 

@@ -37,9 +37,9 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 class OptimConfig(Config):
     """AdamW, gradient clipping and the learning-rate schedule.
 
-    Weight decay leaves out tensors of one dimension (norms, biases). The rate rises linearly
-    over `warmup_steps`, then follows `schedule` down to `minimum_ratio` x `learning_rate` at
-    step `decay_steps`.
+    Weight decay leaves out biases and other tensors of one dimension (norms). The rate rises
+    linearly over `warmup_steps`, then follows `schedule` down to `minimum_ratio` x
+    `learning_rate` at step `decay_steps`.
     """
 
     learning_rate: float = Field(1e-6, gt=0, le=MAX_LEARNING_RATE)

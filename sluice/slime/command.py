@@ -14,7 +14,7 @@ from rich.console import Console
 from sluice.config import ConfigError, parse_config
 from sluice.init import write_new
 from sluice.loop.config import RunConfig
-from sluice.slime.flags import Imported, NotCarriedError, find_flag, plain_text, set_at
+from sluice.slime.flags import REWARDS, Imported, NotCarriedError, find_flag, plain_text, set_at
 from sluice.slime.script import Values, read_file, read_script, training_command, with_sourced
 from sluice.stack import UpConfig
 
@@ -276,7 +276,9 @@ def _documents(into: Imported, run_dir: Path) -> tuple[dict[str, Any], dict[str,
             "Hugging Face directory of torch_dist"
         )
     if "reward" in facts:
-        settings["reward"] = facts["reward"]
+        settings["reward"] = REWARDS[facts["reward"]]
+        if facts["reward"] == "dapo":
+            into.left.append("--rm-type dapo: what is wrong has a reward of 0 here, of -1 there")
     else:
         into.left.append("--rm-type: no reward of ours is named; the files have exact_match")
     prompts = run.setdefault("prompts", {"file": UNKNOWN})

@@ -198,7 +198,7 @@ def _loss_type(into: Imported, values: Values) -> None:
         raise NotCarriedError(f"{values[0]!r}: supervised training is `sluice sft`, docs/api.md")
 
 
-_REWARDS = {"math": "math", "deepscaler": "math", "dapo": "math", "f1": "f1", "gpqa": "choice"}
+REWARDS = {"math": "math", "deepscaler": "math", "dapo": "math", "f1": "f1", "gpqa": "choice"}
 ADVANTAGES = {
     "grpo": ("grpo", "ppo_clip"),
     "gspo": ("grpo", "gspo"),
@@ -316,7 +316,9 @@ FLAGS: dict[str, Flag] = {
     "loss-mask-type": _unneeded("answers of the model are trained on, whatever its template"),
     "data-pad-size-multiplier": _unneeded("the planner pads"),
     # reward
-    "rm-type": _choice("reward", _REWARDS, "run: environment.settings.reward"),
+    "rm-type": _choice(
+        "reward", {name: name for name in REWARDS}, "run: environment.settings.reward"
+    ),
     "custom-rm-path": _by_hand(_OWN),
     "rm-url": _by_hand("the reward `remote`: docs/rollout.md"),
     "group-rm": _by_hand(_OWN),

@@ -303,6 +303,7 @@ def test_a_critic_is_clipped_and_averaged_as_that_of_the_script(model: Path) -> 
         ("--num-rollout -5", "do not load as they are: steps"),
         ("--advantage-estimator magic", "--advantage-estimator: 'magic' is not there"),
         ("--rm-type deepest", "--rm-type: 'deepest' is not there"),
+        ("--rm-type dapo", "--rm-type dapo: what is wrong has a reward of 0 here"),
         ("--eval-prompt-data one", "--eval-prompt-data: takes pairs"),
         ("--use-kl-loss yes", "--use-kl-loss: takes no value"),
         ("--global-batch-size 0 --rollout-batch-size 3 --n-samples-per-prompt 3", "--global-batch"),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from services.trainer.backend import Mesh, StepOutcome, refuse_norm
+from services.trainer.backend import Mesh, StepOutcome, decays, refuse_norm
 from services.trainer.config import OptimConfig, VisionConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import LiveTensors, StagedCheckpoint
@@ -58,12 +58,13 @@ class FlatOptimizer:
             self.parameters[name].grad = view
         groups: dict[tuple[bool, float], list[torch.nn.Parameter]] = {}
         for name, parameter in self.parameters.items():
-            groups.setdefault((parameter.ndim > 1, scales[part_of(name)]), []).append(parameter)
+            key = decays(name, parameter.ndim), scales[part_of(name)]
+            groups.setdefault(key, []).append(parameter)
         self._optim = optim
         self.adam = torch.optim.AdamW(
             [
-                {"params": parameters, "decays": decays, "scale": scale}
-                for (decays, scale), parameters in groups.items()
+                {"params": parameters, "decays": do, "scale": scale}
+                for (do, scale), parameters in groups.items()
             ],
             lr=optim.learning_rate,
             betas=optim.betas,

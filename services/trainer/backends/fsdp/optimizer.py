@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from services.trainer.backend import StepOutcome, refuse_norm
+from services.trainer.backend import StepOutcome, decays, refuse_norm
 from services.trainer.config import OptimConfig
 from services.trainer.parking import HeldTensors
 from sluice import operations
@@ -45,7 +45,7 @@ class ShardedOptimizer:
         self._counted = [name for name, p in self.parameters.items() if is_counted(p)]
         groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
         for name, parameter in self.parameters.items():
-            decay = optim.weight_decay if parameter.ndim > 1 else 0.0
+            decay = optim.weight_decay if decays(name, parameter.ndim) else 0.0
             groups.setdefault((decay, scales[part_of(name)]), []).append(self.locals[name])
         self.adam = torch.optim.AdamW(
             [
