@@ -140,7 +140,8 @@ def by_hand(samples: Sequence[Sample], spec: AdvantageSpec) -> list[np.ndarray]:
                 continue
             final[row] = scores[row] - mean
             if spec.name == "grpo" and spec.scale_by_std is not False and count > 1:
-                final[row] /= np.std(list(means.values()), ddof=1) + 1e-6
+                own_squares = [np.mean((np.array(v) - mean) ** 2) for v in episodes.values()]
+                final[row] /= np.sqrt(sum(own_squares) / (count - 1)) + 1e-6
     found = []
     for row, (sample, mask) in enumerate(zip(samples, masks, strict=True)):
         advantages = np.where(mask, final[row], 0.0)
