@@ -114,7 +114,7 @@ class TinkerServer:
             shutdown_timeout=LEAVE_SECONDS,
         )
         self.port = await self._runner.open_port(
-            self._config.server.host, self._config.tinker.port, self._tls, setting="tinker.port"
+            self._config.server, self._config.tinker.port, self._tls, setting="tinker.port"
         )
         logger.info("Tinker-compatible at %s", self.url)
 

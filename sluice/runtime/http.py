@@ -100,16 +100,46 @@ def _of_field(error: ValidationError) -> ApiError:
     return ApiError(400, "invalid_value", f"{param or 'request'}: {first['msg']}", param)
 
 
+class Bodies:
+    """Bounds the bytes of bodies that are being received at once: the oldest makes room."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._held = limit, 0
+        self._receiving: dict[asyncio.Timeout, None] = {}
+
+    async def receive(self, request: web.Request, most: int, seconds: float) -> bytes:
+        """Raises TimeoutError, HTTPRequestEntityTooLarge and what reading does."""
+        body = bytearray()
+        async with asyncio.timeout(seconds) as limit:
+            self._receiving[limit] = None
+            try:
+                async for part in request.content.iter_any():
+                    body += part
+                    self._held += len(part)
+                    if len(body) > most:
+                        raise web.HTTPRequestEntityTooLarge(most, len(body))
+                    oldest = next(iter(self._receiving))
+                    if self._held > self._limit and not oldest.expired():
+                        oldest.reschedule(0)
+            finally:
+                del self._receiving[limit]
+                self._held -= len(body)
+        return bytes(body)
+
+
+BODIES = web.AppKey("BODIES", Bodies)
+
+
 async def read_body(request: web.Request, seconds: float) -> bytes:
-    """Returns the body, which must be there in `seconds`.
+    """Returns the body, which must be there in `seconds`, or sooner where others need the room.
 
     Raises ApiError and HTTPRequestEntityTooLarge.
     """
     try:
-        async with asyncio.timeout(seconds):
-            return await request.read()
+        return await request.app[BODIES].receive(request, request.client_max_size, seconds)
     except TimeoutError:
-        raise ApiError(408, "body_timed_out", f"no whole body came in {seconds:g} s") from None
+        message = f"no whole body came in {seconds:g} s, or others needed the room"
+        raise ApiError(408, "body_timed_out", message) from None
     except web.RequestPayloadError:
         raise ApiError(400, "invalid_body", "the body is not in the encoding it names") from None
 
@@ -208,14 +238,15 @@ class HttpRunner(web.AppRunner):
         return server
 
     async def open_port(
-        self, host: str, port: int, tls: ssl.SSLContext | None, *, setting: str
+        self, server: ServerConfig, port: int, tls: ssl.SSLContext | None, *, setting: str
     ) -> int:
-        """Open a port (0: a free one), and return its number.
+        """Open a port (0: a free one) at the host of `server`, and return its number.
 
         Raises ConfigError, naming the setting of the port, when it is taken.
         """
+        self.app[BODIES] = Bodies(server.max_held_bytes)
         await self.setup()
-        site = web.TCPSite(self, host, port, ssl_context=tls)
+        site = web.TCPSite(self, server.host, port, ssl_context=tls)
         try:
             await site.start()
         except OSError as error:

@@ -88,7 +88,7 @@ class OpenAIServer:
             shutdown_timeout=max(0.01, self._drain_seconds),  # 0 is forever
         )
         self.port = await self._runner.open_port(
-            self._server.host, self.responder.config.port, self._tls, setting="openai.port"
+            self._server, self.responder.config.port, self._tls, setting="openai.port"
         )
         logger.info("OpenAI-compatible at %s", self.url)
 

@@ -95,7 +95,7 @@ class ClassifyServer:
             shutdown_timeout=max(0.01, self._config.server.drain_seconds),  # 0 is forever
         )
         self.port = await self._runner.open_port(
-            self._config.server.host, self._limits.port, self._tls, setting="classify.port"
+            self._config.server, self._limits.port, self._tls, setting="classify.port"
         )
         logger.info("scores at %s", self.url)
 

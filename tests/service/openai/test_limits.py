@@ -139,6 +139,23 @@ async def test_connections_without_a_request_keep_nobody_out(process: RolloutPro
         connection.close()
 
 
+async def test_bodies_that_do_not_end_take_bounded_room(store: Store, model: Path) -> None:
+    settings = {"server": {**SERVER, "max_held_bytes": 1 << 20}}
+    begun = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 400000\r\n\r\n"
+    async with running_openai(store, model, **settings) as process:
+        held = [
+            await asyncio.to_thread(sent_and_held, process, begun + b" " * 390_000)
+            for _ in range(5)
+        ]
+        for connection in held[:3]:
+            connection.settimeout(PATIENCE)
+            assert b"body_timed_out" in await asyncio.to_thread(connection.recv, 2000)
+        async with client_of(process) as client:
+            assert (await client.completions.create(**LONG)).choices
+        for connection in held:
+            connection.close()
+
+
 async def test_too_large_a_body_is_refused(store: Store, model: Path) -> None:
     async with (
         running_openai(store, model, openai={"max_body_bytes": 2000}) as process,
