@@ -13,6 +13,7 @@ import json
 import logging
 import secrets
 import shutil
+import sqlite3
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -177,18 +178,20 @@ class TrainedModel:
                 continue
             began = time.monotonic()
             done = await self._perform(request)
-            self._finish(request, done)
+            await self._finish(request, done)
             metrics.REQUEST_SECONDS.labels(request.kind).observe(time.monotonic() - began)
             await self._checkpoint(request)
 
-    def _finish(self, request: TrainingRequest, done: Done) -> None:
+    async def _finish(self, request: TrainingRequest, done: Done) -> None:
         outcome = "done" if done.media else "failed"
         if done.error is not None:
             outcome = "done"  # what it changed stays, and is done again in a recovery
         answered = with_answer(request, outcome, done.media or JSON, done.answer)
         state = replace(done.state, done=request.seq)
         kept = self._config.tinker.kept_answers
-        self._journal.finish(answered, state, kept, done.checkpoint, done.sampler)
+        await self._keep(
+            lambda: self._journal.finish(answered, state, kept, done.checkpoint, done.sampler)
+        )
         self._state = state
         for name in done.replaced:
             self._discard(name)
@@ -198,6 +201,18 @@ class TrainedModel:
         metrics.REQUESTS.labels(request.kind, "failed" if failed else "done").inc()
         answered_event, self._answered = self._answered, asyncio.Event()
         answered_event.set()
+
+    async def _keep(self, write: Callable[[], None]) -> None:
+        """Write to the journal, as often as it takes: a disk that is full has room again."""
+        failures = 0
+        with waits.waiting(f"model {self.model.adapter}: journal to take what was done"):
+            while True:
+                try:
+                    return write()
+                except sqlite3.OperationalError as error:
+                    failures += 1
+                    logger.error("model %s: %s: %s", self.model.id, self._config.journal, error)
+                    await asyncio.sleep(PAUSES.seconds(failures))
 
     async def _perform(self, request: TrainingRequest) -> Done:
         """Do a request, as often as it takes; what is wrong with it is its answer."""
@@ -508,7 +523,7 @@ class TrainedModel:
             checkpoint_step=state.step,
             owns=True,
         )
-        self._journal.keep_state(self.model.id, self._state)
+        await self._keep(lambda: self._journal.keep_state(self.model.id, self._state))
         if state.owns:  # nobody else knows of it
             self._discard(state.checkpoint)
 
@@ -545,7 +560,7 @@ class TrainedModel:
                 self._suspect = False
                 return
         self._state = state = replace(state, lineage=state.lineage + 1)
-        self._journal.keep_state(self.model.id, state)
+        await self._keep(lambda: self._journal.keep_state(self.model.id, state))
         metrics.RECOVERIES.inc()
         since = self._journal.done_since(self.model.id, state.checkpoint_seq)
         since = [each for each in since if each.kind in CHANGING]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import time
 
 from services.gateway import metrics
@@ -34,6 +35,7 @@ class ModelRegistry:
         self._config, self.journal = config, journal
         self._trainer, self._engines = trainer, engines
         self._models: dict[str, TrainedModel] = {}
+        self._is_deaf = False  # signs of life came that the journal did not take
         self._weights = WeightStore(config.weights_location)
 
     def start(self) -> None:
@@ -74,6 +76,14 @@ class ModelRegistry:
     def training(self, path: str) -> Checkpoint:
         """Raises RefusedError."""
         return find_training(self.journal, path)
+
+    def note_seen(self, session_id: str) -> None:
+        """A sign of life of a session. Raises sqlite3.OperationalError."""
+        try:
+            self.journal.note_seen(session_id)
+        except sqlite3.OperationalError:
+            self._is_deaf = True
+            raise
 
     async def finish_session(self, session_id: str, why: str) -> None:
         """End a session; its models are unloaded."""
@@ -122,13 +132,19 @@ class ModelRegistry:
         """Look again and again, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            await self.look()
+            try:
+                await self.look()
+            except sqlite3.OperationalError as error:  # a full disk has room again
+                logger.error("%s: %s", self._config.journal, error)
 
     async def look(self) -> None:
         """End sessions without a sign of life, and remove what has expired.
 
         What cannot be removed for now is told, and tried again the next time.
         """
+        if self._is_deaf:
+            self.journal.note_seen()
+            self._is_deaf = False
         since = time.time() - self._config.tinker.session_seconds
         for session in self.journal.silent_sessions(since):
             logger.warning("session %s sent no sign of life", session.id)

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import json
 import logging
+import sqlite3
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -181,6 +182,10 @@ class TinkerServer:
             response = ApiError(404, "gone", str(error)).response()
         except NotReadyError as error:
             response = ApiError(503, "not_ready", str(error)).response()
+        except sqlite3.OperationalError as error:
+            logger.error("%s: %s", self._config.journal, error)
+            told = f"the gateway cannot write its journal: {error}"
+            response = ApiError(503, "journal_failed", told).response()
         except REFUSALS as error:
             response = _final(error).response()
         metrics.HTTP_REQUESTS.labels(f"{response.status // 100}xx").inc()
@@ -274,8 +279,8 @@ class TinkerServer:
 
     def _note_seen(self, session_id: str) -> None:
         if (now := time.monotonic()) - self._seen.get(session_id, -SEEN_SECONDS) >= SEEN_SECONDS:
+            self._registry.note_seen(session_id)
             self._seen[session_id] = now
-            self._journal.note_seen(session_id)
 
     def _known_session(self, session_id: str) -> Session:
         session = self._journal.session(session_id)

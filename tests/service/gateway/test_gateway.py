@@ -289,6 +289,39 @@ async def test_models_outlive_a_checkpoint_that_cannot_be_removed(
         await running.stop()
 
 
+async def test_a_journal_that_takes_nothing_for_a_while_costs_no_model_and_no_session(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = RunningGateway(place)
+    http = await running.start()
+    registry, database = running.process.registry, running.process.journal._db
+    try:
+        model = await http.begin()
+        session = {"session_id": registry.journal.sessions()[0].id}
+        _, future = await http.pass_of(model, 1)
+        database.execute("PRAGMA query_only = ON")  # as a disk that is full or read-only
+        async with asyncio.timeout(PATIENCE):
+            while "journal.sqlite: attempt to write" not in caplog.text:
+                await asyncio.sleep(0.01)
+        running.process.tinker._seen.clear()  # it was heard long ago
+        create = {"tags": [], "type": "create_session"}
+        for path, body in (("session_heartbeat", session), ("create_session", create)):
+            status, answer = await http.post(path, body)
+            assert (status, answer["error"]["code"]) == (503, "journal_failed")
+        status, answer = await http.step(model, 2, learning_rate=1e-3)
+        assert status == 503
+        assert "readonly" in answer["error"]["message"]
+        database.execute("PRAGMA query_only = OFF")
+        database.execute("UPDATE sessions SET seen = 1")  # so long it took
+        await registry.look()
+        await http.result(future["request_id"])
+        _, stepped = await http.step(model, 2, learning_rate=1e-3)
+        assert (await http.result(stepped["request_id"]))["metrics"]["step"] == 1
+        assert await trained(place) == [(1, [])]
+    finally:
+        await running.stop()
+
+
 @pytest.mark.parametrize("damage", ["cut", "flipped", "other"])
 async def test_a_damaged_journal_is_refused_by_name(place: Place, damage: str) -> None:
     first = RunningGateway(place)

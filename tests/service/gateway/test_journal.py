@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
+
+import pytest
 
 from services.gateway.journal import (
     GatewayJournal,
@@ -75,3 +78,16 @@ def test_what_is_behind_a_checkpoint_is_kept_no_longer_than_its_answer(tmp_path:
     assert again.state(MODEL.id) == state
     assert again.loaded_models() == [again.model(MODEL.id)]
     again.close()
+
+
+def test_what_a_full_disk_refuses_is_told_as_that_and_leaves_nothing(tmp_path: Path) -> None:
+    journal = GatewayJournal(tmp_path / "journal.sqlite")
+    create = TrainingRequest(model=MODEL.id, seq=0, kind="create", digest="0", body=b"x" * 9999)
+    journal._db.execute("PRAGMA max_page_count = 1")  # not less than it has
+    with pytest.raises(sqlite3.OperationalError, match="disk is full"):
+        journal.add_model(MODEL, create)
+    assert journal.models() == []
+    journal._db.execute("PRAGMA max_page_count = 1000")
+    journal.add_model(MODEL, create)
+    assert journal.loaded_models() == [journal.model(MODEL.id)]
+    journal.close()
