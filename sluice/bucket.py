@@ -26,6 +26,7 @@ from sluice.place import SCHEMES
 
 REQUEST_SECONDS = 120.0  # one request, a part of PART_BYTES at most
 RETRY_SECONDS = 60.0  # after which a failing request is tried no more
+MOST_RETRIES = 1 << 16  # so that time alone counts: obstore's ten may be over in a second
 PART_BYTES = 8 << 20  # of a file that comes or goes in parts
 PARTS = 4  # at a time
 TRIES = 3  # where an answer breaks off
@@ -88,7 +89,10 @@ class ObjectBucket:
                     "timeout": datetime.timedelta(seconds=request_seconds),
                     "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true",
                 },
-                retry_config={"retry_timeout": datetime.timedelta(seconds=retry_seconds)},
+                retry_config={
+                    "max_retries": MOST_RETRIES,
+                    "retry_timeout": datetime.timedelta(seconds=retry_seconds),
+                },
             )
         except BaseError as error:
             raise ValueError(f"{url!r} is no bucket: {error}") from error
@@ -144,8 +148,12 @@ class ObjectBucket:
 
         A writer whose answer was lost may find its own object there, or get an ObjectsError.
         """
-        with self._writing(key):
+
+        def put() -> None:
             obstore.put(self._store, key, data, mode="create", use_multipart=False)
+
+        with self._writing(key):
+            self._again(key, put)
 
     def put_once(self, key: str, data: bytes) -> bool:
         """Write an object of which the first one counts; False if others' was there.
@@ -227,6 +235,8 @@ class ObjectBucket:
             try:
                 with self._errors(key):
                     return call()
+            except FileExistsError:
+                raise
             except OSError:  # an upload in parts that is complete is not found any more
                 if not tries or time.monotonic() > latest:
                     raise

@@ -207,6 +207,7 @@ class RankGroup:
             "ranks to load the model",
             on=lambda: _unready(incarnation),
             timeout=timeout,
+            explain=lambda: _unheard(incarnation),
         ):
             either: list[asyncio.Future[Any]] = [incarnation.ready, incarnation.lost]
             await asyncio.wait(
@@ -250,3 +251,8 @@ class RankGroup:
 def _unready(incarnation: RankIncarnation) -> list[str]:
     ready = {rank for rank, link in incarnation.links.items() if link.layout is not None}
     return [f"rank {rank}" for rank in range(incarnation.world_size) if rank not in ready]
+
+
+def _unheard(incarnation: RankIncarnation) -> str:
+    unheard = [f"{rank}" for rank in range(incarnation.world_size) if rank not in incarnation.links]
+    return f"nothing was heard yet of rank {', '.join(unheard)}" if unheard else ""

@@ -49,6 +49,27 @@ def test_a_request_that_fails_is_made_again(
     assert faults.met == [kind, kind]
 
 
+def test_a_bucket_that_refuses_for_a_while_is_asked_until_it_answers(
+    bucket: ObjectBucket, faults: Faults
+) -> None:
+    bucket.put("key", b"content")
+    faults.add("refuse", "HEAD", "/key", 11)  # more often than obstore would by itself
+    assert ObjectBucket(bucket.url).size("key") == len(b"content")
+    assert len(faults.met) == 11
+
+
+def test_a_new_object_of_which_answers_are_lost_and_cut_is_there(
+    bucket: ObjectBucket, faults: Faults
+) -> None:
+    faults.add("lose", "PUT", "/key")
+    faults.add("cut", "PUT", "/key")  # which says that it exists
+    with pytest.raises(FileExistsError):
+        bucket.put_new("key", b"content")
+    assert faults.met == ["lose", "cut"]
+    assert bucket.put_once("key", b"content")
+    assert not bucket.put_once("key", b"of another")
+
+
 def test_a_body_that_is_cut_is_fetched_again(blobs: BucketBlobs, faults: Faults) -> None:
     content = os.urandom(3 << 20)
     reference = blobs.put(content)

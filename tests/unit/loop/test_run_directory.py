@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sluice.bucket import ObjectsError
 from sluice.config import ConfigError, parse_config
 from sluice.durable import DirectoryError
 from sluice.loop.config import RunConfig
@@ -107,6 +108,7 @@ def test_a_directory_is_of_one_loop_at_a_time(tmp_path) -> None:
         (OSError(errno.ENOSPC, "No space left on device"), r"run, or the store: No space left"),
         (OSError(errno.EROFS, "Read-only file system", "/x/cut"), r"^/x/cut: Read-only file"),
         (sqlite3.OperationalError("database or disk is full"), r"ledger.sqlite: database or disk"),
+        (ObjectsError("s3://bucket/key", "it is down"), r"^s3://bucket/key: it is down$"),
     ],
 )
 def test_what_the_disk_refuses_is_told_in_one_line(tmp_path, error, message) -> None:

@@ -95,7 +95,9 @@ async def test_answers_come_in_the_order_of_ranks(open_house: Any) -> None:
     with pytest.raises(LoadingError):
         _ = house.group.incarnation
     waits = await house.listed()
-    assert list(waits["ranks to load the model"].on) == ["rank 0", "rank 1", "rank 2"]
+    loading = waits["ranks to load the model"]
+    assert list(loading.on) == ["rank 0", "rank 1", "rank 2"]
+    assert loading.explanation == "nothing was heard yet of rank 0, 1, 2"
 
     async def slow(command: pb.FollowResponse) -> pb.CommandResult:
         await asyncio.sleep(0.05)
