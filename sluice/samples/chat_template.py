@@ -14,7 +14,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # What the operators and methods that a template uses raise for values of the wrong kind.
-_OF_VALUES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_OF_VALUES = (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError)
 
 
 class ChatTemplateError(ValueError):

@@ -106,6 +106,13 @@ def test_what_cannot_be_rendered_is_refused(plain: Path, chatty: Path) -> None:
         TextTokenizer(chatty).encode_chat([{"role": "judge", "content": "1"}])
 
 
+def test_a_number_too_large_for_a_template_is_refused() -> None:
+    template = ChatTemplate("{{ 'think ' * budget }}", {})
+    for budget in (10**18, 10**400):
+        with pytest.raises(ChatTemplateError):
+            template.render([], options={"budget": budget})
+
+
 def test_a_schema_nested_too_deep_for_the_macros_of_a_template_is_refused() -> None:
     macro = "{% macro show(p) %}[{% if p.of %}{{ show(p.of) }}{% endif %}]{% endmacro %}"
     template = ChatTemplate(macro + "{{ show(tools[0]) }}", {})
