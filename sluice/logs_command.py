@@ -66,7 +66,7 @@ def _sources(run_dir: Path, names: Sequence[str], address: str | None) -> dict[s
 async def _print(lines: Iterable[LogLine], width: int) -> None:
     for count, line in enumerate(lines):
         text = "\t".join(printable(part) for part in line.text.split("\t"))
-        sys.stdout.write(f"{line.name:{width}} | {text}\n")
+        sys.stdout.write(f"{printable(line.name):{width}} | {text}\n")
         if count % 1000 == 0:
             await asyncio.sleep(0)  # Ctrl-C comes here
     sys.stdout.flush()

@@ -151,6 +151,9 @@ def test_what_was_logged_cannot_steer_a_terminal(run_dir: Path) -> None:
     (run_dir / "logs" / "router.log").write_bytes(b"\x1b[2J\ttab\r\n")
     output, _ = logs(run_dir, "router").communicate(timeout=PATIENCE)
     assert output == "router | \\x1b[2J\ttab\n"
+    (run_dir / "logs" / "a\x1b[2J\udcff.log").write_bytes(b"said\n")
+    output, _ = logs(run_dir).communicate(timeout=PATIENCE)
+    assert "a\\x1b[2J\\udcff" in output and "\x1b" not in output
 
 
 @pytest.mark.parametrize(
