@@ -876,6 +876,11 @@ class TrainingRun(TrainerRun[RunConfig]):
         else:
             await self._evaluations.measure("during", self.step, self.fleet.version)
 
+    def _episodes(self, environment: str) -> int:
+        """Of each group of an environment, also of one that the run had before it was resumed."""
+        share = self._shares.get(environment)
+        return (share and share.samples_per_group) or self.config.samples_per_group
+
     def _report_step(
         self,
         groups: Sequence[LedgerGroup],
@@ -884,15 +889,14 @@ class TrainingRun(TrainerRun[RunConfig]):
     ) -> None:
         committed = self._committed
         assert committed is not None, "no engine serves"
-        episodes = {name: share.samples_per_group or 1 for name, share in self._shares.items()}
-        reward, length = step_means(groups, episodes)
+        reward, length = step_means(groups, self._episodes)
         self._rewards.append(reward)
         of_environments: dict[str, float] = {}
         for name in self.config.environments:
             own = [group for group in groups if group.environment == name]
             of_environments[f"groups/{name}"] = len(own)
             if own:
-                mean, tokens = step_means(own, episodes)
+                mean, tokens = step_means(own, self._episodes)
                 of_environments[f"reward_mean/{name}"] = mean
                 of_environments[f"response_length_mean/{name}"] = tokens
         ages = [self.step - 1 - group.oldest_step for group in groups]
@@ -915,10 +919,12 @@ class TrainingRun(TrainerRun[RunConfig]):
         self.report.step(row)
 
 
-def step_means(groups: Sequence[LedgerGroup], episodes: Mapping[str, int]) -> tuple[float, float]:
-    """Mean reward of their episodes, `episodes` a group by environment, and mean response tokens
-    of their samples."""
+def step_means(
+    groups: Sequence[LedgerGroup], episodes: Callable[[str], int]
+) -> tuple[float, float]:
+    """Mean reward of their episodes, `episodes` a group of an environment, and mean response
+    tokens of their samples."""
     samples = sum(group.sample_count for group in groups)
-    weights = [episodes[group.environment] for group in groups]
+    weights = [episodes(group.environment) for group in groups]
     rewards = sum(g.reward_mean * weight for g, weight in zip(groups, weights, strict=True))
     return rewards / sum(weights), sum(group.response_tokens for group in groups) / samples

@@ -49,8 +49,9 @@ def test_groups_whose_episodes_have_several_samples_speak_no_louder():
         )
 
     groups = [group("a", 2, 0.0), group("a", 6, 1.0)]  # one sample an episode, and three
-    assert step_means(groups, {"a": 2}) == (0.5, 10.0)
-    assert step_means([*groups, group("b", 4, 1.0)], {"a": 2, "b": 4}) == (0.75, 10.0)
+    episodes = {"a": 2, "b": 4}
+    assert step_means(groups, episodes.__getitem__) == (0.5, 10.0)
+    assert step_means([*groups, group("b", 4, 1.0)], episodes.__getitem__) == (0.75, 10.0)
 
 
 HOPELESS = 3  # INVALID_ARGUMENT
