@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ import psutil
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+MOST_FILES = 65_536
 MARKED_SECONDS = 5.0  # for processes that start others faster than they are killed
 POLL_SECONDS = 0.1
 
@@ -29,6 +31,17 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     _prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died before the order was given
         sys.exit(1)
+
+
+def allow_open_files() -> None:
+    """Let this process open as many files as it may at all: every connection is one.
+
+    Systems begin with 1,024, which one caller that opens connections and says nothing can take.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def keep_processes(parent: int) -> None:

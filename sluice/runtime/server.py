@@ -31,7 +31,7 @@ from sluice.runtime.interceptors import RequestRoom, ServiceInterceptor, share_o
 from sluice.runtime.messages import Bound, MessageLimits, RequestRules
 from sluice.runtime.metrics import MetricsServer
 from sluice.runtime.operations import Operations
-from sluice.runtime.processes import end_with_parent
+from sluice.runtime.processes import allow_open_files, end_with_parent
 from sluice.runtime.security import SecurityConfig, server_credentials
 from sluice.runtime.waits import Waits
 
@@ -321,10 +321,11 @@ class Server:
         task.add_done_callback(note)
 
     def stop_on_signals(self, also: Callable[[], object] = lambda: None) -> None:
-        """Have SIGTERM and SIGINT request a stop, and call `also`.
+        """Have SIGTERM and SIGINT request a stop, and call `also`; allow what a server needs.
 
         A process calls it before `start`, whose address file tells others whom to signal.
         """
+        allow_open_files()
 
         def stop() -> None:
             self.request_stop()

@@ -4,6 +4,7 @@ more use."""
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,22 @@ def test_a_router_that_can_expire_nothing_any_more_says_why_and_ends() -> None:
     assert code == 1
     assert "expiry failed: the process stops" in log
     assert "ValueError: what nobody expected" in log
+
+
+OF_FEW_FILES = """
+import resource, sys
+from sluice.runtime.server import Server
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+async def tell_and_end(server):
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], file=sys.stderr)
+
+Server.run_until_signal = tell_and_end
+"""
+
+
+def test_a_service_may_open_as_many_files_as_the_system_lets_it() -> None:
+    code, log = run_service("services.router", before=OF_FEW_FILES)
+    assert code == 0, log
+    assert int(log.splitlines()[-1]) == min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 65_536)
