@@ -143,11 +143,15 @@ def replace_file(
 
 
 class LockTimeoutError(TimeoutError):
-    """Another process, perhaps a stopped one, has held a lock for too long."""
+    """Another process, perhaps a stopped one, has held a lock for too long; `filename` is it."""
 
     def __init__(self, path: Path, seconds: float) -> None:
         self.path, self.seconds = path, seconds
         super().__init__(f"lock {str(path)!r} was not free within {seconds:g} s")
+        self.filename = str(path)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @contextmanager

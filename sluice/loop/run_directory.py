@@ -185,7 +185,7 @@ def _typed_errors(run_dir: Path) -> Iterator[None]:
     except sqlite3.Error as error:
         raise RunDirectoryError(f"ledger {run_dir / LEDGER}: {error}") from error
     except OSError as error:
-        if error.filename is not None and error.errno is None:  # of a bucket
+        if error.filename is not None and error.errno is None:  # of a bucket, or a lock
             raise RunDirectoryError(str(error)) from error
         if error.errno is None:  # a deadline, which is no file's fault
             raise

@@ -14,7 +14,7 @@ import pytest
 
 from sluice.bucket import ObjectsError
 from sluice.config import ConfigError, parse_config
-from sluice.durable import DirectoryError
+from sluice.durable import DirectoryError, LockTimeoutError
 from sluice.loop.config import RunConfig
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.run_directory import (
@@ -109,6 +109,7 @@ def test_a_directory_is_of_one_loop_at_a_time(tmp_path) -> None:
         (OSError(errno.EROFS, "Read-only file system", "/x/cut"), r"^/x/cut: Read-only file"),
         (sqlite3.OperationalError("database or disk is full"), r"ledger.sqlite: database or disk"),
         (ObjectsError("s3://bucket/key", "it is down"), r"^s3://bucket/key: it is down$"),
+        (LockTimeoutError(Path("/x/lock"), 60), r"^lock '/x/lock' was not free within 60 s$"),
     ],
 )
 def test_what_the_disk_refuses_is_told_in_one_line(tmp_path, error, message) -> None:

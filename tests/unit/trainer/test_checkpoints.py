@@ -17,9 +17,11 @@ import torch
 from services.trainer import metrics
 from services.trainer.backends.reference.backend import ReferenceBackend
 from services.trainer.config import TrainerConfig
+from services.trainer.errors import StoreRefusedError, disk_errors
 from services.trainer.rank.executor import Executor
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.config import parse_config
+from sluice.durable import locked
 from sluice.runtime.errors import ServiceError
 from tests.contract.training_backend.cases import build_model
 from tests.unit.trainer.conftest import serving
@@ -327,3 +329,14 @@ async def test_a_full_disk_is_named_where_it_is_met_beside_other_calls(whole: Wh
     assert (caught.value.code.name, caught.value.reason) == ("FAILED_PRECONDITION", "STORE_FAILED")
     assert _on_disk(whole) == set()
     await whole.trainer.checkpoints.save("full", behind=True)
+
+
+def test_a_lock_that_another_process_keeps_is_named(tmp_path: Path) -> None:
+    lock = tmp_path / "x.lock"
+    with (
+        locked(lock),
+        pytest.raises(StoreRefusedError, match=r"^lock '.*x\.lock' was not free within 0 s$"),
+        disk_errors(),
+        locked(lock, timeout_seconds=0),
+    ):
+        raise AssertionError("two holders")
