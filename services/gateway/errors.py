@@ -28,6 +28,13 @@ class SkippedStepError(ServiceError):
     reason = "STEP_SKIPPED"
 
 
+class JournalDamagedError(ServiceError):
+    """A request is not as it was written to the journal."""
+
+    code = grpc.StatusCode.DATA_LOSS
+    reason = "JOURNAL_DAMAGED"
+
+
 # Codes of errors that come of what was asked for, and not of the state of the services.
 OWN_FAULT = frozenset(
     {

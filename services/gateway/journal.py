@@ -6,6 +6,7 @@ that it leaves: a gateway that is killed anywhere goes on from there, and does n
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sqlite3
 import time
@@ -95,7 +96,10 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRequest:
-    """A training request at its place. `outcome`: None until it is done; then done or failed."""
+    """A training request at its place. `outcome`: None until it is done; then done or failed.
+
+    digest: `digest_of` its body, which goes once nobody needs it any more.
+    """
 
     model: str
     seq: int
@@ -438,6 +442,11 @@ def _checkpoint(row: sqlite3.Row) -> Checkpoint:
 
 def _sampler(row: sqlite3.Row) -> SamplerRecord:
     return SamplerRecord(**_read(row))
+
+
+def digest_of(body: bytes) -> str:
+    """Tells requests from others, and from damaged ones."""
+    return hashlib.sha256(body).hexdigest()
 
 
 def with_answer(

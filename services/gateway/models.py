@@ -29,6 +29,7 @@ from services.gateway.datums import encode_output, parse_pass
 from services.gateway.errors import (
     OF_SERVICES,
     GoneError,
+    JournalDamagedError,
     RefusedError,
     SkippedStepError,
     is_own_fault,
@@ -40,6 +41,7 @@ from services.gateway.journal import (
     ModelState,
     SamplerRecord,
     TrainingRequest,
+    digest_of,
     with_answer,
 )
 from services.gateway.requests import LoadWeights, OptimStep, SaveForSampler, SaveWeights
@@ -255,7 +257,11 @@ class TrainedModel:
                 await asyncio.sleep(PAUSES.seconds(failures))
 
     async def _do(self, request: TrainingRequest, state: ModelState) -> Done:
-        """Raises LostError where the trainer is not in `state`."""
+        """Raises LostError where the trainer is not in `state`, and JournalDamagedError."""
+        if digest_of(request.body or b"") != request.digest:
+            raise JournalDamagedError(
+                f"{self._config.journal} is damaged: request {request.seq} of {self.model.id}"
+            )
         work: Callable[[TrainingRequest, ModelState], Awaitable[Done]] = getattr(
             self, f"_{request.kind}"
         )

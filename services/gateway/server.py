@@ -7,7 +7,6 @@ again and again. A status of 5xx, 408 or 429 has it try again; a 4xx is final.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import json
 import logging
@@ -27,7 +26,14 @@ from services.gateway import metrics, requests
 from services.gateway.config import GatewayConfig
 from services.gateway.datums import parse_header
 from services.gateway.errors import GoneError, RefusedError, is_own_fault
-from services.gateway.journal import Checkpoint, Model, SamplerRecord, Session, TrainingRequest
+from services.gateway.journal import (
+    Checkpoint,
+    Model,
+    SamplerRecord,
+    Session,
+    TrainingRequest,
+    digest_of,
+)
 from services.gateway.models import PROTO
 from services.gateway.registry import ModelRegistry
 from services.gateway.samplers import Engines, Samplers
@@ -344,7 +350,7 @@ class TinkerServer:
 
     def _begin(self, model: Model, data: bytes) -> web.Response:
         create = TrainingRequest(
-            model=model.id, seq=0, kind="create", digest=_digest(data), body=data
+            model=model.id, seq=0, kind="create", digest=digest_of(data), body=data
         )
         self._registry.begin(model, create)
         return _future(model.id, 0)
@@ -404,7 +410,7 @@ class TinkerServer:
         model = self._registry.model(model_id)
         self._note_seen(model.model.session)
         model.submit(
-            TrainingRequest(model=model_id, seq=seq, kind=kind, digest=_digest(data), body=data)
+            TrainingRequest(model=model_id, seq=seq, kind=kind, digest=digest_of(data), body=data)
         )
         return _future(model_id, seq)
 
@@ -494,7 +500,7 @@ class TinkerServer:
         sampler = self._known_sampler(body.sampling_session_id)
         if body.seq_id is None:
             raise RefusedError("seq_id is missing")
-        request_id, digest = f"{sampler.id}:{body.seq_id}", _digest(data)
+        request_id, digest = f"{sampler.id}:{body.seq_id}", digest_of(data)
         if self._sampling.find(request_id, digest) is None:
             if len(self._running) >= self._config.tinker.max_running:
                 raise ApiError(429, "too_many_requests", f"{len(self._running)} requests run")
@@ -698,10 +704,6 @@ def _future(model_id: str, seq: int) -> web.Response:
 
 def _try_again() -> web.Response:
     return web.json_response({"type": "try_again", "queue_state": "active"}, status=408)
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def _page(request: web.Request, found: list[Any], most: int) -> tuple[list[Any], dict[str, int]]:

@@ -344,6 +344,30 @@ async def test_a_damaged_journal_is_refused_by_name(place: Place, damage: str) -
         RunningGateway(place)
 
 
+async def test_a_request_that_is_damaged_in_the_journal_is_never_trained_on(place: Place) -> None:
+    first = RunningGateway(place)
+    http = await first.start()
+    model = await http.begin()
+    _, future = await http.pass_of(model, 1)
+    await http.result(future["request_id"])
+    database = first.process.journal._db
+    (body,) = database.execute("SELECT body FROM requests WHERE seq = 1").fetchone()
+    database.execute("UPDATE requests SET body = ? WHERE seq = 1", (body[:-1] + b"?",))
+    await first.stop()
+    async with place.trainer.client() as client:  # it loses what the requests made
+        await client.delete_adapter((await client.get()).adapters[0].adapter)
+    second = RunningGateway(place)
+    http = await second.start()
+    try:
+        _, stepped = await http.step(model, 2, learning_rate=1e-3)
+        answer = await http.result(stepped["request_id"])
+        assert answer["category"] == "server"
+        assert f"{place.config.journal} is damaged: request 1 of {model}" in answer["error"]
+        assert all(step == 0 for step, _ in await trained(place))
+    finally:
+        await second.stop()
+
+
 async def test_numbers_beyond_any_meaning_are_refused_and_cost_no_model(http: Http) -> None:
     _, session = await http.post("create_session", {"tags": [], "type": "create_session"})
     body = {
