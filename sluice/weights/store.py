@@ -251,10 +251,12 @@ class WeightStore:
         if changed := [shard.file_name for shard in shards if shard.delta]:
             raise InvalidCheckpointError(f"{changed[0]!r} is a delta, which cannot be promised")
         manifest = assemble(staging, shards, companions, step, None, None, None)
+        key, data = _promise(staging.version), encode_manifest(manifest)
         try:
-            self._objects.put_new(_promise(staging.version), encode_manifest(manifest))
+            self._objects.put_new(key, data)
         except FileExistsError as error:
-            raise VersionExistsError(staging.version) from error
+            if self._objects.get(key) != data:  # else ours: it came, its answer did not
+                raise VersionExistsError(staging.version) from error
         faults.point("weights.promised")
         return self._describe(manifest, promised=True)
 

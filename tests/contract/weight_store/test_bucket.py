@@ -39,20 +39,33 @@ def test_of_two_writers_of_a_key_one_succeeds(bucket: str) -> None:
     assert objects.list("a") == []
 
 
+put_new = BucketObjects.put_new
+
+
+def put_twice(self: BucketObjects, key: str, data: bytes) -> None:
+    """As a client does whose answer is lost: it finds the key taken by itself."""
+    put_new(self, key, data)
+    if key.endswith("manifest.json") or key.startswith("promised/"):
+        put_new(self, key, data)
+
+
 def test_a_manifest_that_came_though_its_answer_was_lost_is_a_commit(
     store: WeightStore, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client tries again, and finds the key taken by itself."""
-    put_new = BucketObjects.put_new
-
-    def put_twice(self: BucketObjects, key: str, data: bytes) -> None:
-        put_new(self, key, data)
-        if key.endswith("manifest.json"):
-            put_new(self, key, data)
-
     monkeypatch.setattr(BucketObjects, "put_new", put_twice)
     published = policy.publish()
     assert store.latest() == published
+
+
+def test_a_promise_that_came_though_its_answer_was_lost_is_kept(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = store.allocate(None)
+    shard = write_shard(staging.directory, "a.safetensors", {"w": torch.ones(3)})
+    with monkeypatch.context() as patch:
+        patch.setattr(BucketObjects, "put_new", put_twice)
+        promised = store.promise(staging, [shard], [], 0)
+    assert store.fulfil(staging).digest == promised.digest
 
 
 def test_large_files_go_in_parts(bucket: str, tmp_path) -> None:
