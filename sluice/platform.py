@@ -74,9 +74,10 @@ class Platform:
         module: ModuleType = _torch().get_device_module(self.device_type)
         return module
 
-    def device(self, local_rank: int = 0) -> torch.device:
-        """Returns the device of a local rank."""
-        return _torch().device(self.device_type, local_rank)
+    def device(self, local_rank: int | None = None) -> torch.device:
+        """Returns the device of a local rank; of none, the one that is current in this thread."""
+        index = self.module.current_device() if local_rank is None else local_rank
+        return _torch().device(self.device_type, index)
 
     def set_device(self, local_rank: int = 0) -> None:
         """Make the device of `local_rank` the current one."""
@@ -205,7 +206,10 @@ class Platform:
         self.module.current_stream().wait_event(event)
 
     def capture_pool(self) -> Any:
-        """Returns where what `capture` computes lies, for several of them that run in turns."""
+        """Returns where what `capture` computes lies, for several of them that run in turns.
+
+        It ends with the last of them: what is captured after that needs another one.
+        """
         return None
 
     def capture(
@@ -251,7 +255,7 @@ class Platform:
 
 
 class _Cpu(Platform):
-    def device(self, local_rank: int = 0) -> torch.device:
+    def device(self, local_rank: int | None = None) -> torch.device:
         del local_rank  # all ranks of a host share it; no index, as tensors have none
         return _torch().device(self.device_type)
 

@@ -49,6 +49,9 @@ class LazyDevice(Platform):
     journal: list[str] = field(default_factory=list)
     copies: list[LateCopy] = field(default_factory=list)
 
+    def device(self, local_rank: int | None = None) -> torch.device:
+        return torch.device("cpu")
+
     def host_memory(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
 

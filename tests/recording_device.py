@@ -7,6 +7,7 @@ become of what they were made of. What an accelerator cannot capture raises.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,21 @@ WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal
 
 
 class CaptureError(RuntimeError):
-    """The host would wait for the device in the middle of a capture."""
+    """The host would wait for the device in the middle of a capture, or its pool has ended."""
+
+
+class Pool:
+    """Memory of captures, which CUDA's allocator takes no more of once the last one is gone."""
+
+    def __init__(self) -> None:
+        self.recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+        self.is_used = False
+
+    def add(self, recorder: Recorder) -> None:
+        if self.is_used and not self.recorders:
+            raise CaptureError("use_count > 0 INTERNAL ASSERT FAILED")
+        self.is_used = True
+        self.recorders.add(recorder)
 
 
 class Recorder(TorchDispatchMode):
@@ -72,11 +87,18 @@ def _places(values: Any) -> set[int]:
 class RecordingDevice(Platform):
     """The host, with captures."""
 
+    def device(self, local_rank: int | None = None) -> torch.device:
+        return torch.device("cpu")
+
+    def capture_pool(self) -> Pool:
+        return Pool()
+
     def capture(
-        self, run: Callable[[], torch.Tensor], pool: Any
+        self, run: Callable[[], torch.Tensor], pool: Pool
     ) -> tuple[torch.Tensor, Callable[[], None]]:
         run()
         recorder = Recorder()
+        pool.add(recorder)
         with recorder:
             answer = run()
         answer.fill_(float("nan"))

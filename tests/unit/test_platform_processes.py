@@ -151,7 +151,7 @@ torch.randn(4, 16, device=npu.device(1))
 npu.synchronize()
 npu.release_memory()
 print(json.dumps({
-    "device": str(npu.device(1)), "current": npu.module.current_device(),
+    "devices": [str(npu.device()), str(npu.device(0))], "current": npu.module.current_device(),
     "memory": vars(npu.memory()), "calls": dict(torch_npu.calls),
 }))
 """
@@ -160,7 +160,7 @@ print(json.dumps({
 def test_the_npu_is_used_through_its_own_interface():
     on_npu = answer(EVERYTHING, FAKE_NPU, SLUICE_DEVICE="npu")
     calls = on_npu["calls"]
-    assert (on_npu["device"], on_npu["current"]) == ("npu:1", 1)
+    assert (on_npu["devices"], on_npu["current"]) == (["npu:1", "npu:0"], 1)
     assert on_npu["memory"]["allocated"] == 1 << 30
     assert on_npu["memory"]["total"] == 64 << 30
     for name in (

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ class DecodeGraphs:
 
     def __init__(self, model: ServingModel) -> None:
         self._model = model
-        self._pool = platform.current().capture_pool()
+        self._pool: Any = None  # of the graphs that there are
         self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
         self._met: Counter[Key] = Counter()
         self._kv: dict[int, torch.Tensor] = {}  # that graphs read, by tokens of a row
@@ -116,6 +117,8 @@ class DecodeGraphs:
                 each.slots = rows + each.positions.repeat_interleave(each.kv.shape[3])
             return model.forward(tokens, places.expand(3, -1), plan, keep)
 
+        if not self._graphs:
+            self._pool = platform.current().capture_pool()
         graph = _Graph(tokens, places, *platform.current().capture(run, self._pool))
         metrics.DECODE_PASSES.labels("captured").inc()
         self._graphs[key] = graph
