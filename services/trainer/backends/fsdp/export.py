@@ -156,7 +156,8 @@ def _gather(tensor: torch.Tensor, owner: int, mesh: DeviceMesh) -> torch.Tensor 
     if cut is None and mesh.get_local_rank(TENSOR) != place:
         return None
     rows = tensor.shape[0] // (mesh.size(1) if cut is not None and cut.dim == 0 else 1)
-    part = _gather_rows(local_part(tensor), rows, data, mesh.get_group(DATA))
+    local = local_part(tensor).to(mesh.device_type)  # with cpu_offload it is on the host
+    part = _gather_rows(local, rows, data, mesh.get_group(DATA))
     if part is None or cut is None:
         return part
     parts = _gather_parts(part, place, mesh.get_group(TENSOR))
