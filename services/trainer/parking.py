@@ -37,6 +37,11 @@ class ParkingError(RuntimeError):
 class Parking(ABC):
     """Where bytes of a device wait, in the order in which they were put; gone with the process."""
 
+    @property
+    def device_type(self) -> str:
+        """Of the device."""
+        return platform.current().device_type
+
     @abstractmethod
     def put(self, storage: torch.UntypedStorage) -> None:
         """Take a copy. Raises OSError where there is no room."""
@@ -153,10 +158,12 @@ class ParkedTensors:
     ) -> ParkedTensors:
         """Move `kept` to the parking; `cleared` are zeros when they come back.
 
-        All is as before where that raises OSError.
+        What is not on the device of the parking stays where it is. All is as before where that
+        raises OSError.
         """
-        storages = _storages(kept)
-        rest = [s for key, s in _storages(cleared).items() if key not in storages]
+        storages = _storages(kept, parking.device_type)
+        found = _storages(cleared, parking.device_type)
+        rest = [storage for key, storage in found.items() if key not in storages]
         parked = cls(list(storages.values()), rest, parking)
         try:
             for storage in storages.values():
@@ -192,9 +199,10 @@ def create_parking(device: torch.device, directory: Path) -> Parking:
     return FileParking(directory) if device.type == "cpu" else HostParking()
 
 
-def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Return what tensors lie on, each once."""
-    found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+def _storages(tensors: Iterable[torch.Tensor], device_type: str) -> dict[int, torch.UntypedStorage]:
+    """Return what tensors of a device lie on, each once."""
+    own = [tensor for tensor in tensors if tensor.device.type == device_type]
+    found = {t.untyped_storage()._cdata: t.untyped_storage() for t in own}
     return {key: storage for key, storage in found.items() if storage.nbytes()}
 
 

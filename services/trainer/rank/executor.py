@@ -306,7 +306,7 @@ class Executor:
         kept, cleared = [*held.state], held.gradients
         if command.keep_gradients:
             kept, cleared = [*kept, *cleared], ()
-        parking = create_parking(held.state[0].device, self._parking)
+        parking = create_parking(device.device(), self._parking)
         self._parked = ParkedTensors.park(kept, cleared, parking)
         del held, kept, cleared
         device.release_memory()

@@ -55,6 +55,15 @@ def test_views_and_parameters_see_the_same_memory_afterwards(make: Make, tmp_pat
     assert parameter[0, 0] == -1
 
 
+def test_tensors_of_another_device_stay_where_they_are(make: Make, tmp_path: Path) -> None:
+    own, other = torch.randn(5000), torch.empty(5000, device="meta")
+    expected = own.clone()
+    parked = ParkedTensors.park([other, own], [torch.empty(7, device="meta")], make(tmp_path))
+    assert parked.nbytes == 4 * 5000
+    parked.restore()
+    assert torch.equal(own, expected)
+
+
 @given(sizes=st.lists(st.integers(0, 40_000), min_size=1, max_size=6), shift=st.integers(0, 9000))
 def test_any_sizes_come_back(tmp_path_factory: pytest.TempPathFactory, sizes, shift) -> None:  # type: ignore[no-untyped-def]
     directory = tmp_path_factory.getbasetemp() / "parking"
