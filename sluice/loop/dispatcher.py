@@ -151,6 +151,7 @@ class RolloutDispatcher:
 
     `hold` hears of every blob that is generated, by digest, and of what its samples were shown.
     `mixture` says which environment and task each new group is of; a call is of one environment.
+    `place` says where the task of a group is from, for messages.
     """
 
     def __init__(
@@ -162,8 +163,9 @@ class RolloutDispatcher:
         hold: Callable[..., None] = lambda *_: None,
         filters: GroupFilters | None = None,
         mixture: Mixture | None = None,
+        place: Callable[[LedgerGroup], str] = lambda group: group.group_id,
     ) -> None:
-        self._mixture = mixture
+        self._mixture, self._place = mixture, place
         self._config, self._ledger, self._workers = config, ledger, workers
         self._build_request, self._hold = build_request, hold
         self._filters = filters or GroupFilters()
@@ -531,7 +533,8 @@ class RolloutDispatcher:
         """Drop a group that would fail again."""
         self._drop(group, why)
 
-    def _drop(self, group: LedgerGroup, reason: str) -> None:
+    def _drop(self, group: LedgerGroup, why: str) -> None:
+        reason = f"{self._place(group)}: {why}"
         logger.warning("group %s is dropped: %s", group.group_id, reason)
         self._record_drop(group, reason)
         self._pop_pending(group.group_id)

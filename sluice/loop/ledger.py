@@ -95,6 +95,11 @@ class LedgerGroup:
     min_version: int = 0
     max_version: int = 0
 
+    @property
+    def task_number(self) -> int:
+        """Which of its environment's tasks it is of."""
+        return self.position if self.task is None else self.task
+
 
 class Ledger:
     """One writer, the loop. Every method commits before it returns, or with its `transaction`."""

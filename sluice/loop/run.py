@@ -725,6 +725,7 @@ class TrainingRun(TrainerRun[RunConfig]):
                 self._retention.hold,
                 self._filters,
                 self._open_mixture(),
+                self._place,
             )
         return self._dispatcher
 
@@ -748,8 +749,10 @@ class TrainingRun(TrainerRun[RunConfig]):
         return build_request(self.config, self._shares[name], tasks, versions, trial)
 
     def _task(self, group: LedgerGroup) -> Task:
-        number = group.position if group.task is None else group.task
-        return self._sources[group.environment].task(number)
+        return self._sources[group.environment].task(group.task_number)
+
+    def _place(self, group: LedgerGroup) -> str:
+        return self._sources[group.environment].place(group.task_number)
 
     def _teacher_of(self, group: LedgerGroup) -> str:
         return teacher_of(self.config, self._shares[group.environment], self._task(group))

@@ -50,17 +50,32 @@ def epoch_order(count: int, shuffle: bool, seed: int, epoch: int) -> Sequence[in
 class PromptSource:
     """An endless sequence of tasks, reshuffled every epoch from the seed."""
 
-    def __init__(self, tasks: Sequence[Task], shuffle: bool, seed: int, content: str = "") -> None:
-        """`content` is a digest of what the tasks stand for."""
-        self.tasks, self._shuffle, self._seed = tasks, shuffle, seed
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        shuffle: bool,
+        seed: int,
+        content: str = "",
+        file: str = "",
+    ) -> None:
+        """`content` is a digest of what the tasks stand for; `file` is the one they are rows of."""
+        self.tasks, self._shuffle, self._seed, self._file = tasks, shuffle, seed, file
         self.count = len(tasks)
         text = f"{self.count}/{shuffle}/{seed}/{content}"
         self.digest = xxhash.xxh3_64_hexdigest(text.encode())
 
     def task(self, position: int) -> Task:
         """Returns the task of group number `position`, from 0."""
+        return self.tasks[self._index(position)]
+
+    def place(self, position: int) -> str:
+        """Says where the task of group number `position` is from: file and row, or its index."""
+        index = self._index(position)
+        return f"{self._file}, row {index + 1}" if self._file else f"task {index}"
+
+    def _index(self, position: int) -> int:
         epoch, offset = divmod(position, self.count)
-        return self.tasks[epoch_order(self.count, self._shuffle, self._seed, epoch)[offset]]
+        return epoch_order(self.count, self._shuffle, self._seed, epoch)[offset]
 
 
 def load_prompts(
@@ -82,7 +97,7 @@ def load_prompts(
         check_carried(where, row)
         rows.append(row)
     content = xxhash.xxh3_128_hexdigest(config.file.read_bytes())
-    return PromptSource(rows, config.shuffle, seed, content)
+    return PromptSource(rows, config.shuffle, seed, content, str(config.file))
 
 
 def sample_seed(run_seed: int, group_id: str, index: int) -> int:

@@ -12,12 +12,13 @@ def test_bad_prompts_are_dropped_with_their_reason_and_the_others_trained_on(sta
     rows[3] = {"prompt": "1" * 80, "answer": "1"}
     image = [{"type": "image", "image": "x.png"}]
     rows[5] = {"messages": [{"role": "user", "content": image}], "answer": "1"}
+    rows[6] = {"prompt": "0006=", "answer": {"text": "0006"}}
     file = stack.run_dir / "some_bad.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     training = stack.train("bad-prompts", steps=2, prompts={"file": str(file), "shuffle": False})
     training.finish()
-    assert [g.position for g in training.groups("consumed")] == [0, 1, 2, 4, 6, 7, 8, 9]
-    assert [g.position for g in training.groups("dropped")] == [3, 5]
+    assert [g.position for g in training.groups("consumed")] == [0, 1, 2, 4, 7, 8, 9, 10]
+    assert [g.position for g in training.groups("dropped")] == [3, 5, 6]
     assert not training.groups("issued")
     ledger = sqlite3.connect(training.run_dir / "ledger.sqlite")
     query = "SELECT position, reason FROM groups WHERE state = 'dropped'"
@@ -25,6 +26,8 @@ def test_bad_prompts_are_dropped_with_their_reason_and_the_others_trained_on(sta
     ledger.close()
     assert "does not fit" in reasons[3] or "tokens" in reasons[3]
     assert "reads text only" in reasons[5]
+    assert f"{file}, row 7: " in reasons[6]
+    assert "row.answer: must be a text or a number, not dict" in reasons[6]
 
 
 def test_graders_that_all_crash_end_the_run_with_their_error(stack: Stack) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sysconfig
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -28,6 +30,8 @@ from sluice.samples.sample import LARGEST_NUMBER
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
 
 
 class _KeyedError(ValueError):
@@ -367,5 +371,15 @@ class UserCode(AbstractContextManager[None]):
         if isinstance(error, Exception | SystemExit):
             logger.error("%s failed", self._name, exc_info=error)
             raise EnvironmentFailedError(
-                f"{self._name}: {type(error).__name__}: {error}", environment=self._name
+                f"{self._name}: {told(error)}", environment=self._name
             ) from error
+
+
+def told(error: BaseException) -> str:
+    """Says in a line what was raised, and where in code that is no library's."""
+    places = [
+        f", at {frame.filename}:{frame.lineno} in {frame.name}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((*_LIBRARIES, "<"))
+    ]
+    return f"{type(error).__name__}: {error}{places[-1] if places else ''}"

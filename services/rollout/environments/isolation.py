@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -50,6 +51,14 @@ class GraderTimeoutError(DeadlineError):
     """An environment took longer than its deadline; its process was ended."""
 
     reason = "GRADER_TIMED_OUT"
+
+
+class _Call:
+    """A call of an environment, as it travels, and the time it has."""
+
+    def __init__(self, method: str, seconds: float, arguments: Mapping[str, Any]) -> None:
+        self.method, self.seconds = method, seconds
+        self.data = json.dumps({"method": method, "seconds": seconds, **arguments}).encode()
 
 
 class _Grader:
@@ -114,7 +123,7 @@ class _Grader:
                     wrong = f"wrote what answers no call: {line[:100]!r}"
                     break
             else:
-                wrong = f"died: {await process.wait()}"
+                wrong = f"died: {_ending(await process.wait())}"
         if process.returncode is None:
             logger.error("grader %s %s; its process is ended", self._path, wrong)
             process.terminate()
@@ -153,6 +162,15 @@ class _Grader:
         await asyncio.gather(self._listener, return_exceptions=True)
 
 
+def _ending(code: int) -> str:
+    """Says how a process ended by its code."""
+    if code >= 0:
+        return f"exit status {code}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"signal {-code}"
+
+
 async def _clean_up(
     process: asyncio.subprocess.Process, mark: str, files: contextlib.ExitStack
 ) -> None:
@@ -184,10 +202,12 @@ class GraderPool:
         Raises SettingError, TaskError, GraderCrashedError, GraderTimeoutError and
         EnvironmentFailedError. Cancelling ends the process that was at it.
         """
-        data = json.dumps({"method": method, "settings": settings, **arguments}).encode()
+        config = self._config
+        opening = _Call("open", config.start_seconds, {"settings": settings})
+        call = _Call(method, config.timeout_seconds, {"settings": settings, **arguments})
         for attempt in range(1, self._config.attempts + 1):
             try:
-                return _reply_value(self._name, await self._ask(data))
+                return _reply_value(self._name, await self._ask(opening, call))
             except (GraderCrashedError, GraderTimeoutError) as error:
                 metrics.WORKERS_LOST.labels(error.reason.lower()).inc()
                 logger.warning("%s, attempt %d: %s", self._name, attempt, error)
@@ -202,20 +222,25 @@ class GraderPool:
         self._end_idle()
         await asyncio.gather(*self._ending)
 
-    async def _ask(self, data: bytes) -> dict[str, Any]:
+    async def _ask(self, opening: _Call, call: _Call) -> dict[str, Any]:
         async with self._slot():
             while self._idle and not self._idle[-1].is_alive:
                 self._end(self._idle.pop())
-            fresh = not self._idle
-            grader = _Grader(self._path) if fresh else self._idle.pop()
-            timeout = self._config.timeout_seconds + (self._config.start_seconds if fresh else 0)
+            calls = [call] if self._idle else [opening, call]  # an import has its own deadline
+            grader = self._idle.pop() if self._idle else _Grader(self._path)
             reply: dict[str, Any] = {"error": "crash"}
             try:
-                async with asyncio.timeout(timeout):
-                    reply = await grader.ask(data)
+                for each in calls:
+                    reply = {"error": "crash"}
+                    async with asyncio.timeout(each.seconds):
+                        reply = await grader.ask(each.data)
+                    if "error" in reply:
+                        break
             except TimeoutError:
                 raise GraderTimeoutError(
-                    f"{self._name} did not answer in {timeout:g} s", seconds=timeout
+                    f"{self._name}: `{each.method}` did not answer in {each.seconds:g} s; "
+                    "the log of its episode worker has where it was",
+                    seconds=each.seconds,
                 ) from None
             finally:  # also when the caller is cancelled
                 if reply.get("error") == "crash":

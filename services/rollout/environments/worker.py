@@ -9,6 +9,7 @@ PARENT is gone. What the environment reads and prints has nothing to do with the
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import queue
@@ -31,11 +32,13 @@ from services.rollout.environments.environment import (
     Turn,
     answer_of,
     rewards_from,
+    told,
 )
 from services.rollout.environments.registry import create_environment
 from sluice.runtime.processes import keep_processes
 
 MAX_ENVIRONMENTS = 8  # with different settings
+NEARLY = 0.95  # of a call's time is over: stderr is told where it is, before it is ended
 
 
 class Worker:
@@ -129,11 +132,16 @@ def main() -> None:
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         sys.__excepthook__(kind, error, trace)
-        line.answer({"error": "crash", "message": f"{kind.__name__}: {error}"})
+        line.answer({"error": "crash", "message": told(error)})
 
     sys.excepthook = answer_crash
+    faulthandler.enable()
     while True:
-        line.answer(worker.answer(line.next_call()))
+        call = line.next_call()
+        faulthandler.dump_traceback_later(call["seconds"] * NEARLY)
+        reply = worker.answer(call)
+        faulthandler.cancel_dump_traceback_later()
+        line.answer(reply)
 
 
 if __name__ == "__main__":

@@ -159,18 +159,20 @@ class Rollouts:
     ) -> Rollout:
         settings = settings_from_proto(request)
         groups = await asyncio.to_thread(groups_from_proto, request)  # there may be thousands
-        runner = await self._create_runner(request.environment, groups)
+        runner, refused = await self._create_runner(request.environment, groups)
         progress = await self._spool.open(request.request_id, body)
         check_same_body(request.request_id, body, progress.body)
         rollout = Rollout(request.request_id, self._on_settled)
         wanted = {group.group_id for group in groups}
         for group_id in progress.cancelled & wanted:
             rollout.add_event(failed_event(group_id, CancelledGroupError(group_id)))
+        for group_id, error in refused.items():
+            rollout.add_event(failed_event(group_id, error))
         left = {k: v for k, v in progress.finished.items() if k not in progress.cancelled}
         finished = await self._spool.read(left) if left else {}
         for samples, blob in finished.values():
             rollout.add_event(finished_event(samples, blob))
-        settled = progress.cancelled | finished.keys()
+        settled = progress.cancelled | finished.keys() | refused.keys()
         group_runner = GroupRunner(runner, self._tools)
         slots = self._slots(evaluation)
         rollout.start(
@@ -180,7 +182,11 @@ class Rollouts:
         )
         return rollout
 
-    async def _create_runner(self, spec: pb.EnvironmentSpec, groups: list[GroupSpec]) -> Runner:
+    async def _create_runner(
+        self, spec: pb.EnvironmentSpec, groups: list[GroupSpec]
+    ) -> tuple[Runner, dict[str, InvalidFieldError]]:
+        """Returns what is wrong with tasks too, by group: others are of use without those."""
+        refused = dict[str, InvalidFieldError]()
         try:
             values = values_from_proto(spec.settings)
             runner = await self._environments.create_runner(spec.name, values)
@@ -188,14 +194,15 @@ class Rollouts:
                 try:
                     runner.check(group.task)
                 except TaskError as error:
-                    raise InvalidFieldError(f"groups[{index}].{error.key}", str(error)) from None
+                    field = f"groups[{index}].{error.key}"
+                    refused[group.group_id] = InvalidFieldError(field, str(error))
             with self._waits.waiting("settings of an environment", on=[spec.name]):
                 await runner.open()
         except UnknownEnvironmentError as error:
             raise InvalidFieldError("environment.name", str(error)) from None
         except SettingError as error:
             raise InvalidFieldError(f"environment.settings.{error.key}", str(error)) from None
-        return runner
+        return runner, refused
 
     def _slots(self, evaluation: EvaluationSettings | None) -> tuple[asyncio.Semaphore, ...]:
         """Returns what a group must acquire to run; the request's own limit first."""

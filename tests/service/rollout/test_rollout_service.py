@@ -282,6 +282,33 @@ ROW = {"prompt": "1=", "answer": "1"}
 
 
 @pytest.mark.parametrize(
+    ("rows", "changes", "field"),
+    [
+        ([ROW, {"answer": "1"}], {}, "groups[1].row.prompt"),
+        ([ROW, {**ROW, "answer": {}}], {}, "groups[1].row.answer"),
+        ([{"index": 4}], {}, "groups[0].row"),
+        (
+            [{"index": 10}],
+            {"environment": "reasoning_gym", "settings": {"dataset": "chain_sum", "size": 10}},
+            "groups[0].index",
+        ),
+    ],
+)
+async def test_a_task_that_cannot_be_made_fails_alone(
+    store: Store, models: Models, rows: list[Any], changes: dict[str, Any], field: str
+) -> None:
+    request = rollout_request(rows, **changes)
+    async with running_episodes(store, models.first) as episodes:
+        events = [event async for event in episodes.client.rollout(request)]
+        async for event in episodes.client.rollout(request):
+            assert event.WhichOneof("event") in ("finished", "failed"), "it is told again"
+    failed = [event.failed for event in events if event.HasField("failed")]
+    errors = [error_from_status(failure.error) for failure in failed]
+    assert [(e.code.name, e.metadata["field"]) for e in errors] == [("INVALID_ARGUMENT", field)]
+    assert len([event for event in events if event.HasField("finished")]) == len(rows) - 1
+
+
+@pytest.mark.parametrize(
     ("changes", "field"),
     [
         ({"environment": "chess"}, "environment.name"),
@@ -290,16 +317,6 @@ ROW = {"prompt": "1=", "answer": "1"}
         (
             {"environment": "grim", "settings": {"flavour": "poison"}},
             "environment.settings.flavour",
-        ),
-        ({"rows": [ROW, {"answer": "1"}]}, "groups[1].row.prompt"),
-        ({"rows": [{"index": 4}]}, "groups[0].row"),
-        (
-            {
-                "rows": [{"index": 10}],
-                "environment": "reasoning_gym",
-                "settings": {"dataset": "chain_sum", "size": 10},
-            },
-            "groups[0].index",
         ),
         (
             {"environment": "reasoning_gym", "rows": [{"index": 0}]},

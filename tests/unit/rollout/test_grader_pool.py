@@ -296,13 +296,15 @@ async def test_a_grader_that_always_dies_is_a_typed_error(environments: Environm
         "GRADER_CRASHED",
     )
     assert caught.value.metadata["exit_code"] == "-9"
+    assert "died: SIGKILL" in str(caught.value)
 
 
 async def test_an_exception_is_told_and_its_process_replaced(
     environments: Environments, tmp_path: Path
 ) -> None:
     runner = await grader(environments, marks=str(tmp_path))
-    with pytest.raises(EnvironmentFailedError, match="ZeroDivisionError: no mercy"):
+    told = r"ZeroDivisionError: no mercy, at .*/grim\.py:\d+ in reward$"
+    with pytest.raises(EnvironmentFailedError, match=told):
         await runner.reward(deed("raise"), ANSWERS)
     assert len(pids(tmp_path)) == 1, "a bug is not tried again"
     await runner.reward(deed("smile"), ANSWERS)
@@ -337,6 +339,21 @@ async def test_slow_graders_end_at_their_deadline(tmp_path: Path) -> None:
         grpc.StatusCode.DEADLINE_EXCEEDED,
         "GRADER_TIMED_OUT",
     )
+
+
+async def test_a_start_has_a_deadline_of_its_own_and_says_where_a_call_blocked(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One that is never warm would otherwise have the time of an import for each call."""
+    async with asyncio.timeout(PATIENCE):
+        environments = create_environments(
+            timeout_seconds=0.5, start_seconds=10 * PATIENCE, attempts=1
+        )
+        runner = await grader(environments, marks=str(tmp_path))
+        with pytest.raises(GraderTimeoutError, match=r"`reward` did not answer in 0\.5 s"):
+            await runner.reward(deed("stall"), ANSWERS)
+        await environments.close()
+    assert re.search(r"grim\.py\", line \d+ in reward", capfd.readouterr().err)
 
 
 async def test_more_slow_graders_than_places_hold_up_no_quick_one(tmp_path: Path) -> None:
