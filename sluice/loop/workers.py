@@ -93,7 +93,14 @@ def load_prompts(
     rows = []
     for where, row in read_rows(config.file, "prompts.file"):
         if not any(row.get(key) for key in keys):
-            raise PromptFileError(f"{where}: a row needs {' or '.join(f'`{key}`' for key in keys)}")
+            needed, found = (
+                separator.join(f"`{key[:40]}`" for key in some)
+                for separator, some in ((" or ", keys), (", ", list(row)[:8]))
+            )
+            raise PromptFileError(
+                f"{where}: a row needs {needed}, and has {found or 'nothing'}; settings of the "
+                "environment name other columns: prompt_key, messages_key"
+            )
         check_carried(where, row)
         rows.append(row)
     content = xxhash.xxh3_128_hexdigest(config.file.read_bytes())

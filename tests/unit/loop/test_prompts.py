@@ -65,7 +65,11 @@ def test_indices_need_no_file():
     [
         ('{"prompt": "a"}\n{"prompt": ', r"prompts\.jsonl:2: not JSON"),
         ('{"prompt": "a"}\n[1]', r"prompts\.jsonl:2: a row must be an object"),
-        ('{"answer": "a"}', r"prompts\.jsonl:1: a row needs `prompt` or `messages`"),
+        (
+            '{"question": "q", "answer": "a"}',
+            r"prompts\.jsonl:1: a row needs `prompt` or `messages`, and has `question`, `answer`; "
+            "settings .* prompt_key",
+        ),
         ("\n", "has no rows"),
         ('{"prompt": "a", "x": ' + "[" * 100_000, r"prompts\.jsonl:1: not JSON"),
     ],
