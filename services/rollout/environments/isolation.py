@@ -53,7 +53,7 @@ class GraderTimeoutError(DeadlineError):
     reason = "GRADER_TIMED_OUT"
 
 
-class _Call:
+class _GraderCall:
     """A call of an environment, as it travels, and the time it has."""
 
     def __init__(self, method: str, seconds: float, arguments: Mapping[str, Any]) -> None:
@@ -203,8 +203,8 @@ class GraderPool:
         EnvironmentFailedError. Cancelling ends the process that was at it.
         """
         config = self._config
-        opening = _Call("open", config.start_seconds, {"settings": settings})
-        call = _Call(method, config.timeout_seconds, {"settings": settings, **arguments})
+        opening = _GraderCall("open", config.start_seconds, {"settings": settings})
+        call = _GraderCall(method, config.timeout_seconds, {"settings": settings, **arguments})
         for attempt in range(1, self._config.attempts + 1):
             try:
                 return _reply_value(self._name, await self._ask(opening, call))
@@ -222,7 +222,7 @@ class GraderPool:
         self._end_idle()
         await asyncio.gather(*self._ending)
 
-    async def _ask(self, opening: _Call, call: _Call) -> dict[str, Any]:
+    async def _ask(self, opening: _GraderCall, call: _GraderCall) -> dict[str, Any]:
         async with self._slot():
             while self._idle and not self._idle[-1].is_alive:
                 self._end(self._idle.pop())
