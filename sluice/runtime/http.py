@@ -128,15 +128,20 @@ class Bodies:
 
 
 BODIES = web.AppKey("BODIES", Bodies)
+BODY = "body"  # of a request, once it was read
 
 
 async def read_body(request: web.Request, seconds: float) -> bytes:
     """Returns the body, which must be there in `seconds`, or sooner where others need the room.
 
-    Raises ApiError and HTTPRequestEntityTooLarge.
+    It may be asked for again. Raises ApiError and HTTPRequestEntityTooLarge.
     """
     try:
-        return await request.app[BODIES].receive(request, request.client_max_size, seconds)
+        if BODY not in request:
+            bodies = request.app[BODIES]
+            request[BODY] = await bodies.receive(request, request.client_max_size, seconds)
+        body: bytes = request[BODY]
+        return body
     except TimeoutError:
         message = f"no whole body came in {seconds:g} s, or others needed the room"
         raise ApiError(408, "body_timed_out", message) from None

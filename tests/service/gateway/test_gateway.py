@@ -458,3 +458,18 @@ async def test_log_probs_of_a_pass_are_there_for_a_batch_that_comes_anew(place: 
     for _, logprobs in answers:
         for kept, expected in zip(logprobs, scored, strict=True):
             np.testing.assert_allclose(kept, expected, atol=1e-6)
+
+
+async def test_a_model_goes_back_to_a_state_that_was_saved(place: Place, http: Http) -> None:
+    model = await http.begin()
+    await http.pass_of(model, 1)
+    await http.step(model, 2)
+    _, saved = await http.post("save_weights", {"model_id": model, "seq_id": 3, "path": "here"})
+    path = (await http.result(saved["request_id"]))["path"]
+    await http.pass_of(model, 4)
+    await http.step(model, 5)
+    body = {"model_id": model, "seq_id": 6, "path": path, "optimizer": True}
+    status, loaded = await http.post("load_weights", body)
+    assert status == 200, loaded
+    assert await http.result(loaded["request_id"])
+    assert await trained(place) == [(1, [])]
