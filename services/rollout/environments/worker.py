@@ -138,7 +138,8 @@ def main() -> None:
     faulthandler.enable()
     while True:
         call = line.next_call()
-        faulthandler.dump_traceback_later(call["seconds"] * NEARLY)
+        seconds = min(call["seconds"] * NEARLY, threading.TIMEOUT_MAX)
+        faulthandler.dump_traceback_later(seconds)
         reply = worker.answer(call)
         faulthandler.cancel_dump_traceback_later()
         line.answer(reply)

@@ -166,13 +166,15 @@ class Rollouts:
         wanted = {group.group_id for group in groups}
         for group_id in progress.cancelled & wanted:
             rollout.add_event(failed_event(group_id, CancelledGroupError(group_id)))
-        for group_id, error in refused.items():
-            rollout.add_event(failed_event(group_id, error))
         left = {k: v for k, v in progress.finished.items() if k not in progress.cancelled}
         finished = await self._spool.read(left) if left else {}
         for samples, blob in finished.values():
             rollout.add_event(finished_event(samples, blob))
-        settled = progress.cancelled | finished.keys() | refused.keys()
+        settled = progress.cancelled | finished.keys()
+        for group_id, error in refused.items():
+            if group_id not in settled:  # by the code of then, which may have been another
+                rollout.add_event(failed_event(group_id, error))
+        settled |= refused.keys()
         group_runner = GroupRunner(runner, self._tools)
         slots = self._slots(evaluation)
         rollout.start(

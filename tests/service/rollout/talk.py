@@ -13,6 +13,7 @@ from services.rollout.environments.environment import (
     Reward,
     Step,
     Task,
+    TaskError,
     TaskRequest,
     TextTokenizer,
 )
@@ -20,6 +21,7 @@ from sluice.config import Config
 
 PATH = "tests.service.rollout.talk:TalkEnvironment"
 STALLING = "tests.service.rollout.talk:StallingEnvironment"
+STRICT = "tests.service.rollout.talk:StrictEnvironment"
 
 
 class TalkSettings(Config):
@@ -58,3 +60,11 @@ class StallingEnvironment(TalkEnvironment):
     def step(self, task: Task, state: Mapping[str, Any], response: Response) -> Step:
         threading.Event().wait(600)
         return Step(done=True)
+
+
+class StrictEnvironment(TalkEnvironment):
+    """Refuses every task."""
+
+    @classmethod
+    def check(cls, settings: Any, request: TaskRequest) -> None:
+        raise TaskError("row.prompt", "is refused by now")

@@ -308,6 +308,19 @@ async def test_a_task_that_cannot_be_made_fails_alone(
     assert len([event for event in events if event.HasField("finished")]) == len(rows) - 1
 
 
+async def test_what_was_finished_is_told_alone_though_its_task_is_refused_by_now(
+    store: Store, models: Models
+) -> None:
+    request = rollout_request(copy_rows(2), environment="talk", max_new_tokens=8)
+    told = []
+    for path in (talk.PATH, talk.STRICT):
+        values = {"environments": {"talk": path}}
+        async with running_episodes(store, models.first, **values) as episodes:
+            told.append(await episodes.finished(request))
+    assert told[1].keys() == {"g0", "g1"}
+    assert [group.blob for group in told[1].values()] == [group.blob for group in told[0].values()]
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [

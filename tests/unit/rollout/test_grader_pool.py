@@ -105,6 +105,13 @@ async def test_tasks_and_rewards_cross_the_process_border(environments: Environm
     assert [reward.reward for reward in rewards] == [1.0, 1.0]
 
 
+async def test_no_deadline_is_too_long() -> None:
+    environments = create_environments(timeout_seconds=1e12, start_seconds=1e12)
+    runner = await grader(environments)
+    assert values_of(await runner.reward(deed("smile"), ANSWERS)) == [1.0, 1.0]
+    await environments.close()
+
+
 async def test_what_a_grader_prints_or_reads_is_no_part_of_its_calls(
     environments: Environments, tmp_path: Path
 ) -> None:
