@@ -194,9 +194,10 @@ class ParkedTensors:
         self._parking.close()
 
 
-def create_parking(device: torch.device, directory: Path) -> Parking:
+def create_parking(directory: Path) -> Parking:
     """Return where bytes of the device wait; `directory` is for a device that is the host."""
-    return FileParking(directory) if device.type == "cpu" else HostParking()
+    on_host = platform.current().device_type == "cpu"
+    return FileParking(directory) if on_host else HostParking()
 
 
 def _storages(tensors: Iterable[torch.Tensor], device_type: str) -> dict[int, torch.UntypedStorage]:

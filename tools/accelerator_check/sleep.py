@@ -54,7 +54,7 @@ def _trainer(work: StepWork, backend: TrainingBackend, rows: list) -> None:  # t
     held = backend.held_tensors()
     current.synchronize()
     full, began = current.memory().allocated, time.perf_counter()
-    parking = create_parking(current.device(), work.directory / "parking")
+    parking = create_parking(work.directory / "parking")
     parked = ParkedTensors.park([*held.state, *held.gradients], [], parking)
     current.release_memory()
     slept = time.perf_counter() - began

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import torch
 
@@ -42,9 +41,7 @@ class SumsOnDevice:
         return dict(zip(names, stacked, strict=True))
 
 
-def pass_sums(
-    sums: Mapping[str, float], outputs: Mapping[str, torch.Tensor] = MappingProxyType({})
-) -> PassSums:
+def pass_sums(sums: Mapping[str, float], outputs: Mapping[str, torch.Tensor]) -> PassSums:
     """Return what was read, as a pass answers."""
     names = [name.removesuffix("/sum") for name in sums if name.endswith("/sum")]
     return PassSums(

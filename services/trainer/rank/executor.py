@@ -306,8 +306,7 @@ class Executor:
         kept, cleared = [*held.state], held.gradients
         if command.keep_gradients:
             kept, cleared = [*kept, *cleared], ()
-        parking = create_parking(device.device(), self._parking)
-        self._parked = ParkedTensors.park(kept, cleared, parking)
+        self._parked = ParkedTensors.park(kept, cleared, create_parking(self._parking))
         del held, kept, cleared
         device.release_memory()
         result.slept.state_bytes = self._parked.nbytes
