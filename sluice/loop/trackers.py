@@ -94,7 +94,7 @@ def values_of(row: Mapping[str, Any]) -> dict[str, float]:
 
     Of an evaluation each key is `eval/<data set>/<key>`; `skipped`, a list, is its length.
     """
-    prefix = f"eval/{row['dataset']}/" if "evaluation" in row else ""
+    prefix = f"eval/{row['dataset']}/" if {"evaluation", "dataset"} <= row.keys() else ""
     found = {}
     for key, value in row.items():
         if key in NOT_TRACKED:
