@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
@@ -24,6 +24,7 @@ from tests.patience import PATIENCE
 
 Job = Callable[[int, int, dict[str, Any]], dict[str, Any]]
 JOB_SECONDS = 2 * PATIENCE  # longer than a collective may take, whose error says more
+LEAVE_SECONDS = 10.0  # for the errors of others, once a rank has failed
 JOBS_PER_LIFE = 20  # torch keeps the threads of every gloo group that ever was: start afresh
 
 
@@ -63,11 +64,28 @@ class Pool:
         connections = [connection for _, connection in self._ranks[:world]]
         for rank, connection in enumerate(connections):
             connection.send_bytes(json.dumps({**task, "rank": rank}).encode())
-        answers = [_receive(connection) for connection in connections]
+        answers = self._answers(connections)
         errors = [f"rank {i}: {a['error']}" for i, a in enumerate(answers) if "error" in a]
         if errors:
             raise JobError("\n".join(errors))
         return [answer["result"] for answer in answers]
+
+    def _answers(self, connections: list[Connection]) -> list[dict[str, Any]]:
+        """In rank order. Once one has failed, those that wait for it are not waited for."""
+        answers: dict[Connection, dict[str, Any]] = {}
+        limit = JOB_SECONDS
+        while waiting := [each for each in connections if each not in answers]:
+            ready = wait(waiting, limit)
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                answers[connection] = _receive(connection)
+            if any("error" in answer for answer in answers.values()):
+                limit = LEAVE_SECONDS
+            if not ready:
+                late = {"error": f"no answer within {limit:g} s"}
+                answers |= {connection: late for connection in waiting}
+                self._end_ranks()
+        return [answers[connection] for connection in connections]
 
     def close(self) -> None:
         self._end_ranks()
@@ -128,6 +146,8 @@ def _originate(jobs: str, orders: Connection) -> None:
             orders.send_bytes(json.dumps({"process": process}).encode())
             continue
         orders.close()
+        # torch makes its pool anew behind a fork, and fails where two threads ask for it first
+        torch.set_num_threads(1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         try:
             _serve(Connection(handle))
