@@ -134,6 +134,27 @@ def test_a_finished_target_that_has_lost_something_is_not_taken_for_done(
     assert len(convert(qwen3, target, TO_MEGATRON).digests) > 10
 
 
+@pytest.mark.parametrize("options", [TO_HF, TO_MEGATRON])
+def test_a_flipped_byte_of_a_finished_target_is_not_taken_for_done(
+    options: ConvertOptions, qwen3: Path, tmp_path: Path
+) -> None:
+    """In tensors, and in what stands around them."""
+    target = tmp_path / "target"
+    done = convert(qwen3, target, options)
+    for path in [path for path in target.iterdir() if path not in companion_files(target)]:
+        size = path.stat().st_size
+        for place in (0, size // 7, size // 3, size // 2, size - size // 5, size - 1):
+            flip(path, place)
+            with pytest.raises((DamagedFileError, TargetExistsError)) as found:
+                convert(qwen3, target, options)
+            if isinstance(found.value, DamagedFileError):
+                assert found.value.file_name == path.name
+            else:
+                assert path.name == "conversion.json"
+            flip(path, place)
+    assert convert(qwen3, target, options) == done
+
+
 def test_metadata_runs_nothing(megatron: Path, tmp_path: Path) -> None:
     """The format is a pickle: what is no description of tensors is not even looked up."""
     shutil.copytree(megatron, tmp_path / "copy")

@@ -128,7 +128,7 @@ def test_a_finished_conversion_is_not_done_again(qwen3: Path, tmp_path: Path) ->
     first = convert(qwen3, tmp_path / "target", TO_MEGATRON)
     control = Control()
     assert convert(qwen3, tmp_path / "target", TO_MEGATRON, control) == first
-    assert control.progress.total_bytes == 0
+    assert control.progress.resumed_bytes == control.progress.total_bytes == first.size
     with pytest.raises(TargetExistsError):
         convert(qwen3, tmp_path / "target", ConvertOptions(sync=False))
 

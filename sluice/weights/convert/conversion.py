@@ -15,10 +15,11 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -63,6 +64,7 @@ from sluice.weights.errors import (
 from sluice.weights.manifest import digest_bytes, digest_file
 from sluice.weights.rules.packing import InexactTensorError
 
+W = TypeVar("W", bound=Group | Check)
 LOCK_SECONDS = 0.5  # after which another conversion has the target
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -114,10 +116,7 @@ class Execution:
 
     def run(self, fingerprint: str) -> None:
         """Write what is missing; afterwards `digests` holds every tensor's, by task name."""
-        progress = self._control.progress
-        progress.total_bytes = self._work.size
-        progress.total_tensors = sum(len(group.tasks) for group in self._work.groups)
-        progress.started = time.monotonic()
+        self._begin()
         if not is_same_work(self._staging, fingerprint):
             shutil.rmtree(self._staging, ignore_errors=True)
         self._staging.mkdir(exist_ok=True)
@@ -132,6 +131,33 @@ class Execution:
             for name, data in self._work.texts.items():
                 (self._staging / name).unlink(missing_ok=True)
                 write_new(self._staging / name, data, sync=self._sync)
+
+    def compare(self, known: Mapping[str, str]) -> None:
+        """Read all of the files that an earlier run has finished, with its digests by task name.
+
+        Raises DamagedFileError, MissingFileError and CancelledConversionError.
+        """
+        self._begin()
+        for file in self._work.files:
+            for offset, data in file.frames:
+                found = bytearray(len(data))
+                self._files.read_at(self._staging / file.name, offset, memoryview(found))
+                if found != data:
+                    raise DamagedFileError(file.name, f"is damaged around byte {offset}")
+
+        def check(group: Group) -> None:
+            for task in group.tasks:
+                if self._digest(task) != known.get(task.name):
+                    raise DamagedFileError(task.file, f"is damaged in tensor {task.name!r}")
+            self._advance(group.size, len(group.tasks), resumed=True)
+
+        self._in_threads(self._work.groups, check)
+
+    def _begin(self) -> None:
+        progress = self._control.progress
+        progress.total_bytes = self._work.size
+        progress.total_tensors = sum(len(group.tasks) for group in self._work.groups)
+        progress.started = time.monotonic()
 
     def _open_files(self) -> None:
         free = shutil.disk_usage(self._staging).free  # a full disk is known before anything
@@ -154,7 +180,17 @@ class Execution:
                 self._left[task.file] += 1
 
     def _write_groups(self, journal: Journal) -> None:
-        waiting = _Queue((*self._work.groups, *self._checks()))
+        def do(item: Group | Check) -> None:
+            if isinstance(item, Check):
+                _compare(item, self._hash(item.content))
+            else:
+                self._do(item, journal)
+
+        items: tuple[Group | Check, ...] = (*self._work.groups, *self._checks())
+        self._in_threads(items, do)
+
+    def _in_threads(self, items: Sequence[W], do: Callable[[W], None]) -> None:
+        waiting = _Queue(items)
         failed = threading.Event()
 
         def work() -> None:
@@ -162,10 +198,7 @@ class Execution:
                 for item in waiting:
                     if failed.is_set():
                         return
-                    if isinstance(item, Check):
-                        _compare(item, self._hash(item.content))
-                    else:
-                        self._do(item, journal)
+                    do(item)
             except BaseException:
                 failed.set()
                 raise
@@ -259,19 +292,19 @@ class Execution:
         return max((group.working_bytes for group in self._work.groups), default=0) // 2
 
 
-class _Queue:
+class _Queue(Generic[W]):
     """Work for threads: each stays with a file as long as it can, for writers of one wait."""
 
-    def __init__(self, items: Sequence[Group | Check]) -> None:
+    def __init__(self, items: Sequence[W]) -> None:
         self._lock = threading.Lock()
-        by_file: dict[str, deque[Group | Check]] = {}
+        by_file: dict[str, deque[W]] = {}
         for item in items:
             file = "" if isinstance(item, Check) else item.tasks[0].file
             by_file.setdefault(file, deque()).append(item)
         self._free = [deque(sorted(line, key=_place)) for line in by_file.values()]
-        self._taken: list[deque[Group | Check]] = []
+        self._taken: list[deque[W]] = []
 
-    def __iter__(self) -> Iterator[Group | Check]:
+    def __iter__(self) -> Iterator[W]:
         while (line := self._take()) is not None:
             while line:
                 try:
@@ -280,7 +313,7 @@ class _Queue:
                     break
                 yield item
 
-    def _take(self) -> deque[Group | Check] | None:
+    def _take(self) -> deque[W] | None:
         with self._lock:
             if self._free:
                 self._taken.append(self._free.pop(0))
@@ -397,7 +430,8 @@ def convert(
         work = plan_conversion(source, options, files)
         fingerprint = _fingerprint(source, options, work)
         if target.exists():
-            return _finished(target, work, fingerprint)
+            left = Execution(work, target, files, control, workers=options.workers, sync=False)
+            return _finished(target, work, fingerprint, left)
         staging = staging_of(target)
         run = Execution(work, staging, files, control, workers=options.workers, sync=options.sync)
         try:
@@ -475,8 +509,8 @@ def _result(target: Path, work: Work, digests: Mapping[str, str]) -> Result:
     return Result(target, work.size, work.largest_group, work.report, dict(digests))
 
 
-def _finished(target: Path, work: Work, fingerprint: str) -> Result:
-    """Read the result of a run that ended before.
+def _finished(target: Path, work: Work, fingerprint: str, left: Execution) -> Result:
+    """Read the result of a run that ended before, and all that is left of it.
 
     Raises TargetExistsError if it was another, DamagedFileError where not all of it is left.
     """
@@ -489,6 +523,7 @@ def _finished(target: Path, work: Work, fingerprint: str) -> Result:
         raise TargetExistsError(target)
     try:
         _check_left(target, work)
+        left.compare(digests)
     except (DamagedFileError, FileDigestError, MissingFileError) as error:
         raise DamagedFileError(
             error.file_name,
@@ -500,7 +535,7 @@ def _finished(target: Path, work: Work, fingerprint: str) -> Result:
 
 
 def _check_left(target: Path, work: Work) -> None:
-    """Look for every file, and at all of those that are small.
+    """Look for every file, by its size, and at all of those that are small.
 
     Raises DamagedFileError, FileDigestError or MissingFileError.
     """
