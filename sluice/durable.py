@@ -87,6 +87,31 @@ def decode_line(data: bytes) -> dict[str, Any]:
     return line
 
 
+ROW_SEAL = b', "digest": "'
+
+
+def encode_row(row: Mapping[str, Any]) -> bytes:
+    """A row of a file of JSON lines: its last key is `digest`, the xxh3 of all before that."""
+    text = json.dumps(row).encode()
+    return b'%b%b%b"}' % (text[:-1], ROW_SEAL, xxhash.xxh3_64_hexdigest(text).encode())
+
+
+def unseal_row(line: bytes, *, has_digest: bool = False) -> bytes:
+    """The JSON of a row without its digest; earlier releases wrote none.
+
+    Raises ValueError for one that was changed, or that lacks the digest which it `has`.
+    """
+    text, seal, rest = line.rpartition(ROW_SEAL)
+    if not seal:
+        if has_digest:
+            raise ValueError("no digest")
+        return line
+    text += b"}"
+    if rest != b'%b"}' % xxhash.xxh3_64_hexdigest(text).encode():
+        raise ValueError("another digest")
+    return text
+
+
 FICLONE = 0x40049409  # of Linux: the blocks of a file are shared until either is written
 
 

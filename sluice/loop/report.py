@@ -18,7 +18,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from sluice.durable import naming, replace_file
+from sluice.durable import ROW_SEAL, encode_row, naming, replace_file, unseal_row
 from sluice.imports import uncollected
 from sluice.logs import printable, printable_lines
 from sluice.loop import metrics
@@ -30,6 +30,13 @@ from sluice.runtime import waits
 _LINE = "reward {reward_mean:.3f}  length {response_length_mean:.1f}  mismatch {mismatch:.1e}"
 _DRAWN = {"step", "reward_mean", "response_length_mean"}
 _SCORED = {"step", "score", "dataset"}
+_KINDS = {
+    "step": int,
+    **dict.fromkeys(
+        ("reward_mean", "response_length_mean", "rollout_mismatch", "score"), int | float
+    ),
+    **dict.fromkeys(("evaluation", "dataset"), str),
+}
 RECENT = 20  # steps that a rate is taken from
 QUIET_SECONDS = 60.0  # without a step; then a log says what the run waits for, and again after 2x
 SHOWN_WAIT_SECONDS = 2.0
@@ -252,8 +259,8 @@ class RunReport:
         kept = [row for row in self._read() if row["step"] <= step]
         if (gone := step - len({row["step"] for row in kept if "skipped" in row})) > 0:
             self.note(f"{self.path}: rows of {gone} of the steps up to {step} are gone")
-        text = "".join(json.dumps(row) + "\n" for row in kept)
-        replace_file(self.path, text.encode(), temporary=self._run_dir)
+        data = b"".join(encode_row(row) + b"\n" for row in kept)
+        replace_file(self.path, data, temporary=self._run_dir)
         evaluated = [row for row in kept if _SCORED | {"evaluation"} <= row.keys()]
         self._scores = {_evaluation_of(row): row["score"] for row in evaluated}
         trained = [row for row in kept if "reward_mean" in row]
@@ -284,8 +291,8 @@ class RunReport:
             return None
 
     def _append(self, row: dict[str, Any]) -> None:
-        with naming(self.path), self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        with naming(self.path), self.path.open("ab") as file:
+            file.write(encode_row(row) + b"\n")
 
     def _read(self) -> list[dict[str, Any]]:
         rows, damaged = _parse(self.path)
@@ -310,20 +317,26 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a file, and how many of its lines are none; a last one cut off is not counted."""
+    """The rows of a file, and how many of its lines are none; a last one cut off is not counted.
+
+    What follows a row with a digest has one too.
+    """
     if not path.exists():
         return [], 0
     *lines, last = path.read_bytes().split(b"\n")
-    rows, damaged = [], 0
+    rows, damaged, is_sealed = [], 0, False
     for line in (*lines, last):
         try:
-            row = json.loads(line, parse_int=_whole)
-            if not isinstance(row, dict) or not isinstance(row["step"], int):
+            row = json.loads(unseal_row(line, has_digest=is_sealed), parse_int=_whole)
+            if not isinstance(row, dict) or "step" not in row:
                 raise ValueError("no row")
-        except (ValueError, KeyError, RecursionError):
+            if any(key in row and not isinstance(row[key], kind) for key, kind in _KINDS.items()):
+                raise ValueError("no number, or no name")
+        except (ValueError, RecursionError):
             damaged += line is not last
         else:
             rows.append(row)
+            is_sealed = is_sealed or ROW_SEAL in line
     return rows, damaged
 
 

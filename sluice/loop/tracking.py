@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sluice.config import ConfigError
-from sluice.durable import replace_file
+from sluice.durable import replace_file, unseal_row
 from sluice.logs import printable_lines
 from sluice.loop import metrics
 from sluice.loop.trackers import TRACKERS, Tracker, TrackersConfig, values_of
@@ -279,7 +279,7 @@ class RowFollower:
 
 def _row(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        row = json.loads(unseal_row(line))
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and type(row.get("step")) is int else None

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import Page
 
+from sluice.durable import encode_row
 from sluice.loop.journal import RunJournal
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.report import smoothed
@@ -109,8 +110,8 @@ def test_metrics_may_have_any_name(tmp_path: Path, opened: Callable[[Path], Page
     names = ("constructor", "toString", "__proto__", "\u202e", "<img src=x onerror=alert(1)>")
     for run, more in (("one", dict.fromkeys(names, 1.0)), ("other", {})):
         make_run(tmp_path / run)
-        with (tmp_path / run / "metrics.jsonl").open("a") as rows:
-            rows.write(json.dumps({"step": 4, "reward_mean": 1.0, **more}) + "\n")
+        with (tmp_path / run / "metrics.jsonl").open("ab") as rows:
+            rows.write(encode_row({"step": 4, "reward_mean": 1.0, **more}) + b"\n")
     runs = [tmp_path / "one", tmp_path / "other"]
     write_run_page(runs, tmp_path / "report.html", tokenizer=None, samples=10)
     page = opened(tmp_path / "report.html")

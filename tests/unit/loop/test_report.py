@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import resource
 import sys
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from sluice.loop.report import RunReport, read_metrics, smoothed
+from sluice.loop.tracking import RowFollower
 from sluice.runtime.waits import Waits
 from tests.patience import PATIENCE
 
@@ -60,6 +62,40 @@ def test_a_damaged_line_is_left_out_and_said(tmp_path: Path) -> None:
         path.write_bytes(data.replace(b"response_length_mean", b"response_length_meen"))
         assert report.plot() is None
     assert "damaged lines are left out" in said.getvalue()
+
+
+def test_a_row_whose_numbers_were_changed_is_left_out(tmp_path: Path) -> None:
+    """They decide what a resumed run does: a schedule is asked with them, a goal compared."""
+    with RunReport(tmp_path, 9, Console(file=io.StringIO())) as report:
+        for step in range(1, 4):
+            report.step({**ROW, "step": step, "reward_mean": 0.25 * step})
+        rows, path = read_metrics(tmp_path), tmp_path / "metrics.jsonl"
+        data = path.read_bytes()
+        assert [len(json.loads(line)["digest"]) for line in data.splitlines()] == [16] * 3
+        for index in range(len(data)):
+            path.write_bytes(data[:index] + bytes([data[index] ^ 1]) + data[index + 1 :])
+            follower = RowFollower(path)
+            for row in (*read_metrics(tmp_path), *follower.new()):
+                assert row.items() >= rows[row["step"] - 1].items(), index
+        path.write_bytes(data.replace(b'"reward_mean": 0.5', b'"reward_mean": 0.9'))
+        assert report.truncate(9) == [0.25, 0.75]
+        path.write_bytes(data.replace(b', "digest', b', "dighst'))  # as of an earlier release
+        assert report.truncate(9) == [0.25, 0.5, 0.75]
+
+
+@pytest.mark.parametrize("key", ["reward_mean", "response_length_mean", "rollout_mismatch"])
+def test_a_row_of_an_earlier_release_that_makes_no_sense_is_left_out(
+    tmp_path: Path, key: str
+) -> None:
+    row = {**ROW, "rollout_mismatch": 1e-7}
+    score = {"step": 1, "evaluation": "during", "dataset": "held_out", "score": 0.5}
+    rows = [row, *({**row, "step": 2, key: found} for found in (None, "", [], {}))]
+    rows += [score, *({**score, name: [found]} for name, found in score.items())]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with RunReport(tmp_path, 9, Console(file=io.StringIO())) as report:
+        assert report.truncate(9) == [0.5]
+        assert report.last_scalars()["step"] == 1 and report.last_score("held_out") == 0.5
+        assert report.plot() is not None
 
 
 @pytest.mark.parametrize("left", [0, 1])
