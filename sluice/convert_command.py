@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sluice.address import ServerAddress
 from sluice.api.converter.v1 import converter_service_pb2 as pb
 from sluice.api.converter.v1 import converter_service_pb2_grpc as pb_grpc
 from sluice.client import Client, error_from_status
@@ -54,7 +55,7 @@ class ConvertConfig(ProcessConfig, PlacedOptions):
     scratch: Path | None = Field(None, description=SCRATCH)
     validate_only: bool = False
     report: Path | None = Field(None, description="Write the whole report there, as JSON.")
-    address: str = Field("", description="host:port of a converter that does it instead.")
+    address: ServerAddress = Field("", description="host:port of a converter that does it instead.")
     security: SecurityConfig = SecurityConfig()
 
 
@@ -65,7 +66,7 @@ class VerifyConfig(ProcessConfig):
         None, description="Directory or s3:// URL with config.json, if neither has one."
     )
     scratch: Path | None = Field(None, description=SCRATCH)
-    address: str = Field("", description="host:port of a converter that does it instead.")
+    address: ServerAddress = Field("", description="host:port of a converter that does it instead.")
     security: SecurityConfig = SecurityConfig()
 
 

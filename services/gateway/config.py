@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
+from sluice.address import ServerAddress
 from sluice.config import Config, ProcessConfig
 from sluice.place import Place, StorePlace, directory_of, within
 from sluice.runtime.server import LAST_PORT, ServerConfig
@@ -61,8 +62,8 @@ class GatewayConfig(ProcessConfig):
     """Gateway: Tinker's HTTP API over a trainer with `lora` and the engines of a router."""
 
     model: Path = Field(description="HF directory: the base, with its tokenizer.")
-    trainer: str = Field(description="host:port of its gRPC server.")
-    router: str = Field(description="host:port of its gRPC server.")
+    trainer: ServerAddress = Field(description="host:port of its gRPC server.")
+    router: ServerAddress = Field(description="host:port of its gRPC server.")
     journal: Path = Field(description="File of what clients asked for; it outlives the process.")
     store: StorePlace = Field(description="The store of the trainer: a directory, or a bucket.")
     weights: str = Field("", description="Where versions of weights are, if not in `store`.")

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from services.rollout.engine.config import EngineConfig
-from sluice.address import split_address
+from sluice.address import ServerAddress, split_address
 from sluice.config import Config, ProcessConfig
 from sluice.place import StoreCacheConfig, StorePlace, directory_of, is_bucket, within
 from sluice.runtime.server import LAST_PORT, ServerConfig
@@ -111,7 +111,7 @@ class RolloutConfig(ProcessConfig):
     roles: tuple[Literal["episodes", "engine"], ...] = ("episodes", "engine")
     engine_id: str = Field("rollout-0", min_length=1, description="The same after a restart.")
     pool: str = Field("policy", min_length=1, description="Engines that serve the same weights.")
-    router: str = Field(
+    router: ServerAddress = Field(
         "",
         description="host:port, or FILE#NAME of a services.json; the episodes role needs it.",
     )

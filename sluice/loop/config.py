@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from sluice.address import ServerAddress
 from sluice.algo.spec import AdvantageSpec, LossSpec, known_columns
 from sluice.config import PLAIN_NAME, PLAIN_NAME_RULE, Config, ProcessConfig
 from sluice.loop.trackers import TrackersConfig
@@ -133,7 +134,7 @@ class TeacherConfig(Config):
 
     pool: str = Field("", description="Engines, by the `pool` of their rollout processes.")
     service: str = Field("", description="A trainer, by its entry of `services`.")
-    address: str = Field("", description="host:port of a trainer, instead.")
+    address: ServerAddress = Field("", description="host:port of a trainer, instead.")
 
     @model_validator(mode="after")
     def _is_one(self) -> TeacherConfig:
@@ -229,7 +230,7 @@ class CriticConfig(Config):
     """A second trainer, with `head: value`, whose values the advantage `gae` is computed from."""
 
     service: str = Field("critic", description="Its entry of `services`.")
-    address: str = Field("", description="host:port, instead.")
+    address: ServerAddress = Field("", description="host:port, instead.")
     loss: LossSpec = LossSpec(name="value", value_clip=0.2)
     warmup_steps: int = Field(
         0, ge=0, description="First steps of the run in which it alone is trained."
@@ -283,7 +284,7 @@ class CommonRunConfig(ProcessConfig):
 
     run_dir: Path
     services: Path | None = Field(None, description="services.json of `sluice up`.")
-    trainer: str = Field("", description="host:port, instead of `services`.")
+    trainer: ServerAddress = Field("", description="host:port, instead of `services`.")
     store: StorePlace | None = Field(
         None,
         description="Shared store, a directory or s3://bucket/prefix; None is that of `services`, "
@@ -319,7 +320,7 @@ class CommonRunConfig(ProcessConfig):
 class RunConfig(CommonRunConfig):
     """A training run. Flags override the file, e.g. `--steps 10`."""
 
-    router: str = ""
+    router: ServerAddress = ""
     weights: str = Field(
         "", description="Versions of weights, e.g. s3://bucket/prefix; empty is <store>/weights."
     )

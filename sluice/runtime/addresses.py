@@ -62,7 +62,11 @@ def read_entries(path: Path) -> dict[str, dict[str, Any]]:
     try:
         services = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"services: {path} does not exist; is `sluice up` running?") from None
+        raise ConfigError(
+            f"services: {path} does not exist; is `sluice up` running? It keeps that file in its "
+            "run_dir until it ends: start it there (`sluice up SERVICES.yaml`; a run is resumed on "
+            "the store that it had), or name another services.json"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"services: {path} is not a services.json: {error}") from None
     entries = services.values() if isinstance(services, dict) else [None]

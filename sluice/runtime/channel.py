@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 
 from sluice import logs
+from sluice.address import check_address
 from sluice.config import ConfigError
 from sluice.runtime import waits
 from sluice.runtime.addresses import ForwardingChannel, MovingChannel
@@ -113,13 +114,13 @@ def create_channel(
     address: host:port, or FILE#NAME for a service of a services.json, which is followed.
     name: host that the server's certificate must be for, where that is not the address's.
     """
-    port = address.rpartition(":")[2]
-    if port.isascii() and port.isdecimal() and not 0 < int(port[:6]) < 1 << 16:
-        # gRPC would take the number modulo 65536, and ask somebody else
-        raise ConfigError(f"{address[:200]!r}: a port is 1 to 65535")
     security = security or SecurityConfig()
     if "#" in address:
         return MovingChannel(address, lambda where: create_channel(where, security, name=name))
+    try:
+        check_address(address)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     options: list[tuple[str, Any]] = [
         ("grpc.service_config", _SERVICE_CONFIG),
         ("grpc.max_receive_message_length", -1),  # the server sets the limit, in both directions

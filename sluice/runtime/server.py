@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from pydantic import Field, field_validator, model_validator
 
 from sluice import faults
-from sluice.address import join_address, plain_host
+from sluice.address import OwnAddress, join_address, plain_host
 from sluice.api.common.v1 import wait_service_pb2_grpc
 from sluice.config import Config, ConfigError
 from sluice.durable import replace_file
@@ -84,7 +84,7 @@ class ServerConfig(Config):
         None, description="JSON {address, metrics_address, pid}, written when open."
     )
     parent: int = Field(0, description="Process to die with; 0 is none.")
-    advertise: str = Field(
+    advertise: OwnAddress = Field(
         "", description="host:port under which others reach it; empty means host:port."
     )
     max_message_bytes: int = Field(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,6 +12,7 @@ from google.protobuf import duration_pb2, struct_pb2, timestamp_pb2
 from google.protobuf import message as pb
 from pydantic import BaseModel, ValidationError
 
+from sluice import address as addresses
 from sluice.algo.evaluation import TaskScores, summarise
 from sluice.algo.plugins import PluginSettingError, check_allowed
 from sluice.algo.spec import AdvantageSpec, LossSpec
@@ -61,15 +61,12 @@ def timestamp_of(seconds: float) -> timestamp_pb2.Timestamp:
     return timestamp
 
 
-_HOST = re.compile(r"\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,252})")
-
-
 def check_address(address: str, field: str) -> None:
     """Raises InvalidFieldError unless `address` is host:port, IPv6 in brackets."""
-    host, _, port = address.rpartition(":")
-    is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 1 << 16
-    if not (is_port and _HOST.fullmatch(host)):
-        raise InvalidFieldError(field, "must be host:port")
+    try:
+        addresses.check_address(address)
+    except ValueError:
+        raise InvalidFieldError(field, "must be host:port") from None
 
 
 def loss_from_proto(message: loss_pb2.LossSpec, field: str = "loss") -> LossSpec:

@@ -2,9 +2,13 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, ValidationError
 
+from services.gateway.config import GatewayConfig
+from services.rollout.config import RolloutConfig
+from services.rollout.engine.config import SglangConfig
 from sluice.config import Config, ConfigError, ProcessConfig, load_config, parse_config
+from sluice.loop.config import CriticConfig, RunConfig, SftConfig, TeacherConfig
 from sluice.place import StorePlace
 from sluice.runtime.server import ServerConfig
 
@@ -130,3 +134,34 @@ def test_insecure_beyond_loopback_must_be_asked_for():
     with pytest.raises(ConfigError, match="not loopback"):
         parse_config(Process, {"server": {"host": "0.0.0.0"}})
     assert parse_config(Process, {"server": {"host": "0.0.0.0", "allow_insecure": True}})
+
+
+@pytest.mark.parametrize("address", ["node", "node:", ":50051", "node:port", "a b:1", "::1:5"])
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        (RolloutConfig, "router"),
+        (SglangConfig, "leader"),
+        (ServerConfig, "advertise"),
+        (GatewayConfig, "trainer"),
+        (RunConfig, "trainer"),
+        (RunConfig, "router"),
+        (SftConfig, "trainer"),
+        (CriticConfig, "address"),
+        (TeacherConfig, "address"),
+    ],
+)
+def test_an_address_without_a_port_is_refused_by_its_setting(kind, key, address):
+    """Nothing ever answers there: whoever asked would wait for its deadline."""
+    with pytest.raises(ValidationError) as found:
+        kind.model_validate({key: address})
+    assert [e["msg"] for e in found.value.errors() if e["loc"] == (key,)] == [
+        f"Value error, {address!r} is not host:port"
+    ]
+
+
+@pytest.mark.parametrize("address", ["node-1.rack:50051", "[::1]:5", "127.0.0.1:65535"])
+def test_addresses_are_taken_as_they_are(address):
+    assert CriticConfig(address=address).address == address
+    assert ServerConfig(advertise=address).advertise == address
+    assert CriticConfig(address=f"/run/services.json#{address}").address.endswith(address)

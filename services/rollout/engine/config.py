@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from sluice.address import ServerAddress
 from sluice.config import Config
 from sluice.operations import OperationsConfig
 from sluice.runtime.recovery import Backoff
@@ -126,7 +127,7 @@ class SglangConfig(Config):
         ge=0,
         description="Of this process in the engine; only 0 serves. `sluice up` fills it in.",
     )
-    leader: str = Field(
+    leader: ServerAddress = Field(
         "",
         description="host:port, or FILE#NAME of a services.json, of the process with node_rank 0;"
         " the others need it. `sluice up` fills it in.",

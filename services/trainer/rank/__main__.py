@@ -25,6 +25,7 @@ import uvloop
 from services.trainer.config import TrainerConfig
 from services.trainer.rank import FAILURES
 from sluice import logs, platform
+from sluice.address import check_address
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.api.trainer.v1 import worker_service_pb2_grpc as pb_grpc
 from sluice.config import load_config, parse_config, read_yaml
@@ -114,6 +115,14 @@ def read_config(flags: argparse.Namespace) -> TrainerConfig:
     return load_config(TrainerConfig, ["--config", str(flags.config)])
 
 
+def _address(text: str) -> str:
+    try:
+        check_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the flags; `--front` and `--generation` are the names of the release before."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -121,7 +130,10 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
         "--config", type=Path, required=True, help="the controller's configuration, YAML or JSON"
     )
     parser.add_argument(
-        *("--controller", "--front"), required=True, help="host:port of its server for ranks"
+        *("--controller", "--front"),
+        required=True,
+        type=_address,
+        help="host:port of its server for ranks",
     )
     parser.add_argument(
         *("--incarnation", "--generation"), type=int, default=0, help="counts starts of all ranks"
