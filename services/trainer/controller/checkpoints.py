@@ -29,6 +29,7 @@ from services.trainer.controller.state import (
     PublishedWeights,
     TrainerState,
     Turns,
+    Undone,
     in_turn,
 )
 from services.trainer.controller.uploads import TrainerBatches
@@ -303,6 +304,7 @@ def restore_state(state: PolicyState, name: str, record: CheckpointRecord) -> No
     state.skips_in_a_row = 0
     state.weights = record.weights
     state.checkpoint = name
+    state.undone = None
     state.ledger = type(state.ledger)()
 
 
@@ -514,6 +516,7 @@ class TrainerCheckpoints:
     async def restore(self, ranks: RankIncarnation, policy: PolicyState) -> None:
         """Bring a policy on fresh ranks to where that of the lost ones was saved last."""
         await self.settle()  # all ranks may have written a checkpoint that is not finished yet
+        step = max(policy.step, policy.undone.step if policy.undone else 0)
         if policy.checkpoint:
             await self._load_into(ranks, policy, policy.checkpoint)
         elif ranks.number > 1:
@@ -526,6 +529,8 @@ class TrainerCheckpoints:
                 files=None,
             )
             restore_state(policy, "", blank)
+        if step > policy.step:
+            policy.undone = Undone(step, self._ranks.failure)
 
     async def _load_into(self, ranks: RankIncarnation, policy: PolicyState, name: str) -> None:
         with _forgetting_lost(policy, name):

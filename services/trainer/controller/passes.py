@@ -166,11 +166,14 @@ class TrainerPasses:
                 merged = merge_moments([result.advantages.moments for result in totals])
                 command.moments_only = False
                 command.moments.CopyFrom(merged)
+            given = batch.present.get("returns")
             batch.unmark("advantages", "returns")
             results = await self._advantages(ranks, command)
         batch.mark("advantages")
         if any(result.advantages.has_returns for result in results):
             batch.mark("returns")
+        elif given is not None:  # an estimator without any leaves them as they are
+            batch.present["returns"] = given
         batch.zero_advantage[:] = False
         for result in results:
             batch.zero_advantage[np.asarray(result.advantages.silent_rows, dtype=np.int64)] = True
@@ -491,11 +494,15 @@ class SiblingTable:
 def _check_step(state: PolicyState, expected: int) -> None:
     if expected != state.step:
         who = f"adapter {state.adapter!r}" if state.adapter else "the trainer"
-        raise StepMismatchError(
-            f"expected step {expected}, {who} is at step {state.step}",
-            expected=expected,
-            actual=state.step,
-        )
+        told = f"expected step {expected}, {who} is at step {state.step}"
+        facts: dict[str, object] = {"expected": expected, "actual": state.step}
+        if state.undone is not None and expected <= state.undone.step:
+            facts |= {"undone_step": state.undone.step, "cause": state.undone.cause}
+            told += (
+                f": its ranks were restarted ({state.undone.cause}), which undid steps up to "
+                f"{state.undone.step}; load a checkpoint, or train again from here"
+            )
+        raise StepMismatchError(told, **facts)
 
 
 def _discard(adapter: str) -> pb.FollowResponse:

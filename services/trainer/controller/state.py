@@ -309,13 +309,21 @@ class SleepReport:
     freed_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Undone:
+    """Steps up to `step` are undone, for ranks were lost and came back at an earlier one."""
+
+    step: int
+    cause: str
+
+
 @dataclass(eq=False)
 class PolicyState:
     """What is one policy's own: its steps, gradients, versions and checkpoints.
 
     weights: the latest published version that the parameters descend from. checkpoint: the
-    name of the one that ranks restart from. adapter, settings, seed: of an adapter that a call
-    began.
+    name of the one that ranks restart from. undone: until one is loaded. adapter, settings, seed:
+    of an adapter that a call began.
     """
 
     adapter: str = ""
@@ -328,6 +336,7 @@ class PolicyState:
     last_skip: str = ""
     weights: PublishedWeights | None = None
     checkpoint: str = ""
+    undone: Undone | None = None
     ledger: GradientLedger[PassScalars] = field(default_factory=GradientLedger)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sluice.algo.spec import AdvantageSpec, LossSpec
-from sluice.client import TrainerClient
+from sluice.client import RemoteError, TrainerClient
 from sluice.samples.sample import Sample
 from sluice.weights.store import WeightStore
 from tests.service.trainer.harness import (
@@ -113,6 +113,27 @@ async def test_two_steps_of_ppo(client: TrainerClient, critic: TrainerClient) ->
     assert not seen[0].any(), "a new head says 0"
     assert np.abs(seen[1]).min() > 0, "the second step sees what the first has learned"
     assert errors[1] < errors[0]
+
+
+async def test_returns_that_a_client_has_are_kept_by_an_estimator_without_any(
+    client: TrainerClient, critic: TrainerClient
+) -> None:
+    """They were dropped without a word, and the loss of the critic then lacked them."""
+    samples = make_groups("own")
+    own = {s.sample_id: with_returns(s) for s in samples[:-1]}
+    for columns in own.values():
+        columns["returns"] += 1.0
+    batch = (await critic.upload_batch("own", len(samples), samples=samples)).batch
+    await critic.put_columns(batch, own)
+    await critic.compute_advantages(batch, AdvantageSpec(name="grpo"))
+    found = await critic.get_columns(batch, ["returns"], sample_ids=list(own))
+    assert all((row["returns"] == 1).all() for row in found.values()) and found.keys() == own.keys()
+    with pytest.raises(RemoteError, match="COLUMN_MISSING"):  # the one that has none
+        await critic.get_columns(batch, ["returns"])
+    passed = await critic.forward_backward(
+        batch, VALUE, expected_step=0, part_id="own", sample_ids=list(own)
+    )
+    assert passed.loss == pytest.approx(0.5)
 
 
 async def test_the_clip_is_around_the_values_of_the_batch(

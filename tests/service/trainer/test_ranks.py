@@ -212,6 +212,18 @@ async def test_a_killed_rank_is_reported_and_the_group_restarts(both: TrainerCli
     assert restarted.weights == before.weights, "whose parent the next version names"
     assert list(restarted.part_ids) == [], "gradients are gone"
     assert list(restarted.batches) == [batch], "batches came back"
+    with pytest.raises(RemoteError) as stale:
+        await both.forward_backward(batch, PPO, expected_step=saved.step + 1, part_id="stale")
+    assert stale.value.reason == "STEP_MISMATCH"
+    assert stale.value.metadata == {
+        "expected": str(saved.step + 1),
+        "actual": str(saved.step),
+        "undone_step": str(saved.step + 1),
+        "cause": "rank 1 was killed by SIGKILL",
+    }
+    with pytest.raises(RemoteError) as other:  # of no step that was lost
+        await both.forward_backward(batch, PPO, expected_step=saved.step + 2, part_id="stale")
+    assert set(other.value.metadata) == {"expected", "actual"}
     with pytest.raises(RemoteError, match="COLUMN_MISSING"):  # but not what was computed
         await both.forward_backward(batch, PPO, expected_step=saved.step, part_id="again")
     await both.compute_advantages(batch, AdvantageSpec(name="grpo"))
