@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
+import os
 import re
+import socket
 import ssl
 from typing import Any
 
@@ -24,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 SHOWN = 500  # characters of what a caller sent, in a refusal
 MOST_IDLE = 512  # connections on which nothing is answered; the oldest makes room for another
+HANDSHAKE_SECONDS = 10.0  # for TLS to begin, and to end
 _STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.OUT_OF_RANGE: 400,
@@ -222,16 +226,84 @@ class _HttpConnection(web.RequestHandler):
 
 
 class _HttpServer(web.Server):
-    def __call__(self) -> web.RequestHandler:
+    """Bounds the connections on which nothing goes on: the oldest makes room."""
+
+    _tls: ssl.SSLContext | None
+    _shaking: dict[socket.socket, asyncio.Task[None]]  # the oldest first
+
+    def open(self, tls: ssl.SSLContext | None) -> None:
+        self._tls, self._shaking = tls, {}
+
+    def __call__(self) -> Any:  # a protocol: aiohttp knows of one kind
+        return self._connection() if self._tls is None else _Accepted(self)
+
+    def _connection(self) -> web.RequestHandler:
         return _HttpConnection(self, loop=self._loop, **self._kwargs)
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        """Closes the oldest connections that are idle, where there are too many of them."""
         super().connection_made(handler, transport)
         if len(self.connections) > MOST_IDLE:
-            idle = [c for c in self.connections if c.transport and c._current_request is None]
+            idle = [c for c in self.connections if c.transport and _is_idle(c)]
             for oldest in idle[:-MOST_IDLE]:
-                oldest.force_close()
+                assert oldest.transport is not None
+                oldest.transport.abort()
+
+    def secure(self, connection: socket.socket) -> None:
+        """Shake hands with the peer of a connection, before anything is read of it."""
+        task = asyncio.create_task(self._shake_hands(connection), name="TLS handshake")
+        self._shaking[connection] = task
+        if len(self._shaking) > MOST_IDLE:
+            oldest = next(iter(self._shaking))
+            del self._shaking[oldest]
+            _end(oldest)
+        task.add_done_callback(lambda _: self._shaking.pop(connection, None))
+
+    async def _shake_hands(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # no certificate, a wrong one, or no TLS at all
+            await self._loop.connect_accepted_socket(
+                self._connection,
+                connection,
+                ssl=self._tls,
+                ssl_handshake_timeout=HANDSHAKE_SECONDS,
+                ssl_shutdown_timeout=HANDSHAKE_SECONDS,
+            )
+
+    def pre_shutdown(self) -> None:
+        for connection in self._shaking:
+            _end(connection)
+        super().pre_shutdown()
+
+
+def _is_idle(connection: web.RequestHandler) -> bool:
+    """Whether nothing is answered on it, or its peer does not read the answer."""
+    return connection._current_request is None or connection.writing_paused
+
+
+def _end(connection: socket.socket) -> None:
+    """Whoever waits for it is told of its end."""
+    with contextlib.suppress(OSError):  # its peer has ended it
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Accepted(asyncio.Protocol):
+    """Hands a connection on to those whose peers are to shake hands.
+
+    An event loop that shakes hands itself tells of a connection only after that.
+    """
+
+    def __init__(self, server: _HttpServer) -> None:
+        self._server = server
+
+    def connection_made(self, transport: Any) -> None:
+        try:
+            descriptor = os.dup(transport.get_extra_info("socket").fileno())
+        except OSError:  # this process has as many as it may
+            return
+        finally:
+            transport.abort()  # of its own descriptor
+        connection = socket.socket(fileno=descriptor)
+        connection.setblocking(False)
+        self._server.secure(connection)
 
 
 class HttpRunner(web.AppRunner):
@@ -251,7 +323,9 @@ class HttpRunner(web.AppRunner):
         """
         self.app[BODIES] = Bodies(server.max_held_bytes)
         await self.setup()
-        site = web.TCPSite(self, server.host, port, ssl_context=tls)
+        assert isinstance(self.server, _HttpServer)
+        self.server.open(tls)
+        site = web.TCPSite(self, server.host, port)
         try:
             await site.start()
         except OSError as error:

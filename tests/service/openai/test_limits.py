@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx2
+import psutil
 import pytest
 from openai import (
     APIStatusError,
@@ -137,6 +138,39 @@ async def test_connections_without_a_request_keep_nobody_out(process: RolloutPro
         assert (await client.completions.create(**LONG)).choices
     for connection in silent:
         connection.close()
+
+
+async def test_connections_that_never_shake_hands_keep_nobody_out(
+    store: Store, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trust = create_trust(tmp_path)
+    server = {**SERVER, "security": trust.right.model_dump(mode="json")}
+    tls = trust.right.tls
+    assert tls is not None
+    context = ssl.create_default_context(cafile=str(tls.ca))
+    context.load_cert_chain(str(tls.cert), str(tls.key))
+    begun = b"\x16\x03\x01\x02\x00\x01"  # of a hello
+    monkeypatch.setattr(http, "HANDSHAKE_SECONDS", 2 * PATIENCE)
+    async with running_openai(store, model, server=server) as process:
+        assert process.openai is not None
+        silent = [
+            await asyncio.to_thread(sent_and_held, process, begun[: 6 * (number % 2)])
+            for number in range(http.MOST_IDLE + 20)
+        ]
+        secured = DefaultAsyncHttpxClient(verify=context)
+        key = trust.right.token()
+        async with client_of(process, api_key=key, http_client=secured) as client:
+            assert (await client.completions.create(**LONG)).choices
+            ours = [each.laddr for each in psutil.Process().net_connections("tcp")]
+            assert sum(each.port == process.openai.port for each in ours) <= http.MOST_IDLE + 2
+        for connection in silent:
+            connection.close()
+    monkeypatch.setattr(http, "HANDSHAKE_SECONDS", 0.1)
+    async with running_openai(store, model, server=server) as process:
+        late = await asyncio.to_thread(sent_and_held, process, begun)
+        late.settimeout(PATIENCE)
+        assert await asyncio.to_thread(late.recv, 1) == b""
+        late.close()
 
 
 async def test_bodies_that_do_not_end_take_bounded_room(store: Store, model: Path) -> None:
