@@ -28,6 +28,9 @@ class TinkerConfig(Config):
     max_waiting: int = Field(
         1024, ge=1, description="Training requests of one model that are not done; then 429."
     )
+    order_seconds: float = Field(
+        600.0, gt=0, description="A training request waits for the one before it; then it fails."
+    )
     max_running: int = Field(1024, ge=1, description="Sampling requests at once; then 429.")
     max_samples: int = Field(1024, ge=1, description="Of one sampling request.")
     body_seconds: float = Field(60.0, gt=0, description="For the body of a request; then 408.")

@@ -28,8 +28,15 @@ class SkippedStepError(ServiceError):
     reason = "STEP_SKIPPED"
 
 
+class OutOfOrderError(ServiceError):
+    """A request whose place in the order was not reached: one before it never came."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "OUT_OF_ORDER"
+
+
 class JournalDamagedError(ServiceError):
-    """A request is not as it was written to the journal."""
+    """Something is not as it was written to the journal."""
 
     code = grpc.StatusCode.DATA_LOSS
     reason = "JOURNAL_DAMAGED"

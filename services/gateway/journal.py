@@ -2,22 +2,32 @@
 
 A training request is written before it is answered for, and its answer together with the state
 that it leaves: a gateway that is killed anywhere goes on from there, and does nothing twice.
+What is read was written so: rows bear digests of themselves.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import hashlib
 import json
+import logging
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import xxhash
+
+from services.gateway.errors import JournalDamagedError
 from sluice.config import ConfigError
 from sluice.durable import owned
+
+logger = logging.getLogger(__name__)
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS format (number INTEGER NOT NULL);
@@ -29,7 +39,8 @@ CREATE TABLE IF NOT EXISTS models (
     unloaded TEXT, about TEXT NOT NULL, state TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS requests (
     model TEXT NOT NULL, seq INTEGER NOT NULL, kind TEXT NOT NULL, digest TEXT NOT NULL,
-    body BLOB, outcome TEXT, media TEXT, answer BLOB, PRIMARY KEY (model, seq));
+    body BLOB, outcome TEXT, media TEXT, answer BLOB, seal TEXT NOT NULL,
+    PRIMARY KEY (model, seq));
 CREATE TABLE IF NOT EXISTS checkpoints (
     path TEXT PRIMARY KEY, model TEXT NOT NULL, kind TEXT NOT NULL, created REAL NOT NULL,
     expires REAL, about TEXT NOT NULL);
@@ -40,8 +51,16 @@ CREATE INDEX IF NOT EXISTS samplers_of_session ON samplers (session, created);
 CREATE INDEX IF NOT EXISTS models_of_session ON models (session);
 CREATE INDEX IF NOT EXISTS checkpoints_of_model ON checkpoints (model, created);
 """
-FORMAT = 1
+FORMAT = 2
+REQUESTS = (  # without their bodies
+    "SELECT model, seq, kind, digest, outcome, media, answer, seal FROM requests WHERE model = ?"
+)
 NUMBERS = ("adapter", "rank", "alpha", "targets", "train_attn", "train_mlp")
+
+# Columns that stand for themselves, and that the text beside them bears the digest of.
+SESSION_KEY = ("id", "created")
+MODEL_KEY = SAMPLER_KEY = ("id", "session", "created")
+CHECKPOINT_KEY = ("path", "model", "kind", "created", "expires")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,33 +165,80 @@ class SamplerRecord:
     digest: str = ""
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+Change = Callable[Concatenate["GatewayJournal", P], T]
+Awaited = Callable[Concatenate["GatewayJournal", P], Coroutine[Any, Any, T]]
+
+
+def _in_thread(work: Change[P, T]) -> Awaited[P, T]:
+    """Do it in the journal's thread, behind what was asked for before.
+
+    The disk may take its time: nobody but the caller waits for it. What has begun is done, and the
+    caller goes on as far as its next await; a cancellation comes then.
+    """
+
+    @functools.wraps(work)
+    async def call(self: GatewayJournal, *args: P.args, **kwargs: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        doing = loop.run_in_executor(self._thread, lambda: work(self, *args, **kwargs))
+        try:
+            return await asyncio.shield(doing)
+        except asyncio.CancelledError:
+            await asyncio.wait([doing])
+            caller = asyncio.current_task()
+            assert caller is not None
+            caller.uncancel()
+            caller.cancel()
+            return doing.result()
+
+    return call
+
+
 class GatewayJournal:
-    """The file. One process has it at a time."""
+    """The file. One process has it at a time.
+
+    Reading one row raises JournalDamagedError where it is not as it was written; lists leave such
+    rows out, and the log names them.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError, and DirectoryError where another gateway has it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._claim = owned(path.parent, path.name)
         self._claim.__enter__()
+        self._path = path
+        self._thread = ThreadPoolExecutor(1, "journal")
         try:
-            self._db = sqlite3.connect(path, isolation_level=None)
-            self._db.row_factory = sqlite3.Row
+            self._db = self._connect()
             self._db.execute("PRAGMA journal_mode = WAL")
-            for (found,) in self._db.execute("PRAGMA quick_check"):
+            for (found,) in self._db.execute("PRAGMA integrity_check"):
                 if found != "ok":
                     raise sqlite3.DatabaseError(found)
             self._db.execute("PRAGMA synchronous = FULL")
             self._db.executescript(SCHEMA)
+            if _schema_of(self._db) != _schema_of(_new_database()):
+                raise sqlite3.DatabaseError("it is damaged, or of another release")
+            self._read = self._connect()
+            self._read.execute("PRAGMA query_only = ON")
             row = self._one("SELECT number FROM format")
             if row is None:
                 self._db.execute("INSERT INTO format VALUES (?)", (FORMAT,))
             elif row["number"] != FORMAT:
                 raise sqlite3.DatabaseError(f"it is of another release: format {row['number']}")
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter: of its message
             self._claim.__exit__(None, None, None)
             raise ConfigError(f"journal: {path} cannot be read: {error}") from None
 
+    def _connect(self) -> sqlite3.Connection:
+        found = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+        found.row_factory = sqlite3.Row
+        found.text_factory = lambda data: data.decode(errors="replace")
+        return found
+
     def close(self) -> None:
+        self._thread.shutdown()
+        self._read.close()
         self._db.close()
         self._claim.__exit__(None, None, None)
 
@@ -188,42 +254,43 @@ class GatewayJournal:
             raise
         self._db.execute("COMMIT")
 
+    @_in_thread
     def add_session(self, session: Session) -> None:
-        about = _about(session, ("tags", "user_metadata", "display_name"))
+        about = _about(session, ("tags", "user_metadata", "display_name"), SESSION_KEY)
         values = (session.id, session.created, session.seen, None, about)
         self._db.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?)", values)
 
     def session(self, session_id: str) -> Session | None:
         row = self._one("SELECT * FROM sessions WHERE id = ?", session_id)
-        return None if row is None else _session(row)
+        return None if row is None else self._session(row)
 
     def sessions(self) -> list[Session]:
         """The newest first."""
-        return [_session(r) for r in self._all("SELECT * FROM sessions ORDER BY created DESC")]
+        return self._whole(self._session, self._all("SELECT * FROM sessions ORDER BY created DESC"))
 
     def silent_sessions(self, since: float) -> list[Session]:
         """Those that live, without a sign of life since then."""
         rows = self._all("SELECT * FROM sessions WHERE finished IS NULL AND seen < ?", since)
-        return [_session(row) for row in rows]
+        return self._whole(self._session, rows)
 
+    @_in_thread
     def note_seen(self, session_id: str | None = None) -> None:
         """A sign of life of a session; of none: of all that live."""
         where, more = ("id = ?", (session_id,)) if session_id else ("finished IS NULL", ())
         self._db.execute(f"UPDATE sessions SET seen = ? WHERE {where}", (time.time(), *more))
 
+    @_in_thread
     def finish_session(self, session_id: str, why: str) -> None:
         """The first reason stands."""
         self._db.execute(
             "UPDATE sessions SET finished = ? WHERE id = ? AND finished IS NULL", (why, session_id)
         )
 
+    @_in_thread
     def add_model(self, model: Model, create: TrainingRequest) -> None:
         """With its first request."""
-        about = _about(
-            model,
-            (*NUMBERS, "seed", "user_metadata"),
-        )
-        state = json.dumps(asdict(ModelState()))
+        about = _about(model, (*NUMBERS, "seed", "user_metadata"), MODEL_KEY)
+        state = _sealed(asdict(ModelState()), model.id)
         values = (model.id, model.session, model.created, model.used, None, about, state)
         with self._together():
             self._db.execute("INSERT INTO models VALUES (?, ?, ?, ?, ?, ?, ?)", values)
@@ -231,27 +298,32 @@ class GatewayJournal:
 
     def model(self, model_id: str) -> Model | None:
         row = self._one("SELECT * FROM models WHERE id = ?", model_id)
-        return None if row is None else _model(row)
+        return None if row is None else self._model(row)
 
     def models(self, session_id: str | None = None) -> list[Model]:
         """The newest first."""
         where, more = ("WHERE session = ?", (session_id,)) if session_id else ("", ())
         rows = self._all(f"SELECT * FROM models {where} ORDER BY created DESC", *more)
-        return [_model(row) for row in rows]
+        return self._whole(self._model, rows)
 
     def loaded_models(self) -> list[Model]:
-        return [_model(row) for row in self._all("SELECT * FROM models WHERE unloaded IS NULL")]
+        return self._whole(self._model, self._all("SELECT * FROM models WHERE unloaded IS NULL"))
 
     def state(self, model_id: str) -> ModelState:
         row = self._one("SELECT state FROM models WHERE id = ?", model_id)
         assert row is not None, model_id
-        found = json.loads(row["state"])
+        found = self._unsealed(f"the state of model {model_id}", row["state"], model_id)
         return ModelState(**{**found, "parts": tuple(found["parts"])})
 
+    @_in_thread
     def keep_state(self, model_id: str, state: ModelState) -> None:
-        text = json.dumps(asdict(state))
+        self._keep_state(model_id, state)
+
+    def _keep_state(self, model_id: str, state: ModelState) -> None:
+        text = _sealed(asdict(state), model_id)
         self._db.execute("UPDATE models SET state = ? WHERE id = ?", (text, model_id))
 
+    @_in_thread
     def unload(self, model_id: str, why: str) -> None:
         """What was asked of it is forgotten; what was answered stays."""
         with self._together():
@@ -260,18 +332,43 @@ class GatewayJournal:
             )
             self._db.execute("UPDATE requests SET body = NULL WHERE model = ?", (model_id,))
 
+    @_in_thread
     def add_request(self, request: TrainingRequest) -> None:
         self._add(request)
 
     def _add(self, request: TrainingRequest) -> None:
-        values = (request.model, request.seq, request.kind, request.digest, request.body)
+        told = (request.model, request.seq, request.kind, request.digest, request.body)
         self._db.execute(
-            "INSERT INTO requests (model, seq, kind, digest, body) VALUES (?, ?, ?, ?, ?)", values
+            "INSERT INTO requests (model, seq, kind, digest, body, seal) VALUES (?, ?, ?, ?, ?, ?)",
+            (*told, _seal_of(request)),
         )
 
     def request(self, model_id: str, seq: int) -> TrainingRequest | None:
-        row = self._one("SELECT * FROM requests WHERE model = ? AND seq = ?", model_id, seq)
-        return None if row is None else TrainingRequest(**row)
+        """Without its body."""
+        row = self._one(f"{REQUESTS} AND seq = ?", model_id, seq)
+        return None if row is None else self._request(row)
+
+    @_in_thread
+    def with_body(self, request: TrainingRequest) -> TrainingRequest:
+        """Raises JournalDamagedError."""
+        found = self._db.execute(
+            "SELECT body FROM requests WHERE model = ? AND seq = ?", (request.model, request.seq)
+        ).fetchone()
+        body = None if found is None else found["body"]
+        if not isinstance(body, bytes) or digest_of(body) != request.digest:
+            raise self._damaged(f"request {request.seq} of {request.model}")
+        return replace(request, body=body)
+
+    def _request(self, row: sqlite3.Row) -> TrainingRequest:
+        values = dict(row)
+        seal = values.pop("seal")
+        request = TrainingRequest(**values)
+        if seal != _seal_of(request):
+            raise self._damaged(f"request {request.seq} of {request.model}")
+        return request
+
+    def _damaged(self, what: str) -> JournalDamagedError:
+        return JournalDamagedError(f"{self._path} is damaged: {what}")
 
     def waiting(self, model_id: str) -> int:
         """Requests of a model that are not done."""
@@ -280,15 +377,18 @@ class GatewayJournal:
         )
         return 0 if row is None else int(row["n"])
 
-    def done_since(self, model_id: str, seq: int) -> list[TrainingRequest]:
-        """Requests behind `seq` that were done and succeeded, in order, with their bodies."""
-        rows = self._all(
-            "SELECT * FROM requests WHERE model = ? AND seq > ? AND outcome = 'done' ORDER BY seq",
-            model_id,
-            seq,
-        )
-        return [TrainingRequest(**row) for row in rows]
+    def waiting_behind(self, model_id: str, seq: int) -> list[TrainingRequest]:
+        """The first requests behind `seq` that are not done, with no gap between them."""
+        rows = self._all(f"{REQUESTS} AND seq > ? AND outcome IS NULL ORDER BY seq", model_id, seq)
+        found = [self._request(row) for row in rows]
+        return [each for place, each in enumerate(found) if each.seq == found[0].seq + place]
 
+    def done_between(self, model_id: str, first: int, last: int) -> list[TrainingRequest]:
+        """Requests behind `first` that succeeded, in order, without their bodies."""
+        rows = self._all(f"{REQUESTS} AND seq > ? AND seq <= ? ORDER BY seq", model_id, first, last)
+        return [each for each in map(self._request, rows) if each.outcome == "done"]
+
+    @_in_thread
     def finish(
         self,
         request: TrainingRequest,
@@ -298,21 +398,22 @@ class GatewayJournal:
         sampler: SamplerRecord | None = None,
     ) -> None:
         """Keep the answer of a request with all that it changes, at once."""
-        answered = (request.outcome, request.media, request.answer, request.model, request.seq)
+        told = (request.outcome, request.media, request.answer, _seal_of(request))
+        answered = (*told, request.model, request.seq)
         with self._together():
             self._db.execute(
-                "UPDATE requests SET outcome = ?, media = ?, answer = ? "
+                "UPDATE requests SET outcome = ?, media = ?, answer = ?, seal = ? "
                 "WHERE model = ? AND seq = ?",
                 answered,
             )
-            self.keep_state(request.model, state)
+            self._keep_state(request.model, state)
             self._db.execute(
                 "UPDATE models SET used = ? WHERE id = ?", (time.time(), request.model)
             )
             if checkpoint is not None:
                 self._put_checkpoint(checkpoint)
             if sampler is not None:
-                self._add_sampler(sampler)
+                self._add_sampler(sampler, "REPLACE")
             self._db.execute(
                 "UPDATE requests SET body = NULL WHERE model = ? AND outcome NOTNULL "
                 "AND (seq <= ? OR outcome = 'failed' OR kind NOT IN ('create', "
@@ -323,16 +424,10 @@ class GatewayJournal:
                 "DELETE FROM requests WHERE model = ? AND seq < ? AND body IS NULL",
                 (request.model, state.done - kept_answers),
             )
-            self._db.execute(
-                "UPDATE requests SET answer = NULL WHERE model = ? AND seq < ?",
-                (request.model, state.done - kept_answers),
-            )
 
     def _put_checkpoint(self, checkpoint: Checkpoint) -> None:
-        about = _about(
-            checkpoint,
-            (*NUMBERS, "checkpoint", "version", "digest", "user_metadata"),
-        )
+        names = (*NUMBERS, "checkpoint", "version", "digest", "user_metadata")
+        about = _about(checkpoint, names, CHECKPOINT_KEY)
         values = (
             checkpoint.path,
             checkpoint.model,
@@ -350,39 +445,43 @@ class GatewayJournal:
             path,
             time.time(),
         )
-        return None if row is None else _checkpoint(row)
+        return None if row is None else self._checkpoint(row)
 
     def checkpoints(self, model_id: str | None = None) -> list[Checkpoint]:
         """The newest first."""
         where, more = ("WHERE model = ?", (model_id,)) if model_id else ("", ())
         rows = self._all(f"SELECT * FROM checkpoints {where} ORDER BY created DESC", *more)
-        return [_checkpoint(row) for row in rows]
+        return self._whole(self._checkpoint, rows)
 
     def expired_checkpoints(self) -> list[Checkpoint]:
         rows = self._all("SELECT * FROM checkpoints WHERE expires <= ?", time.time())
-        return [_checkpoint(row) for row in rows]
+        return self._whole(self._checkpoint, rows)
 
-    def set_expiry(self, path: str, expires: float | None) -> None:
-        self._db.execute("UPDATE checkpoints SET expires = ? WHERE path = ?", (expires, path))
+    @_in_thread
+    def set_expiry(self, checkpoint: Checkpoint, expires: float | None) -> None:
+        self._put_checkpoint(replace(checkpoint, expires=expires))
 
+    @_in_thread
     def remove_checkpoint(self, path: str) -> None:
         self._db.execute("DELETE FROM checkpoints WHERE path = ?", (path,))
 
+    @_in_thread
     def add_sampler(self, sampler: SamplerRecord) -> None:
-        self._add_sampler(sampler)
+        """Unless it is there."""
+        self._add_sampler(sampler, "IGNORE")
 
-    def _add_sampler(self, sampler: SamplerRecord) -> None:
-        about = _about(sampler, ("path", "adapter", "version", "digest"))
+    def _add_sampler(self, sampler: SamplerRecord, known: str) -> None:
+        about = _about(sampler, ("path", "adapter", "version", "digest"), SAMPLER_KEY)
         values = (sampler.id, sampler.session, sampler.created, 0, about)
-        self._db.execute("INSERT OR REPLACE INTO samplers VALUES (?, ?, ?, ?, ?)", values)
+        self._db.execute(f"INSERT OR {known} INTO samplers VALUES (?, ?, ?, ?, ?)", values)
 
     def sampler(self, sampler_id: str) -> SamplerRecord | None:
         row = self._one("SELECT * FROM samplers WHERE id = ?", sampler_id)
-        return None if row is None else _sampler(row)
+        return None if row is None else self._sampler(row)
 
     def samplers(self, session_id: str) -> list[SamplerRecord]:
         rows = self._all("SELECT * FROM samplers WHERE session = ? ORDER BY created", session_id)
-        return [_sampler(row) for row in rows]
+        return self._whole(self._sampler, rows)
 
     def snapshots(self, model: Model, behind: int = 0, most: int = -1) -> list[SamplerRecord]:
         """Samplers of a model whose weights have no name, the newest first.
@@ -390,15 +489,17 @@ class GatewayJournal:
         Behind the newest so many, and `most` of them; -1 is all.
         """
         rows = self._all(
-            "SELECT * FROM samplers WHERE session = ? AND json_extract(about, '$.adapter') = ? "
-            "AND json_extract(about, '$.path') IS NULL ORDER BY created DESC LIMIT ? OFFSET ?",
+            "SELECT * FROM samplers WHERE session = ? AND CASE WHEN json_valid(about) THEN "
+            "json_extract(about, '$.adapter') = ? AND json_extract(about, '$.path') IS NULL END "
+            "ORDER BY created DESC LIMIT ? OFFSET ?",
             model.session,
             model.adapter,
             most,
             behind,
         )
-        return [_sampler(row) for row in rows]
+        return self._whole(self._sampler, rows)
 
+    @_in_thread
     def join_sampler(self, sampler_id: str) -> int:
         """Return a number that no other client of the sampler has."""
         row = self._one(
@@ -408,40 +509,83 @@ class GatewayJournal:
         return int(row["clients"])
 
     def _one(self, query: str, *values: Any) -> sqlite3.Row | None:
-        row: sqlite3.Row | None = self._db.execute(query, values).fetchone()
+        row: sqlite3.Row | None = self._read.execute(query, values).fetchone()
         return row
 
     def _all(self, query: str, *values: Any) -> list[sqlite3.Row]:
-        return self._db.execute(query, values).fetchall()
+        return self._read.execute(query, values).fetchall()
+
+    def _whole(self, read: Callable[[sqlite3.Row], T], rows: Sequence[sqlite3.Row]) -> list[T]:
+        found = []
+        for row in rows:
+            try:
+                found.append(read(row))
+            except JournalDamagedError as error:
+                logger.error("%s", error)
+        return found
+
+    def _session(self, row: sqlite3.Row) -> Session:
+        return Session(**self._values("session", row, SESSION_KEY))
+
+    def _model(self, row: sqlite3.Row) -> Model:
+        return Model(**self._values("model", row, MODEL_KEY))
+
+    def _checkpoint(self, row: sqlite3.Row) -> Checkpoint:
+        return Checkpoint(**self._values("checkpoint", row, CHECKPOINT_KEY))
+
+    def _sampler(self, row: sqlite3.Row) -> SamplerRecord:
+        return SamplerRecord(**self._values("sampler", row, SAMPLER_KEY))
+
+    def _values(self, what: str, row: sqlite3.Row, key: Sequence[str]) -> dict[str, Any]:
+        found = {name: value for name, value in dict(row).items() if name not in ("about", "state")}
+        about = self._unsealed(f"{what} {row[0]}", row["about"], *(row[name] for name in key))
+        for name in ("tags", "targets"):
+            if name in about:
+                about[name] = tuple(about[name])
+        return {**found, **about}
+
+    def _unsealed(self, what: str, text: str, *key: Any) -> dict[str, Any]:
+        """What `_sealed` made text of. Raises JournalDamagedError."""
+        try:
+            values: dict[str, Any] = json.loads(text)
+            if values.pop("seal") == _digest(values, *key):
+                return values
+        except (ValueError, TypeError, AttributeError, KeyError):  # no JSON, or other values
+            pass
+        raise self._damaged(what)
 
 
-def _about(value: Any, names: Sequence[str]) -> str:
-    return json.dumps({name: getattr(value, name) for name in names})
+def _new_database() -> sqlite3.Connection:
+    database = sqlite3.connect(":memory:")
+    database.executescript(SCHEMA)
+    return database
 
 
-def _read(row: sqlite3.Row) -> dict[str, Any]:
-    found = {key: value for key, value in dict(row).items() if key not in ("about", "state")}
-    about = json.loads(row["about"])
-    for name in ("tags", "targets"):
-        if name in about:
-            about[name] = tuple(about[name])
-    return {**found, **about}
+def _schema_of(database: sqlite3.Connection) -> list[Any]:
+    rows = database.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema ORDER BY name")
+    return [tuple(row) for row in rows]
 
 
-def _session(row: sqlite3.Row) -> Session:
-    return Session(**_read(row))
+def _about(value: Any, names: Sequence[str], key: Sequence[str]) -> str:
+    values = {name: getattr(value, name) for name in names}
+    return _sealed(values, *(getattr(value, name) for name in key))
 
 
-def _model(row: sqlite3.Row) -> Model:
-    return Model(**_read(row))
+def _sealed(values: Mapping[str, Any], *key: Any) -> str:
+    """JSON with a digest of itself and of what is written beside it."""
+    return json.dumps({**values, "seal": _digest(values, *key)})
 
 
-def _checkpoint(row: sqlite3.Row) -> Checkpoint:
-    return Checkpoint(**_read(row))
+def _digest(*values: Any) -> str:
+    return str(xxhash.xxh3_64_hexdigest(json.dumps(values, default=repr).encode()))
 
 
-def _sampler(row: sqlite3.Row) -> SamplerRecord:
-    return SamplerRecord(**_read(row))
+def _seal_of(request: TrainingRequest) -> str:
+    answer: Any = request.answer
+    if isinstance(answer, bytes):  # a damaged one may be anything
+        answer = xxhash.xxh3_64_hexdigest(answer)
+    told = (request.model, request.seq, request.kind, request.digest, request.outcome)
+    return _digest(*told, request.media, answer)
 
 
 def digest_of(body: bytes) -> str:

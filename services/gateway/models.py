@@ -30,6 +30,7 @@ from services.gateway.errors import (
     OF_SERVICES,
     GoneError,
     JournalDamagedError,
+    OutOfOrderError,
     RefusedError,
     SkippedStepError,
     is_own_fault,
@@ -41,7 +42,6 @@ from services.gateway.journal import (
     ModelState,
     SamplerRecord,
     TrainingRequest,
-    digest_of,
     with_answer,
 )
 from services.gateway.requests import LoadWeights, OptimStep, SaveForSampler, SaveWeights
@@ -108,8 +108,10 @@ class TrainedModel:
         self.model, self._journal, self._trainer = model, journal, trainer
         self._engines, self._config = engines, config
         self._state = journal.state(model.id)
+        self._passed = -1  # no request is taken up to here
         self._suspect = self._state.done >= 0  # of whom nobody knows what the trainer did since
         self._changed = asyncio.Event()
+        self._changing = asyncio.Lock()  # of what requests there are
         self._answered = asyncio.Event()
         self._waiting = journal.waiting(model.id)
         metrics.WAITING.inc(self._waiting)
@@ -125,64 +127,114 @@ class TrainedModel:
         """A request that this process cannot do ends its model, and no other."""
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("model %s failed", self.model.id, exc_info=error)
-            self._failure = f"model {self.model.id} failed; the log of the gateway says more"
+            why = error if isinstance(error, JournalDamagedError) else "the gateway's log says more"
+            self._failure = f"model {self.model.id} failed: {why}"
             self._answered.set()
 
     def _check_alive(self) -> None:
         if self._failure:
             raise GoneError(self._failure)
 
-    async def close(self) -> None:
+    async def close(self, why: str) -> None:
+        """Do no more; who waits for an answer is told why."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        self._failure = self._failure or f"model {self.model.id} {why}"
         self._answered.set()
+        metrics.WAITING.dec(self._waiting)
+        self._waiting = 0
 
-    def submit(self, request: TrainingRequest) -> None:
+    async def submit(self, request: TrainingRequest) -> None:
         """Take a request, or the repeat of one. Raises RefusedError, GoneError, QueueFullError."""
         self._check_alive()
-        known = self._journal.request(self.model.id, request.seq)
-        if known is not None:
-            if known.digest != request.digest:
-                raise RefusedError(f"seq_id {request.seq} was that of another request")
-            return
-        if request.seq <= self._state.done:
-            raise GoneError(f"the answer to request {request.seq} is not kept any more")
-        if self._waiting >= self._config.tinker.max_waiting:
-            raise QueueFullError(f"{self._waiting} requests of the model wait")
-        self._journal.add_request(request)
-        self._waiting += 1
-        metrics.WAITING.inc()
-        self._changed.set()
+        async with self._changing:
+            known = self._journal.request(self.model.id, request.seq)
+            if known is not None:
+                if known.digest != request.digest:
+                    raise RefusedError(f"seq_id {request.seq} was that of another request")
+                return
+            if request.seq <= max(self._state.done, self._passed):
+                raise GoneError(
+                    f"request {request.seq} comes too late, or its answer is not kept any more"
+                )
+            is_next = request.seq == self._state.done + 1
+            if self._waiting >= self._config.tinker.max_waiting and not is_next:
+                raise QueueFullError(f"{self._waiting} requests of the model wait")
+            try:
+                await self._journal.add_request(request)
+                self._waiting += 1
+                metrics.WAITING.inc()
+            finally:
+                if is_next or self._waiting == 1:
+                    self._changed.set()
 
     async def answer(self, seq: int, seconds: float) -> TrainingRequest | None:
-        """A request that is done; None where it is not, so long from now. Raises GoneError."""
+        """A request that is done; None where it is not, so long from now.
+
+        Raises GoneError and JournalDamagedError.
+        """
+        if seq > self._state.done and self._journal.request(self.model.id, seq) is None:
+            raise GoneError(f"there is no request {seq}")
         try:
             async with asyncio.timeout(seconds):
-                while True:
-                    answered = self._answered
-                    request = self._journal.request(self.model.id, seq)
-                    if request is None or (request.outcome and request.answer is None):
-                        raise GoneError(f"there is no answer to request {seq}")
-                    if request.outcome:
-                        return request
+                while seq > self._state.done:
                     self._check_alive()
-                    await answered.wait()
+                    await self._answered.wait()
         except TimeoutError:
             return None
+        found = self._journal.request(self.model.id, seq)
+        if found is None or found.answer is None:
+            raise GoneError(f"there is no answer to request {seq}")
+        return found
 
     async def _run(self) -> None:
         while True:
             self._changed.clear()
             request = self._journal.request(self.model.id, self._state.done + 1)
-            if request is None or request.outcome:
-                await self._changed.wait()
+            if request is None:
+                await self._await_next()
                 continue
             began = time.monotonic()
             done = await self._perform(request)
             await self._finish(request, done)
             metrics.REQUEST_SECONDS.labels(request.kind).observe(time.monotonic() - began)
             await self._checkpoint(request)
+
+    async def _await_next(self) -> None:
+        """Until the next request may have come; those behind it do not wait for ever."""
+        if not self._waiting:
+            await self._changed.wait()
+            return
+        seconds, adapter = self._config.tinker.order_seconds, self.model.adapter
+        with (
+            contextlib.suppress(TimeoutError),
+            waits.waiting(
+                f"client of {adapter} to send request {self._state.done + 1}",
+                timeout=seconds,
+                explain=lambda: f"{self._waiting} requests behind it wait",
+            ),
+        ):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+            return
+        await self._pass_over(self._state.done + 1)
+
+    async def _pass_over(self, missing: int) -> None:
+        """Fail the requests that wait for one which does not come; nor is it taken any more."""
+        async with self._changing:
+            if self._journal.request(self.model.id, missing) is not None:
+                return
+            waiting = self._journal.waiting_behind(self.model.id, missing)
+            self._passed = waiting[-1].seq
+        why = OutOfOrderError(
+            f"request {missing} of {self.model.id} did not come in "
+            f"{self._config.tinker.order_seconds:g} s (tinker.order_seconds): nothing is done of "
+            "those behind it"
+        )
+        logger.warning("%s", why)
+        for request in waiting:
+            await self._finish(request, Done(self._state, "", _failure(why, user=True)))
 
     async def _finish(self, request: TrainingRequest, done: Done) -> None:
         outcome = "done" if done.media else "failed"
@@ -204,13 +256,13 @@ class TrainedModel:
         answered_event, self._answered = self._answered, asyncio.Event()
         answered_event.set()
 
-    async def _keep(self, write: Callable[[], None]) -> None:
+    async def _keep(self, write: Callable[[], Awaitable[None]]) -> None:
         """Write to the journal, as often as it takes: a disk that is full has room again."""
         failures = 0
         with waits.waiting(f"model {self.model.adapter}: journal to take what was done"):
             while True:
                 try:
-                    return write()
+                    return await write()
                 except sqlite3.OperationalError as error:
                     failures += 1
                     logger.error("model %s: %s: %s", self.model.id, self._config.journal, error)
@@ -222,7 +274,7 @@ class TrainedModel:
             with waits.waiting(
                 f"{request.kind} {self.model.adapter}/{request.seq}", on=["trainer"]
             ):
-                done = await self._persist(request)
+                done = await self._persist(await self._journal.with_body(request))
         except (ServiceError, RemoteError) as error:
             logger.info("request %s/%d: %s", self.model.id, request.seq, error)
             return Done(self._state, "", _failure(error, user=is_own_fault(error)))
@@ -257,11 +309,7 @@ class TrainedModel:
                 await asyncio.sleep(PAUSES.seconds(failures))
 
     async def _do(self, request: TrainingRequest, state: ModelState) -> Done:
-        """Raises LostError where the trainer is not in `state`, and JournalDamagedError."""
-        if digest_of(request.body or b"") != request.digest:
-            raise JournalDamagedError(
-                f"{self._config.journal} is damaged: request {request.seq} of {self.model.id}"
-            )
+        """Raises LostError where the trainer is not in `state`."""
         work: Callable[[TrainingRequest, ModelState], Awaitable[Done]] = getattr(
             self, f"_{request.kind}"
         )
@@ -540,12 +588,12 @@ class TrainedModel:
         except OSError as error:
             logger.warning("checkpoint %s stays in the store: %s", checkpoint, error)
 
-    def adopt(self, checkpoint: str) -> bool:
+    async def adopt(self, checkpoint: str) -> bool:
         """Take over a checkpoint that nobody else knows of any more, if the model needs it."""
         if self._state.checkpoint != checkpoint:
             return False
         self._state = replace(self._state, owns=True)
-        self._journal.keep_state(self.model.id, self._state)
+        await self._journal.keep_state(self.model.id, self._state)
         return True
 
     async def _restore(self, request: TrainingRequest) -> None:
@@ -568,7 +616,7 @@ class TrainedModel:
         self._state = state = replace(state, lineage=state.lineage + 1)
         await self._keep(lambda: self._journal.keep_state(self.model.id, state))
         metrics.RECOVERIES.inc()
-        since = self._journal.done_since(self.model.id, state.checkpoint_seq)
+        since = self._journal.done_between(self.model.id, state.checkpoint_seq, state.done)
         since = [each for each in since if each.kind in CHANGING]
         logger.warning(
             "model %s: the trainer has lost it; back to %s, and %d requests again",
@@ -579,7 +627,8 @@ class TrainedModel:
         await self._begin_again(found is not None, state)
         at = replace(state, step=state.checkpoint_step, parts=())
         for each in since:
-            at = replace((await self._do(each, at)).state, lineage=state.lineage)
+            again = await self._journal.with_body(each)
+            at = replace((await self._do(again, at)).state, lineage=state.lineage)
             metrics.REPLAYED.inc()
         if (at.step, at.parts) != (state.step, state.parts):
             raise ServiceError(f"the model was brought to step {at.step}, not to {state.step}")

@@ -45,7 +45,7 @@ class GatewayProcess:
         await self.tinker.start()
         self.server.further_addresses["tinker_url"] = self.tinker.url
         await self.server.start()
-        self.registry.start()
+        await self.registry.start()
         self._tasks = [
             asyncio.create_task(self.registry.sweep(), name="sweep"),
             asyncio.create_task(self._leave(), name="leave"),

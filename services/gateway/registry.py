@@ -9,7 +9,7 @@ import time
 
 from services.gateway import metrics
 from services.gateway.config import GatewayConfig
-from services.gateway.errors import GoneError, RefusedError
+from services.gateway.errors import GoneError, JournalDamagedError, RefusedError
 from services.gateway.journal import Checkpoint, GatewayJournal, Model, TrainingRequest
 from services.gateway.models import TrainedModel, find_training, pin_owner, remove_checkpoint
 from services.gateway.samplers import Engines
@@ -35,18 +35,22 @@ class ModelRegistry:
         self._config, self.journal = config, journal
         self._trainer, self._engines = trainer, engines
         self._models: dict[str, TrainedModel] = {}
+        self._beginning = asyncio.Lock()
         self._is_deaf = False  # signs of life came that the journal did not take
         self._weights = WeightStore(config.weights_location)
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Go on with the models that were trained when the gateway ended."""
-        self.journal.note_seen()  # nobody could send a sign of life meanwhile
+        await self.journal.note_seen()  # nobody could send a sign of life meanwhile
         for model in self.journal.loaded_models():
-            self._start(model)
+            try:
+                self._start(model)
+            except JournalDamagedError as error:
+                logger.error("%s", error)
 
     async def close(self) -> None:
         for model in self._models.values():
-            await model.close()
+            await model.close("is left to the next gateway")
 
     def _start(self, model: Model) -> None:
         trained = TrainedModel(model, self.journal, self._trainer, self._engines, self._config)
@@ -54,22 +58,25 @@ class ModelRegistry:
         trained.start()
         metrics.MODELS.set(len(self._models))
 
-    def begin(self, model: Model, create: TrainingRequest) -> None:
+    async def begin(self, model: Model, create: TrainingRequest) -> None:
         """Begin a model, or find the one that the same request began. Raises RefusedError."""
-        if (known := self.journal.model(model.id)) is None:
-            self.journal.add_model(model, create)
-            self._start(self.journal.model(model.id) or model)
-            return
+        async with self._beginning:
+            if (known := self.journal.model(model.id)) is None:
+                await self.journal.add_model(model, create)
+                self._start(self.journal.model(model.id) or model)
+                return
         first = self.journal.request(known.id, 0)
         if first is not None and first.digest != create.digest:
             raise RefusedError(f"model {known.id} was begun by another request")
 
     def model(self, model_id: str) -> TrainedModel:
-        """Raises GoneError."""
+        """Raises GoneError and JournalDamagedError."""
         found = self._models.get(model_id)
         if found is None:
             known = self.journal.model(model_id)
-            why = "is not known" if known is None else f"is unloaded: {known.unloaded}"
+            if known is not None and known.unloaded is None:
+                self.journal.state(model_id)  # which it did not begin with
+            why = "is not known" if known is None else f"is unloaded: {known.unloaded or 'by now'}"
             raise GoneError(f"model {model_id[:80]!r} {why}")
         return found
 
@@ -77,17 +84,17 @@ class ModelRegistry:
         """Raises RefusedError."""
         return find_training(self.journal, path)
 
-    def note_seen(self, session_id: str) -> None:
+    async def note_seen(self, session_id: str) -> None:
         """A sign of life of a session. Raises sqlite3.OperationalError."""
         try:
-            self.journal.note_seen(session_id)
+            await self.journal.note_seen(session_id)
         except sqlite3.OperationalError:
             self._is_deaf = True
             raise
 
     async def finish_session(self, session_id: str, why: str) -> None:
         """End a session; its models are unloaded."""
-        self.journal.finish_session(session_id, why)
+        await self.journal.finish_session(session_id, why)
         for model in self.journal.models(session_id):
             if model.unloaded is None:
                 await self._unload(model, f"its session ended: {why}")
@@ -96,7 +103,7 @@ class ModelRegistry:
         """Raises nothing for a trainer or a store that fails now: the next look tries again."""
         trained = self._models.pop(model.id, None)
         if trained is not None:
-            await trained.close()
+            await trained.close(f"is unloaded: {why}")
         metrics.MODELS.set(len(self._models))
         try:
             await self._trainer.delete_adapter(model.adapter)
@@ -113,10 +120,9 @@ class ModelRegistry:
         except OSError as error:
             logger.warning("model %s is not unloaded yet: %s", model.id, error)
             return
-        metrics.WAITING.dec(self.journal.waiting(model.id))
-        self.journal.unload(model.id, why)
+        await self.journal.unload(model.id, why)
 
-    def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
+    async def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Remove what a path names, unless a model would go back to it, and forget the path.
 
         Raises OSError where that cannot be removed; the path is known then, and it can be again.
@@ -124,9 +130,9 @@ class ModelRegistry:
         trained = self._models.get(checkpoint.model)
         if checkpoint.kind == "sampler":
             self._weights.unpin(checkpoint.version, pin_owner(checkpoint.path))
-        elif trained is None or not trained.adopt(checkpoint.checkpoint):
+        elif trained is None or not await trained.adopt(checkpoint.checkpoint):
             remove_checkpoint(self._config, checkpoint.checkpoint)
-        self.journal.remove_checkpoint(checkpoint.path)
+        await self.journal.remove_checkpoint(checkpoint.path)
 
     async def sweep(self) -> None:
         """Look again and again, until cancelled."""
@@ -143,7 +149,7 @@ class ModelRegistry:
         What cannot be removed for now is told, and tried again the next time.
         """
         if self._is_deaf:
-            self.journal.note_seen()
+            await self.journal.note_seen()
             self._is_deaf = False
         since = time.time() - self._config.tinker.session_seconds
         for session in self.journal.silent_sessions(since):
@@ -155,6 +161,6 @@ class ModelRegistry:
                 await self._unload(model, f"its session ended: {session_of.finished}")
         for checkpoint in self.journal.expired_checkpoints():
             try:
-                self.delete_checkpoint(checkpoint)
+                await self.delete_checkpoint(checkpoint)
             except OSError as error:
                 logger.warning("%s is not removed yet: %s", checkpoint.path, error)

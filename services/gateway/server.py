@@ -25,7 +25,7 @@ from pydantic import BaseModel, ValidationError
 from services.gateway import metrics, requests
 from services.gateway.config import GatewayConfig
 from services.gateway.datums import parse_header
-from services.gateway.errors import GoneError, RefusedError, is_own_fault
+from services.gateway.errors import GoneError, JournalDamagedError, RefusedError, is_own_fault
 from services.gateway.journal import (
     Checkpoint,
     Model,
@@ -184,8 +184,8 @@ class TinkerServer:
             if request.path != f"{API}/healthz":
                 self._check_key(request)
             response = await handler(request)
-        except GoneError as error:
-            response = ApiError(404, "gone", str(error)).response()
+        except (GoneError, JournalDamagedError) as error:
+            response = ApiError(404, error.reason.lower(), str(error)).response()
         except NotReadyError as error:
             response = ApiError(503, "not_ready", str(error)).response()
         except sqlite3.OperationalError as error:
@@ -263,7 +263,7 @@ class TinkerServer:
             user_metadata=body.user_metadata,
             display_name=body.display_name,
         )
-        self._journal.add_session(session)
+        await self._journal.add_session(session)
         return web.json_response(
             {"type": "create_session", "session_id": session.id, "warning_message": UNEMBED}
         )
@@ -273,7 +273,7 @@ class TinkerServer:
         session = self._journal.session(body.session_id)
         if session is None or session.finished is not None:
             raise ApiError(410, "session_finished", "the session has ended")
-        self._note_seen(session.id)
+        await self._note_seen(session.id)
         return web.json_response({"type": "session_heartbeat"})
 
     async def _finish_session(self, request: web.Request) -> web.Response:
@@ -283,9 +283,9 @@ class TinkerServer:
         await self._registry.finish_session(session.id, str(body.reason.get("type", "success")))
         return web.json_response({})
 
-    def _note_seen(self, session_id: str) -> None:
+    async def _note_seen(self, session_id: str) -> None:
         if (now := time.monotonic()) - self._seen.get(session_id, -SEEN_SECONDS) >= SEEN_SECONDS:
-            self._registry.note_seen(session_id)
+            await self._registry.note_seen(session_id)
             self._seen[session_id] = now
 
     def _known_session(self, session_id: str) -> Session:
@@ -328,7 +328,7 @@ class TinkerServer:
             train_mlp=lora.train_mlp,
             user_metadata=body.user_metadata,
         )
-        return self._begin(model, data)
+        return await self._begin(model, data)
 
     def _check_base(self, name: str) -> None:
         known = {self._config.model_name, str(self._config.model)}
@@ -348,11 +348,11 @@ class TinkerServer:
             **numbers,
         )
 
-    def _begin(self, model: Model, data: bytes) -> web.Response:
+    async def _begin(self, model: Model, data: bytes) -> web.Response:
         create = TrainingRequest(
             model=model.id, seq=0, kind="create", digest=digest_of(data), body=data
         )
-        self._registry.begin(model, create)
+        await self._registry.begin(model, create)
         return _future(model.id, 0)
 
     async def _get_info(self, request: web.Request) -> web.Response:
@@ -382,7 +382,7 @@ class TinkerServer:
             raise ApiError(415, "unsupported_media", f"the body is no {PROTO}")
         model_id, seq, forward_only = parse_header(data)
         kind = "forward" if forward_only else "forward_backward"
-        return self._submit(model_id, seq, kind, data)
+        return await self._submit(model_id, seq, kind, data)
 
     async def _optim_step(self, request: web.Request) -> web.Response:
         return await self._submit_json(request, requests.OptimStep, "optim_step")
@@ -402,15 +402,16 @@ class TinkerServer:
         if not isinstance(values, dict) or not isinstance(values.get("seq_id"), int):
             kind.model_validate(values)
             raise RefusedError("seq_id is missing")
-        return self._submit(str(values.get("model_id")), values["seq_id"], name, data)
+        return await self._submit(str(values.get("model_id")), values["seq_id"], name, data)
 
-    def _submit(self, model_id: str, seq: int, kind: str, data: bytes) -> web.Response:
+    async def _submit(self, model_id: str, seq: int, kind: str, data: bytes) -> web.Response:
         if not 1 <= seq <= LAST_SEQ:
             raise RefusedError(f"seq_id is not from 1 to {LAST_SEQ}")
         model = self._registry.model(model_id)
-        self._note_seen(model.model.session)
-        model.submit(
-            TrainingRequest(model=model_id, seq=seq, kind=kind, digest=digest_of(data), body=data)
+        await self._note_seen(model.model.session)
+        digest = await asyncio.to_thread(digest_of, data)
+        await model.submit(
+            TrainingRequest(model=model_id, seq=seq, kind=kind, digest=digest, body=data)
         )
         return _future(model_id, seq)
 
@@ -418,10 +419,10 @@ class TinkerServer:
         data = await self._body(request)
         values = read_json(data)
         if isinstance(values, dict) and values.get("session_id") is not None:
-            return self._create_by_load(requests.LoadWeights.model_validate(values), data)
+            return await self._create_by_load(requests.LoadWeights.model_validate(values), data)
         return await self._submit_json(request, requests.LoadWeights, "load")
 
-    def _create_by_load(self, body: requests.LoadWeights, data: bytes) -> web.Response:
+    async def _create_by_load(self, body: requests.LoadWeights, data: bytes) -> web.Response:
         session = self._live_session(str(body.session_id))
         if body.model_seq_id is None:
             raise RefusedError("model_seq_id is missing")
@@ -444,7 +445,7 @@ class TinkerServer:
             train_mlp=source.train_mlp,
             user_metadata=body.user_metadata,
         )
-        return self._begin(model, data)
+        return await self._begin(model, data)
 
     async def _create_sampler(self, request: web.Request) -> web.Response:
         body, _ = await self._parsed(request, requests.CreateSampler)
@@ -452,7 +453,7 @@ class TinkerServer:
         sampler_id = f"{session.id}:sample:{body.sampling_session_seq_id}"
         known = self._journal.sampler(sampler_id)
         if known is None:
-            self._journal.add_sampler(self._new_sampler(sampler_id, session, body))
+            await self._journal.add_sampler(self._new_sampler(sampler_id, session, body))
         return web.json_response(
             {"type": "create_sampling_session", "sampling_session_id": sampler_id}
         )
@@ -486,7 +487,7 @@ class TinkerServer:
     async def _join_sampler(self, request: web.Request) -> web.Response:
         body, _ = await self._parsed(request, requests.OfSampler)
         sampler = self._known_sampler(body.sampling_session_id)
-        number = self._journal.join_sampler(sampler.id)
+        number = await self._journal.join_sampler(sampler.id)
         return web.json_response({"type": "join_sampling_session", "client_counter": number})
 
     def _known_sampler(self, sampler_id: str | None) -> SamplerRecord:
@@ -548,7 +549,10 @@ class TinkerServer:
             raise ApiError(410, "gone", "the answer is not kept any more; sample again")
         if not seq.isascii() or not seq.isdecimal() or len(seq) > 10 or int(seq) > LAST_SEQ:
             raise GoneError(f"request {body.request_id[:80]!r} is not known")
-        done = await self._registry.model(owner).answer(int(seq), seconds)
+        try:
+            done = await self._registry.model(owner).answer(int(seq), seconds)
+        except JournalDamagedError as error:
+            return web.json_response({"error": str(error), "category": "server"})
         if done is None:
             return _try_again()
         assert done.answer is not None and done.media is not None
@@ -677,13 +681,13 @@ class TinkerServer:
         return found
 
     async def _delete_checkpoint(self, request: web.Request) -> web.Response:
-        self._registry.delete_checkpoint(self._named(request))
+        await self._registry.delete_checkpoint(self._named(request))
         return web.json_response({})
 
     async def _set_ttl(self, request: web.Request) -> web.Response:
         body, _ = await self._parsed(request, requests.SetTtl)
         found, seconds = self._named(request), body.ttl_seconds
-        self._journal.set_expiry(found.path, None if seconds is None else time.time() + seconds)
+        await self._journal.set_expiry(found, None if seconds is None else time.time() + seconds)
         return web.json_response({})
 
 

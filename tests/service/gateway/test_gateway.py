@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,14 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
+from services.gateway.config import GatewayConfig
+from services.gateway.journal import GatewayJournal
 from services.gateway.trainer import AdapterTrainer
 from sluice.algo.spec import AdvantageSpec, LossSpec
+from sluice.api.common.v1.wait_service_pb2 import ListWaitsRequest
 from sluice.config import ConfigError
+from sluice.runtime.waits import listed_in
+from sluice.runtime.wire import seconds_of
 from sluice.weights.store import WeightStore
 from tests.patience import PATIENCE
 from tests.service.gateway.conftest import Http, Place, RunningGateway
@@ -202,7 +208,7 @@ async def test_a_silent_session_gives_its_models_up_and_what_expires_goes(place:
         (kept,) = set(store.glob("*")) - before  # what it replaced is gone
         await registry.look()
         assert await trained(place)
-        registry.journal.set_expiry(path, 1.0)
+        await expire(registry.journal, path)
         await registry.look()
         assert kept.is_dir()  # the model would go back to it
         running.process.journal._db.execute("UPDATE sessions SET seen = 1")
@@ -232,7 +238,7 @@ async def test_what_cannot_be_removed_is_known_until_it_is(
         stuck = saved[0]
         away = break_directory(stuck)
         for path in paths:
-            registry.journal.set_expiry(path, 1.0)
+            await expire(registry.journal, path)
         await registry.look()
         assert f"{paths[0]} is not removed yet" in caplog.text
         left = [checkpoint.path for checkpoint in registry.journal.expired_checkpoints()]
@@ -244,6 +250,12 @@ async def test_what_cannot_be_removed_is_known_until_it_is(
         assert not stuck.exists()
     finally:
         await running.stop()
+
+
+async def expire(journal: GatewayJournal, path: str) -> None:
+    found = journal.checkpoint(path)
+    assert found is not None
+    await journal.set_expiry(found, 1.0)
 
 
 def break_directory(directory: Path) -> Path:
@@ -273,7 +285,7 @@ async def test_models_outlive_a_checkpoint_that_cannot_be_removed(
         await take_steps(3)  # behind the second one it saved where to go back to
         (first,) = set(store.glob("*")) - before
         break_directory(first)
-        await take_steps(3)
+        await take_steps(2)
         assert f"checkpoint checkpoints/{first.name} stays in the store" in caplog.text
         (second,) = set(store.glob("*")) - before - {first}
         away = break_directory(second)
@@ -473,3 +485,127 @@ async def test_a_model_goes_back_to_a_state_that_was_saved(place: Place, http: H
     assert status == 200, loaded
     assert await http.result(loaded["request_id"])
     assert await trained(place) == [(1, [])]
+
+
+async def test_requests_behind_one_that_never_comes_are_told_so(place: Place) -> None:
+    place.config = with_tinker(place, order_seconds=0.2)
+    running = RunningGateway(place)
+    with listed_in(running.process.server.waits):
+        http = await running.start()
+    try:
+        model = await http.begin()
+        futures = [await http.pass_of(model, 2), await http.step(model, 3, learning_rate=1e-3)]
+        await http.pass_of(model, 5)
+        waits = await running.process.server.waits.ListWaits(ListWaitsRequest(), None)
+        (wait,) = [each for each in waits.waits if "to send request 1" in each.what]
+        assert seconds_of(wait.deadline_time) > seconds_of(wait.start_time)
+        for _, future in futures:
+            answer = await http.result(future["request_id"])
+            assert answer["category"] == "user"
+            assert f"request 1 of {model} did not come in 0.2 s" in answer["error"]
+        status, answer = await http.pass_of(model, 1)
+        assert status == 404
+        assert "comes too late" in answer["error"]["message"]
+        await http.pass_of(model, 4)
+        _, stepped = await http.step(model, 6, learning_rate=1e-3)
+        assert (await http.result(stepped["request_id"]))["metrics"]["step"] == 1
+        assert await trained(place) == [(1, [])]
+    finally:
+        await running.stop()
+
+
+def with_tinker(place: Place, **settings: Any) -> GatewayConfig:
+    tinker = place.config.tinker.model_copy(update=settings)
+    return place.config.model_copy(update={"tinker": tinker})
+
+
+async def test_the_request_that_others_wait_for_always_has_room(place: Place) -> None:
+    place.config = with_tinker(place, max_waiting=2)
+    running = RunningGateway(place)
+    http = await running.start()
+    try:
+        model = await http.begin()
+        _, stepped = await http.step(model, 3, learning_rate=1e-3)
+        await http.pass_of(model, 2)
+        status, _ = await http.pass_of(model, 4)
+        assert status == 429
+        status, _ = await http.pass_of(model, 1)
+        assert status == 200
+        assert (await http.result(stepped["request_id"]))["metrics"]["step"] == 1
+    finally:
+        await running.stop()
+
+
+async def test_who_waits_for_an_answer_is_told_when_the_session_ends(http: Http) -> None:
+    model = await http.begin()
+    _, future = await http.step(model, 2)
+    asking = asyncio.create_task(http.result(future["request_id"]))
+    for _ in range(3):  # behind it
+        await http.post("telemetry", {})
+    session = model.partition(":")[0]
+    await http.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
+    with pytest.raises(AssertionError, match="unloaded"):
+        await asyncio.wait_for(asking, PATIENCE)
+
+
+async def test_a_slow_disk_of_the_journal_holds_up_its_own_requests_alone(
+    place: Place, http: Http
+) -> None:
+    model = await http.begin()
+    _, passed = await http.pass_of(model, 1)
+    answer = await http.result(passed["request_id"])
+    with sqlite3.connect(place.config.journal, isolation_level=None) as other:
+        other.execute("BEGIN IMMEDIATE")
+        stepping = asyncio.create_task(http.step(model, 2, learning_rate=1e-3))
+        for _ in range(3):  # behind it
+            assert await http.result(passed["request_id"]) == answer
+        assert not stepping.done()
+        other.execute("COMMIT")
+    status, future = await stepping
+    assert status == 200
+    assert (await http.result(future["request_id"]))["metrics"]["step"] == 1
+
+
+@pytest.mark.parametrize("column", ["state", "about"])
+async def test_a_model_that_is_damaged_in_the_journal_costs_no_other(
+    place: Place, column: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = RunningGateway(place)
+    http = await first.start()
+    models = [await http.begin() for _ in range(2)]
+    for model in models:
+        await http.pass_of(model, 1)
+        _, stepped = await http.step(model, 2, learning_rate=1e-3)
+        await http.result(stepped["request_id"])
+    await first.stop()
+    with sqlite3.connect(place.config.journal) as database:
+        change = f"UPDATE models SET {column} = replace({column}, ?, ?) WHERE id = ?"
+        for was, now in (('"step": 1', '"step": 0'), ('"alpha": 32', '"alpha": 34')):
+            database.execute(change, (was, now, models[0]))
+    second = RunningGateway(place)
+    http = await second.start()
+    try:
+        status, answer = await http.step(models[0], 3)
+        assert (status, answer["error"]["code"]) == (404, "journal_damaged")
+        assert models[0] in answer["error"]["message"]
+        assert f"{place.config.journal} is damaged" in caplog.text
+        await second.process.registry.look()
+        await http.pass_of(models[1], 3)
+        _, stepped = await http.step(models[1], 4, learning_rate=1e-3)
+        assert (await http.result(stepped["request_id"]))["metrics"]["step"] == 2
+    finally:
+        await second.stop()
+
+
+async def test_an_answer_that_is_damaged_in_the_journal_is_not_given(
+    place: Place, http: Http
+) -> None:
+    model = await http.begin()
+    _, passed = await http.pass_of(model, 1)
+    await http.result(passed["request_id"])
+    with sqlite3.connect(place.config.journal) as database:
+        (answer,) = database.execute("SELECT answer FROM requests WHERE seq = 1").fetchone()
+        database.execute("UPDATE requests SET answer = ? WHERE seq = 1", (answer[:-1] + b"?",))
+    told = await http.result(passed["request_id"])
+    assert told["category"] == "server"
+    assert f"is damaged: request 1 of {model}" in told["error"]

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import sqlite3
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from services.gateway.errors import JournalDamagedError
 from services.gateway.journal import (
+    Checkpoint,
     GatewayJournal,
     Model,
     ModelState,
     SamplerRecord,
+    Session,
     TrainingRequest,
+    digest_of,
     with_answer,
 )
+from sluice.config import ConfigError
 
 MODEL = Model(
     id="s:train:0",
@@ -29,14 +38,14 @@ MODEL = Model(
 SAMPLERS, REQUESTS, KEPT = 3000, 400, 16
 
 
-def test_snapshots_of_a_model_are_told_from_others_and_by_age(tmp_path: Path) -> None:
+async def test_snapshots_of_a_model_are_told_from_others_and_by_age(tmp_path: Path) -> None:
     journal = GatewayJournal(tmp_path / "journal.sqlite")
     journal._db.execute("PRAGMA synchronous = OFF")
     for number in range(SAMPLERS):
         adapter, path = ("s-0", None) if number % 3 else ("s-1", None)
         if number % 3 == 2:
             path = f"tinker://s:train:0/sampler_weights/{number}"
-        journal.add_sampler(
+        await journal.add_sampler(
             SamplerRecord(
                 id=f"s:sample:{number}",
                 session="s",
@@ -52,25 +61,27 @@ def test_snapshots_of_a_model_are_told_from_others_and_by_age(tmp_path: Path) ->
     journal.close()
 
 
-def test_what_is_behind_a_checkpoint_is_kept_no_longer_than_its_answer(tmp_path: Path) -> None:
+async def test_what_is_behind_a_checkpoint_is_kept_no_longer_than_its_answer(
+    tmp_path: Path,
+) -> None:
     journal = GatewayJournal(tmp_path / "journal.sqlite")
     journal._db.execute("PRAGMA synchronous = OFF")
     create = TrainingRequest(model=MODEL.id, seq=0, kind="create", digest="0", body=b"{}")
-    journal.add_model(MODEL, create)
+    await journal.add_model(MODEL, create)
     state = ModelState()
     for seq in range(REQUESTS):
         kind = "create" if not seq else "forward_backward" if seq % 2 else "optim_step"
         request = TrainingRequest(
-            model=MODEL.id, seq=seq, kind=kind, digest=str(seq), body=b"x" * 1000
+            model=MODEL.id, seq=seq, kind=kind, digest=digest_of(b"x" * 1000), body=b"x" * 1000
         )
         if seq:
-            journal.add_request(request)
+            await journal.add_request(request)
         behind = seq - seq % 20
         state = ModelState(done=seq, step=seq // 2, parts=("1", "2"), checkpoint_seq=behind)
-        journal.finish(with_answer(request, "done", "application/json", b"{}"), state, KEPT)
-        needed = journal.done_since(MODEL.id, behind)
+        await journal.finish(with_answer(request, "done", "application/json", b"{}"), state, KEPT)
+        needed = journal.done_between(MODEL.id, behind, seq)
         assert [each.seq for each in needed] == list(range(behind + 1, seq + 1))
-        assert all(each.body for each in needed)
+        assert all([(await journal.with_body(each)).body for each in needed])
     (rows,) = journal._db.execute("SELECT count(*) FROM requests").fetchone()
     assert rows <= KEPT + 20
     journal.close()
@@ -80,14 +91,108 @@ def test_what_is_behind_a_checkpoint_is_kept_no_longer_than_its_answer(tmp_path:
     again.close()
 
 
-def test_what_a_full_disk_refuses_is_told_as_that_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_what_a_full_disk_refuses_is_told_as_that_and_leaves_nothing(tmp_path: Path) -> None:
     journal = GatewayJournal(tmp_path / "journal.sqlite")
     create = TrainingRequest(model=MODEL.id, seq=0, kind="create", digest="0", body=b"x" * 9999)
     journal._db.execute("PRAGMA max_page_count = 1")  # not less than it has
     with pytest.raises(sqlite3.OperationalError, match="disk is full"):
-        journal.add_model(MODEL, create)
+        await journal.add_model(MODEL, create)
     assert journal.models() == []
     journal._db.execute("PRAGMA max_page_count = 1000")
-    journal.add_model(MODEL, create)
+    await journal.add_model(MODEL, create)
     assert journal.loaded_models() == [journal.model(MODEL.id)]
     journal.close()
+
+
+PATH = "tinker://s:train:0/weights/x"
+BODY, ANSWER = b"what is asked", b"what is answered"
+
+
+async def written(path: Path) -> None:
+    """A journal with something in each table."""
+    journal = GatewayJournal(path)
+    await journal.add_session(Session(id="s", created=1.0, seen=1.0, tags=("a", "b")))
+    create = TrainingRequest(
+        model=MODEL.id, seq=0, kind="create", digest=digest_of(BODY), body=BODY
+    )
+    await journal.add_model(MODEL, create)
+    state = ModelState(done=0, step=3, parts=("1",), checkpoint="checkpoints/c")
+    named = {"adapter": "s-0", "rank": 2, "alpha": 32.0, "targets": ("q_proj",)}
+    times = {"created": 1.0, "expires": 4e9}
+    checkpoint = Checkpoint(path=PATH, model=MODEL.id, kind="training", **times, **named)
+    sampler = SamplerRecord(id="s:sample:0", session="s", created=1.0, version=7, digest="d")
+    answered = with_answer(create, "done", "application/json", ANSWER)
+    await journal.finish(answered, state, KEPT, checkpoint, sampler)
+    await journal.add_request(replace(create, seq=1, kind="forward_backward"))
+    journal.close()
+
+
+def all_of(journal: GatewayJournal) -> list[object]:
+    """What a journal says, or that it says it is damaged."""
+    whole = journal.with_body
+
+    def asked(seq: int) -> object:
+        found = journal.request(MODEL.id, seq)
+        return found and (found, asyncio.run(whole(found)).body if seq else None)
+
+    def at_rest(model: Model | None) -> object:
+        return model and replace(model, used=0.0)
+
+    reads: list[Callable[[], object]] = [
+        lambda: journal.session("s"),
+        lambda: at_rest(journal.model(MODEL.id)),
+        lambda: journal.state(MODEL.id),
+        lambda: journal.checkpoint(PATH),
+        lambda: journal.sampler("s:sample:0"),
+        lambda: asked(0),
+        lambda: asked(1),
+        lambda: [replace(each, used=0.0) for each in journal.loaded_models()],
+        lambda: journal.snapshots(MODEL),
+        lambda: journal.expired_checkpoints(),
+        lambda: journal.done_between(MODEL.id, -1, 0),
+    ]
+    found: list[object] = []
+    for read in reads:
+        try:
+            found.append(read())
+        except JournalDamagedError:
+            found.append("damaged")
+    return found
+
+
+def test_a_bit_that_was_flipped_is_never_believed(tmp_path: Path) -> None:
+    asyncio.run(written(tmp_path / "whole"))
+    data, rng, told = (tmp_path / "whole").read_bytes(), random.Random(7), 0
+    journal = GatewayJournal(tmp_path / "whole")
+    expected = all_of(journal)
+    journal.close()
+    texts = (
+        b"checkpoints/c",
+        b'"step": 3',
+        ANSWER,
+        BODY,
+        b"forward_backward",
+        b"done",
+        b"s:train:0",
+    )
+    places = [data.index(text) + rng.randrange(len(text)) for text in texts]
+    places += rng.choices([place for place, byte in enumerate(data) if byte], k=250)
+    for number, place in enumerate(places):
+        path = tmp_path / str(number)
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << rng.randrange(8)
+        path.write_bytes(flipped)
+        try:
+            journal = GatewayJournal(path)
+        except ConfigError:
+            told += 1
+            continue
+        found = all_of(journal)
+        journal.close()
+        assert [
+            (place, mine, theirs)
+            for mine, theirs in zip(found, expected, strict=True)
+            if mine not in (theirs, "damaged", None, [])
+        ] == []
+        told += found != expected
+    assert told > len(texts)
