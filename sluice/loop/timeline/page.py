@@ -6,11 +6,14 @@ import heapq
 import html
 import json
 import logging
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from functools import cached_property
 from importlib import resources
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +71,24 @@ class Trace:
 
     def of(self, lane: str) -> list[Span]:
         """Spans of a lane that belong to no group."""
-        return [span for span in self.spans if span.lane == lane and not span.group]
+        return [span for span in self._lanes.get(lane, ()) if not span.group]
 
-    @property
+    def samples_of(self, lane: str) -> list[Span]:
+        """Spans of groups and their episodes on a lane."""
+        return [span for span in self._lanes.get(lane, ()) if span.group]
+
+    @cached_property
     def samples(self) -> list[Span]:
         """Spans of groups and their episodes."""
         return [span for span in self.spans if span.group]
+
+    @cached_property
+    def _lanes(self) -> dict[str, list[Span]]:
+        """All spans by lane."""
+        lanes: dict[str, list[Span]] = defaultdict(list)
+        for span in self.spans:
+            lanes[span.lane].append(span)
+        return lanes
 
 
 def load(run_dir: Path, first: int | None = None, last: int | None = None) -> Trace:
@@ -95,6 +110,7 @@ def load(run_dir: Path, first: int | None = None, last: int | None = None) -> Tr
             f"{run_dir} has traces of steps {int(files[0].stem)}-{int(files[-1].stem)}"
         )
     tables: list[pa.Table] = []
+    row_count = 0
     for path in reversed(wanted):
         try:
             table = read_trace(path)
@@ -103,8 +119,8 @@ def load(run_dir: Path, first: int | None = None, last: int | None = None) -> Tr
         except (OSError, TraceDamagedError) as error:
             logger.warning("%s; it is left out", error)
             continue
-        fits = sum(other.num_rows for other in tables) + table.num_rows <= MOST_SPANS
-        if tables and first is None and not fits:
+        row_count += table.num_rows
+        if tables and first is None and row_count > MOST_SPANS:
             break
         tables.append(table)
     if not tables:
@@ -136,8 +152,8 @@ def _spans(table: pa.Table) -> list[Span]:
 def _whole_steps(spans: Sequence[Span]) -> list[Span]:
     """Without a step that only saved the end of the run."""
     steps = [s for s in spans if (s.lane, s.name) == (LOOP, STEP)]
-    waits = [s for s in spans if (s.lane, s.name) == (LOOP, "wait for groups")]
-    empty = {id(s) for s in steps if not any(s.start <= w.start <= s.end for w in waits)}
+    waits = sorted(s.start for s in spans if (s.lane, s.name) == (LOOP, "wait for groups"))
+    empty = {id(s) for s in steps if bisect_left(waits, s.start) >= bisect_right(waits, s.end)}
     return [span for span in spans if id(span) not in empty]
 
 
@@ -223,7 +239,7 @@ def _by_phase(trace: Trace, steps: Sequence[Span]) -> dict[str, float]:
 
 
 def _use(trace: Trace, engine: str, wall: float) -> EngineUse:
-    spans = [s for s in trace.samples if s.lane == engine and s.name in SAMPLING]
+    spans = [s for s in trace.samples_of(engine) if s.name in SAMPLING]
     busy = sum(end - start for start, end in _union((s.start, s.end) for s in spans))
     total = sum(span.duration for span in spans)
     return EngineUse(engine, busy / wall if wall else 0.0, total / busy if busy else 0.0)
@@ -240,12 +256,16 @@ def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _overlap(intervals: Sequence[tuple[float, float]], steps: Sequence[Span]) -> float:
-    """Seconds of disjoint intervals that lie inside steps."""
-    return sum(
-        max(0.0, min(end, step.end) - max(start, step.start))
-        for step in steps
-        for start, end in intervals
-    )
+    """Seconds of disjoint intervals, in their order, that lie inside steps."""
+    whole = [(start, end) for start, end in intervals if start < end]
+    starts = [start for start, _ in whole]
+    before = list(accumulate((end - start for start, end in whole), initial=0.0))
+
+    def until(time: float) -> float:
+        count = bisect_right(starts, time)
+        return before[count] - max(0.0, whole[count - 1][1] - time) if count else 0.0
+
+    return sum(max(0.0, until(step.end) - until(step.start)) for step in steps)
 
 
 def _sorted(seconds: dict[str, float]) -> dict[str, float]:
@@ -317,8 +337,8 @@ def _phase_lanes(trace: Trace, zero: float) -> list[dict[str, Any]]:
 def _engine(trace: Trace, name: str, places: dict[str, int], zero: float) -> dict[str, Any]:
     """Bars of one engine: a row is a slot, that samples take one after the other."""
     visits: dict[tuple[str, int], list[Span]] = defaultdict(list)
-    for span in trace.samples:
-        if span.lane == name and span.name in ON_ENGINE:
+    for span in trace.samples_of(name):
+        if span.name in ON_ENGINE:
             visits[span.group, span.episode].append(span)
     bars = [bar for spans in visits.values() for bar in _contiguous(spans)]
     rows = pack([(bar[0].start, bar[-1].end) for bar in bars])

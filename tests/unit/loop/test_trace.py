@@ -6,6 +6,7 @@ import json
 import math
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -291,6 +292,61 @@ def test_bars_of_a_row_do_not_overlap_and_rows_are_few(made: list[tuple[float, f
             assert rows[one] != rows[other] or end <= begin or until <= start
     most = max((sum(a <= t < b for a, b in made) for t, _ in made), default=0)
     assert max(rows, default=-1) + 1 == most
+
+
+@settings(max_examples=50)
+@given(intervals)
+def test_work_counts_as_far_as_it_lies_inside_steps(made: list[tuple[float, float]]) -> None:
+    steps = [Span(LOOP, STEP, 6.0 * number, 4.0, detail=f"step {number}") for number in range(5)]
+    work = [Span(TRAINER, "work", start, end - start) for start, end in made]
+    covered = sum(
+        any(start <= second < end for start, end in made)
+        for step in steps
+        for second in range(int(step.start), int(step.end))
+    )
+    shares = summarise(Trace((0, 4), [*steps, *work], 0, False)).steps
+    assert shares == {"other": 20 - covered} | ({"work": covered} if made else {})
+
+
+class _CountedSpan(Span):
+    ends = 0
+
+    @property
+    def end(self) -> float:
+        _CountedSpan.ends += 1
+        return self.start + self.duration
+
+
+def test_ten_times_the_steps_are_ten_times_the_work() -> None:
+    def work(steps: int) -> int:
+        spans = list[Span]()
+        for step in range(steps):
+            spans.append(_CountedSpan(LOOP, STEP, 10.0 * step, 9.0, detail=f"step {step}"))
+            spans.append(_CountedSpan(TRAINER, "work", 10.0 * step, 5.0))
+        before = _CountedSpan.ends
+        summarise(Trace((0, steps - 1), spans, 0, False))
+        return _CountedSpan.ends - before
+
+    assert work(400) <= 10 * work(40)
+
+
+class _CountedList(list[Span]):
+    passes = 0
+
+    def __iter__(self) -> Iterator[Span]:
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_a_page_of_many_engines_reads_the_spans_as_often_as_one_of_few() -> None:
+    def passes(engines: int) -> int:
+        spans = _CountedList([Span(LOOP, STEP, 0.0, 100.0, detail="step 0")])
+        spans += [Span(f"e{number}", "decode", 1.0, 1.0, "g", 0) for number in range(engines)]
+        spans += [Span(f"e{number}", "prepare", 3.0, 1.0) for number in range(engines)]
+        render(Trace((0, 0), spans, 0, False), "run")
+        return spans.passes
+
+    assert passes(50) == passes(5)
 
 
 def test_a_sample_that_comes_back_to_an_engine_is_two_bars() -> None:
