@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import xxhash
 
@@ -50,6 +50,13 @@ CREATE TABLE IF NOT EXISTS samplers (
 CREATE INDEX IF NOT EXISTS samplers_of_session ON samplers (session, created);
 CREATE INDEX IF NOT EXISTS models_of_session ON models (session);
 CREATE INDEX IF NOT EXISTS checkpoints_of_model ON checkpoints (model, created);
+CREATE INDEX IF NOT EXISTS checkpoints_of_kind ON checkpoints (model, kind, created);
+CREATE INDEX IF NOT EXISTS checkpoints_by_age ON checkpoints (created);
+CREATE INDEX IF NOT EXISTS checkpoints_by_expiry ON checkpoints (expires) WHERE expires NOTNULL;
+CREATE INDEX IF NOT EXISTS models_by_age ON models (created);
+CREATE INDEX IF NOT EXISTS sessions_by_age ON sessions (created);
+CREATE INDEX IF NOT EXISTS requests_with_body ON requests (model, seq) WHERE body NOTNULL;
+CREATE INDEX IF NOT EXISTS requests_without_body ON requests (model, seq) WHERE body IS NULL;
 """
 FORMAT = 2
 REQUESTS = (  # without their bodies
@@ -264,9 +271,10 @@ class GatewayJournal:
         row = self._one("SELECT * FROM sessions WHERE id = ?", session_id)
         return None if row is None else self._session(row)
 
-    def sessions(self) -> list[Session]:
-        """The newest first."""
-        return self._whole(self._session, self._all("SELECT * FROM sessions ORDER BY created DESC"))
+    def sessions(self, most: int = -1, behind: int = 0) -> list[Session]:
+        """The newest first; `most` of them, -1 is all, behind the newest so many."""
+        query = "SELECT * FROM sessions ORDER BY created DESC LIMIT ? OFFSET ?"
+        return self._whole(self._session, self._all(query, most, behind))
 
     def silent_sessions(self, since: float) -> list[Session]:
         """Those that live, without a sign of life since then."""
@@ -300,11 +308,15 @@ class GatewayJournal:
         row = self._one("SELECT * FROM models WHERE id = ?", model_id)
         return None if row is None else self._model(row)
 
-    def models(self, session_id: str | None = None) -> list[Model]:
+    def models(self, most: int = -1, behind: int = 0) -> list[Model]:
+        """As `sessions`."""
+        query = "SELECT * FROM models ORDER BY created DESC LIMIT ? OFFSET ?"
+        return self._whole(self._model, self._all(query, most, behind))
+
+    def models_of(self, session_id: str) -> list[Model]:
         """The newest first."""
-        where, more = ("WHERE session = ?", (session_id,)) if session_id else ("", ())
-        rows = self._all(f"SELECT * FROM models {where} ORDER BY created DESC", *more)
-        return self._whole(self._model, rows)
+        query = "SELECT * FROM models WHERE session = ? ORDER BY created DESC"
+        return self._whole(self._model, self._all(query, session_id))
 
     def loaded_models(self) -> list[Model]:
         return self._whole(self._model, self._all("SELECT * FROM models WHERE unloaded IS NULL"))
@@ -330,7 +342,9 @@ class GatewayJournal:
             self._db.execute(
                 "UPDATE models SET unloaded = ? WHERE id = ? AND unloaded IS NULL", (why, model_id)
             )
-            self._db.execute("UPDATE requests SET body = NULL WHERE model = ?", (model_id,))
+            self._db.execute(
+                "UPDATE requests SET body = NULL WHERE model = ? AND body NOTNULL", (model_id,)
+            )
 
     @_in_thread
     def add_request(self, request: TrainingRequest) -> None:
@@ -415,10 +429,14 @@ class GatewayJournal:
             if sampler is not None:
                 self._add_sampler(sampler, "REPLACE")
             self._db.execute(
-                "UPDATE requests SET body = NULL WHERE model = ? AND outcome NOTNULL "
-                "AND (seq <= ? OR outcome = 'failed' OR kind NOT IN ('create', "
-                "'forward_backward', 'optim_step', 'load'))",
+                "UPDATE requests SET body = NULL WHERE model = ? AND body NOTNULL AND seq <= ? "
+                "AND outcome NOTNULL",
                 (request.model, state.checkpoint_seq),
+            )
+            self._db.execute(
+                "UPDATE requests SET body = NULL WHERE model = ? AND seq = ? AND (outcome = "
+                "'failed' OR kind NOT IN ('create', 'forward_backward', 'optim_step', 'load'))",
+                (request.model, request.seq),
             )
             self._db.execute(
                 "DELETE FROM requests WHERE model = ? AND seq < ? AND body IS NULL",
@@ -447,11 +465,22 @@ class GatewayJournal:
         )
         return None if row is None else self._checkpoint(row)
 
-    def checkpoints(self, model_id: str | None = None) -> list[Checkpoint]:
-        """The newest first."""
-        where, more = ("WHERE model = ?", (model_id,)) if model_id else ("", ())
-        rows = self._all(f"SELECT * FROM checkpoints {where} ORDER BY created DESC", *more)
-        return self._whole(self._checkpoint, rows)
+    def checkpoints(self, most: int = -1, behind: int = 0) -> list[Checkpoint]:
+        """As `sessions`."""
+        query = "SELECT * FROM checkpoints ORDER BY created DESC LIMIT ? OFFSET ?"
+        return self._whole(self._checkpoint, self._all(query, most, behind))
+
+    def checkpoints_of(self, model_id: str, kind: str = "", most: int = -1) -> list[Checkpoint]:
+        """The newest first; of one kind, if it is given."""
+        where, more = ("AND kind = ?", (kind,)) if kind else ("", ())
+        query = f"SELECT * FROM checkpoints WHERE model = ? {where} ORDER BY created DESC LIMIT ?"
+        return self._whole(self._checkpoint, self._all(query, model_id, *more, most))
+
+    def count(self, table: Literal["sessions", "models", "checkpoints"]) -> int:
+        """How many of them there are."""
+        row = self._one(f"SELECT count(*) AS n FROM {table}")
+        assert row is not None
+        return int(row["n"])
 
     def expired_checkpoints(self) -> list[Checkpoint]:
         rows = self._all("SELECT * FROM checkpoints WHERE expires <= ?", time.time())

@@ -95,7 +95,7 @@ class ModelRegistry:
     async def finish_session(self, session_id: str, why: str) -> None:
         """End a session; its models are unloaded."""
         await self.journal.finish_session(session_id, why)
-        for model in self.journal.models(session_id):
+        for model in self.journal.models_of(session_id):
             if model.unloaded is None:
                 await self._unload(model, f"its session ended: {why}")
 

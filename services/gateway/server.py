@@ -603,14 +603,14 @@ class TinkerServer:
         )
 
     async def _list_sessions(self, request: web.Request) -> web.Response:
-        found, _ = _page(request, self._journal.sessions(), 20)
+        found = self._journal.sessions(*_page(request, 20))
         return web.json_response({"sessions": [each.id for each in found]})
 
     async def _get_session(self, request: web.Request) -> web.Response:
         session = self._known_session(request.match_info["session"])
         return web.json_response(
             {
-                "training_run_ids": [each.id for each in self._journal.models(session.id)],
+                "training_run_ids": [each.id for each in self._journal.models_of(session.id)],
                 "sampler_ids": [each.id for each in self._journal.samplers(session.id)],
                 "user_metadata": _texts(session.user_metadata),
                 "display_name": session.display_name,
@@ -628,8 +628,9 @@ class TinkerServer:
         )
 
     async def _list_runs(self, request: web.Request) -> web.Response:
-        found, cursor = _page(request, self._journal.models(), 20)
-        runs = [self._describe_run(each) for each in found]
+        limit, offset = _page(request, 20)
+        runs = [self._describe_run(each) for each in self._journal.models(limit, offset)]
+        cursor = {"offset": offset, "limit": limit, "total_count": self._journal.count("models")}
         return web.json_response({"training_runs": runs, "cursor": cursor})
 
     async def _get_run(self, request: web.Request) -> web.Response:
@@ -643,10 +644,8 @@ class TinkerServer:
         return model
 
     def _describe_run(self, model: Model) -> dict[str, Any]:
-        checkpoints = self._journal.checkpoints(model.id)
-
         def last(kind: str) -> dict[str, Any] | None:
-            found = [each for each in checkpoints if each.kind == kind]
+            found = self._journal.checkpoints_of(model.id, kind, 1)
             return _describe(found[0]) if found else None
 
         return {
@@ -663,14 +662,15 @@ class TinkerServer:
         }
 
     async def _run_checkpoints(self, request: web.Request) -> web.Response:
-        found = self._journal.checkpoints(self._known_run(request).id)
+        found = self._journal.checkpoints_of(self._known_run(request).id)
         return web.json_response({"checkpoints": [_describe(each) for each in found]})
 
     async def _list_checkpoints(self, request: web.Request) -> web.Response:
-        found, cursor = _page(request, self._journal.checkpoints(), 100)
-        return web.json_response(
-            {"checkpoints": [_describe(each) for each in found], "cursor": cursor}
-        )
+        limit, offset = _page(request, 100)
+        found = [_describe(each) for each in self._journal.checkpoints(limit, offset)]
+        total = self._journal.count("checkpoints")
+        cursor = {"offset": offset, "limit": limit, "total_count": total}
+        return web.json_response({"checkpoints": found, "cursor": cursor})
 
     def _named(self, request: web.Request) -> Checkpoint:
         run, kind, name = (request.match_info[part] for part in ("run", "kind", "name"))
@@ -710,7 +710,8 @@ def _try_again() -> web.Response:
     return web.json_response({"type": "try_again", "queue_state": "active"}, status=408)
 
 
-def _page(request: web.Request, found: list[Any], most: int) -> tuple[list[Any], dict[str, int]]:
+def _page(request: web.Request, most: int) -> tuple[int, int]:
+    """How many entries are asked for, and behind how many."""
     try:
         limit = int(request.query.get("limit", most))
         offset = int(request.query.get("offset", 0))
@@ -718,8 +719,7 @@ def _page(request: web.Request, found: list[Any], most: int) -> tuple[list[Any],
         raise RefusedError("limit and offset are numbers") from None
     if limit < 1 or offset < 0:
         raise RefusedError("limit is at least 1, offset at least 0")
-    cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
-    return found[offset : offset + limit], cursor
+    return min(limit, LAST_SEQ), min(offset, LAST_SEQ)
 
 
 def _describe(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -196,3 +196,70 @@ def test_a_bit_that_was_flipped_is_never_believed(tmp_path: Path) -> None:
         ] == []
         told += found != expected
     assert told > len(texts)
+
+
+class Work:
+    """Counts tens of instructions of SQLite, in the journal's connections."""
+
+    def __init__(self, journal: GatewayJournal) -> None:
+        self.count = 0
+        for database in (journal._db, journal._read):
+            database.set_progress_handler(self._note, 10)
+
+    def _note(self) -> int:
+        self.count += 1
+        return 0
+
+
+async def test_a_request_takes_the_same_work_however_many_are_kept(tmp_path: Path) -> None:
+    journal = GatewayJournal(tmp_path / "journal.sqlite")
+    journal._db.execute("PRAGMA synchronous = OFF")
+    create = TrainingRequest(model=MODEL.id, seq=0, kind="create", digest="0", body=b"{}")
+    await journal.add_model(MODEL, create)
+    took = dict[int, int]()
+    for seq in range(601):
+        request = replace(create, seq=seq, kind="forward_backward" if seq else "create")
+        if seq:
+            await journal.add_request(request)
+        work = Work(journal)
+        answered = with_answer(request, "done", "application/json", b"{}")
+        await journal.finish(answered, ModelState(done=seq), KEPT)
+        took[seq] = work.count
+    assert took[600] <= 2 * took[60]
+    journal.close()
+
+
+async def test_a_page_takes_the_same_work_however_many_there_are(tmp_path: Path) -> None:
+    journal = GatewayJournal(tmp_path / "journal.sqlite")
+    journal._db.execute("PRAGMA synchronous = OFF")
+    create = TrainingRequest(model=MODEL.id, seq=0, kind="create", digest="0", body=b"{}")
+    named = {"adapter": "s-0", "rank": 2, "alpha": 32.0, "targets": ()}
+
+    async def add(numbers: range) -> None:
+        for number in numbers:
+            name, created = f"s:train:{number}", float(number)
+            model = replace(MODEL, id=name, created=created)
+            await journal.add_model(model, replace(create, model=name))
+            kind = "training" if number % 10 else "sampler"
+            journal._put_checkpoint(
+                Checkpoint(path=name, model=MODEL.id, kind=kind, created=created, **named)
+            )
+
+    def look() -> int:
+        work, total = Work(journal), journal.count("models")
+        newest = list(map(float, range(total - 1, -1, -1)))
+        assert [each.created for each in journal.models(20)] == newest[:20]
+        assert [each.created for each in journal.models(20, 10)] == newest[10:30]
+        assert [each.created for each in journal.checkpoints(20, 10)] == newest[10:30]
+        for kind, place in (("training", 0), ("sampler", 9)):
+            (last,) = journal.checkpoints_of(MODEL.id, kind, 1)
+            assert last.created == newest[place]
+        assert journal.expired_checkpoints() == []
+        return work.count
+
+    await add(range(100))
+    few = look()
+    await add(range(100, 1000))
+    assert look() <= 2 * few
+    assert len(journal.checkpoints_of(MODEL.id)) == len(journal.models()) == 1000
+    journal.close()
