@@ -279,7 +279,7 @@ class Ledger:
         """Returns groups consumed after `step` to `generated`; how many they were."""
         cursor = self._db.execute(
             "UPDATE groups SET state = 'generated', consumed_step = NULL"
-            " WHERE state = 'consumed' AND consumed_step > ?",
+            " WHERE +state = 'consumed' AND consumed_step > ?",  # by the index of steps
             (step,),
         )
         self._consumed_count -= cursor.rowcount
@@ -299,7 +299,7 @@ class Ledger:
         """Digests that a run which goes back to `step` would train on, those of images too."""
         rows = self._db.execute(
             "WITH needed AS (SELECT blob_digest FROM groups WHERE state = 'generated' UNION ALL"
-            " SELECT blob_digest FROM groups WHERE consumed_step > ? AND state = 'consumed')"
+            " SELECT blob_digest FROM groups WHERE consumed_step > ? AND +state = 'consumed')"
             " SELECT blob_digest FROM needed UNION"
             " SELECT digest FROM media JOIN needed USING (blob_digest)",
             (step,),
@@ -313,7 +313,10 @@ class Ledger:
 
     def last_consumed_step(self) -> int:
         """The last step that consumed groups, 0 before the first."""
-        query = "SELECT MAX(consumed_step) FROM groups WHERE state = 'consumed'"
+        query = (
+            "SELECT MAX(consumed_step) FROM groups WHERE +state = 'consumed'"
+            " AND consumed_step IS NOT NULL"
+        )
         return int(self._db.execute(query).fetchone()[0] or 0)
 
     def consumed_count(self) -> int:

@@ -319,14 +319,16 @@ class Sampler:
                 prompt.pool,
                 prompt.hints.of(missing),
             )
-        waiting = dict(zip(futures, missing, strict=True))
+        indices = dict(zip(futures, missing, strict=True))
+        arrivals = _Arrivals(futures)
         asking: set[asyncio.Task[RemoteError | None]] = set()
         try:
-            while waiting:
-                if not all(future.done() for future in waiting):
+            while arrivals.left:
+                if not arrivals.are_all_there:
                     with self._waiting_for_room(f"group {prompt.group_id}", prompt.pool):
-                        await _first_leases(waiting)
-                for part in _take_parts(waiting, partial):
+                        await arrivals.wait()
+                leases = {indices[future]: future.result() for future in arrivals.take()}
+                for part in _parts_of(leases, partial):
                     asking.add(asyncio.create_task(self._ask(prompt, part, partial, listener)))
             errors = await asyncio.gather(*asking)
         finally:
@@ -401,19 +403,48 @@ async def _listen(
     return join_deltas(received)
 
 
-async def _first_leases(waiting: Mapping[asyncio.Future[Lease], int]) -> None:
-    """Waits until a lease came, and a moment longer for those that come with it."""
-    first = asyncio.FIRST_COMPLETED
-    _, pending = await asyncio.wait(waiting, return_when=first)
-    if pending:
-        await asyncio.wait(pending, timeout=LINGER_SECONDS)
+class _Arrivals:
+    """Leases as they come, each looked at once: a group may wait for thousands, one by one."""
+
+    def __init__(self, futures: Sequence[asyncio.Future[Lease]]) -> None:
+        self.left = len(futures)  # to be taken
+        self._there = [future for future in futures if future.done()]
+        self._first, self._last = asyncio.Event(), asyncio.Event()
+        for future in futures:
+            if not future.done():
+                future.add_done_callback(self._note)
+
+    @property
+    def are_all_there(self) -> bool:
+        return len(self._there) == self.left
+
+    async def wait(self) -> None:
+        """Waits until a lease came, and a moment longer for those that come with it."""
+        if not self._there:
+            await self._first.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                await self._last.wait()
+
+    def take(self) -> list[asyncio.Future[Lease]]:
+        """Those that came since the last call."""
+        there, self._there = self._there, []
+        self.left -= len(there)
+        self._first.clear()
+        return there
+
+    def _note(self, future: asyncio.Future[Lease]) -> None:
+        self._there.append(future)
+        self._first.set()
+        if self.are_all_there:
+            self._last.set()
 
 
-def _take_parts(waiting: dict[asyncio.Future[Lease], int], partial: PartialSamples) -> list[_Part]:
-    """Moves samples that have their lease into one part per (engine, dp rank), begun ones alone."""
+def _parts_of(leases: Mapping[int, Lease], partial: PartialSamples) -> list[_Part]:
+    """Puts samples by index into one part per (engine, dp rank) of their lease, begun ones
+    alone."""
     parts: dict[tuple[str, int, int], _Part] = {}
-    for future in [future for future in waiting if future.done()]:
-        index, lease = waiting.pop(future), future.result()
+    for index, lease in sorted(leases.items()):
         alone = index if partial.is_begun(index) else -1
         part = parts.setdefault((lease.address, lease.dp_rank, alone), _Part([], []))
         part.leases.append(lease)

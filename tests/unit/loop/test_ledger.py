@@ -285,3 +285,39 @@ def test_what_is_dropped_is_what_its_versions_say(tmp_path_factory, data):
     assert set(ledger.dropped()) == dropped
     ledger.check()
     ledger.close()
+
+
+def test_going_back_takes_the_work_of_what_goes_back_however_long_the_run_was(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger._db.execute("PRAGMA synchronous = OFF")
+
+    def add(positions: range) -> None:
+        with ledger.transaction():
+            ledger.issue([(i, f"g{i}") for i in positions], step=0)
+            for i in positions:
+                ledger.generated(made(i))
+                ledger.consume([f"g{i}"], step=i + 1)
+
+    def work(last: int) -> int:
+        """Tens of instructions that SQLite takes."""
+        count = 0
+
+        def note() -> int:
+            nonlocal count
+            count += 1
+            return 0
+
+        ledger._db.set_progress_handler(note, 10)
+        assert ledger.last_consumed_step() == last
+        assert ledger.needed_blobs(last - 2) == {f"{i:032x}" for i in (last - 2, last - 1)}
+        assert ledger.roll_back(last - 2) == 2
+        ledger._db.set_progress_handler(None, 10)
+        ledger.consume([f"g{last - 2}"], step=last - 1)
+        ledger.consume([f"g{last - 1}"], step=last)
+        return count
+
+    add(range(50))
+    few = work(50)
+    add(range(50, 2000))
+    assert work(2000) <= 2 * few
+    ledger.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engine.interface import Sampling
+from services.rollout.engine.interface import Delta, FinishReason, Generation, Sampling
 from services.rollout.engine.wire import VersionBounds
 from services.rollout.episodes.sampler import Sampler, SamplingPrompt
 from sluice.router_client import Lease
@@ -73,3 +73,61 @@ async def test_a_group_cancelled_just_after_its_leases_came_gives_them_back(turn
     for _ in range(10):  # for what was cancelled to end
         await asyncio.sleep(0)
     assert not leases.held
+
+
+class CountedFuture(asyncio.Future[Lease]):
+    looks = 0
+
+    def add_done_callback(self, *arguments: Any, **named: Any) -> None:
+        CountedFuture.looks += 1
+        super().add_done_callback(*arguments, **named)
+
+
+class ScarceLeases(CountedLeases):
+    """Leases of which each comes when the one before was used."""
+
+    async def request(self, group_id: str, count: int, *_: Any) -> list[asyncio.Future[Lease]]:
+        self.futures = [CountedFuture() for _ in range(count)]
+        self._rest = iter(enumerate(self.futures))
+        self.grant()
+        return self.futures
+
+    def grant(self) -> None:
+        for lease_id, future in self._rest:
+            future.set_result(Lease(lease_id, "engine", "address", 0))
+            return
+
+
+class EnginesThatGrant:
+    def __init__(self, leases: ScarceLeases) -> None:
+        self._leases = leases
+
+    async def generate(self, address: str, generation: Generation, *_: Any) -> list[Delta]:
+        self._leases.grant()
+        return [
+            Delta(
+                index=i,
+                token_ids=(7,),
+                logprobs=(0.0,),
+                logprobs_t1=(),
+                spans=(),
+                finish_reason=FinishReason.STOP,
+            )
+            for i in range(generation.sample_count)
+        ]
+
+
+async def test_a_group_whose_leases_come_one_by_one_looks_at_each_once() -> None:
+    leases, before = ScarceLeases(), CountedFuture.looks
+    engines: Any = EnginesThatGrant(leases)
+    sampler = Sampler(leases, engines, Waits(), attempts=1)
+    prompt = SamplingPrompt(
+        group_id="g",
+        token_ids=(1, 2),
+        sample_count=40,
+        sampling=Sampling(max_new_tokens=4),
+        bounds=VersionBounds(),
+        pool="p",
+    )
+    assert [delta.index for delta in await sampler.sample(prompt)] == list(range(40))
+    assert CountedFuture.looks - before <= 2 * 40
