@@ -53,9 +53,10 @@ Line = Mapping[str, Any]
 
 @dataclass
 class _Thread:
-    """A trajectory, and the texts that callers may have for it."""
+    """A trajectory with its tokens, which each call reads, and texts callers may have for it."""
 
     trajectory: Trajectory
+    token_ids: tuple[int, ...]
     texts: list[str]
 
 
@@ -98,7 +99,7 @@ class GroupRecord:
         """Returns what a prompt of this session may go on from."""
         session = self._sessions.get(name, _Session())
         prompts = [
-            Prompt(text, thread.trajectory.token_ids, thread.trajectory.media)
+            Prompt(text, thread.token_ids, thread.trajectory.media)
             for thread in session.threads
             for text in thread.texts
         ]
@@ -128,7 +129,7 @@ class GroupRecord:
                 place, base, seen, before = next(fresh), None, 0, ""
             else:
                 place, thread = extended, threads[extended]
-                seen = len(thread.trajectory.token_ids)
+                seen = len(thread.token_ids)
                 base, before = _base(thread.texts, prompt.text)
                 extended = None
             new = [span for span in prompt.media if span.first_token >= seen]
@@ -205,7 +206,7 @@ class GroupRecord:
             for span in line.get("media", ())
         ]
         if line["thread"] == len(session.threads):
-            session.threads.append(_Thread(Trajectory(line["observed"], media=media), []))
+            session.threads.append(_Thread(Trajectory(line["observed"], media=media), (), []))
             thread = session.threads[-1]
         else:
             thread = session.threads[line["thread"]]
@@ -213,6 +214,7 @@ class GroupRecord:
                 thread.trajectory.add_observation(line["observed"], media)
         sampling = line.get("sampling")  # lines of older versions say nothing of it
         thread.trajectory.add_sampled(delta, Sampling(**sampling) if sampling else None)
+        thread.token_ids += (*line["observed"], *delta.token_ids)
         before = "" if line["base"] is None else thread.texts[line["base"]]
         thread.texts = [before + line["text"] + ending for ending in line["endings"]]
         session.calls |= dict.fromkeys(line.get("calls", ()), line.get("said", ""))
@@ -285,17 +287,17 @@ def _base(texts: Sequence[str], text: str) -> tuple[int | None, str]:
 def _extended(threads: Sequence[_Thread], prompt: Prompt) -> int | None:
     """Finds the longest trajectory that a prompt begins with: its tokens, and what they show."""
     found = [
-        (len(thread.trajectory.token_ids), place)
+        (len(thread.token_ids), place)
         for place, thread in enumerate(threads)
-        if _goes_on(prompt, thread.trajectory)
+        if _goes_on(prompt, thread)
     ]
     return max(found)[1] if found else None
 
 
-def _goes_on(prompt: Prompt, trajectory: Trajectory) -> bool:
-    digests = [span.digest for span in trajectory.media]
+def _goes_on(prompt: Prompt, thread: _Thread) -> bool:
+    digests = [span.digest for span in thread.trajectory.media]
     return (
-        prompt.token_ids[: len(trajectory.token_ids)] == trajectory.token_ids
+        prompt.token_ids[: len(thread.token_ids)] == thread.token_ids
         and prompt.shown[: len(digests)] == digests
     )
 

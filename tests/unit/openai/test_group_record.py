@@ -158,3 +158,16 @@ def test_a_record_tells_how_its_tokens_were_sampled() -> None:
         found = {name: row.columns[name] for name in row.columns.keys() & expected.keys()}
         assert found == expected
         assert ("temperature" in row.columns) == (not forgets)
+
+
+def test_tokens_of_earlier_calls_are_put_together_once() -> None:
+    """Each call of a session reads those of all before it."""
+    group = GroupRecord("g")
+    for number in range(3):
+        prompt = prompt_of((number, 20))
+        answer = answer_of(prompt, (1, 2), number)
+        for line in group.lines("s", prompt, [answer], [[answer.text]], [()]):
+            group.apply(line)
+    first, again = group.earlier("s").prompts, group.earlier("s").prompts
+    assert [each.token_ids for each in first] == [(number, 20, 1, 2) for number in range(3)]
+    assert all(one.token_ids is other.token_ids for one, other in zip(first, again, strict=True))
