@@ -213,8 +213,9 @@ class DirectoryObjects(Objects):
     def clear(self) -> None:
         self._sync(self._root / "versions")
         with self.guarded(alone=True):  # nobody pins meanwhile
+            there = self.versions()
             for directory in (self._root / "pins").iterdir():
-                if not self.directory(int(directory.name)).exists() and not os.listdir(directory):
+                if int(directory.name) not in there and not os.listdir(directory):
                     directory.rmdir()
         for directory in (self._root / "announced").iterdir():
             with suppress(OSError):  # not empty, or gone

@@ -118,7 +118,7 @@ class WeightStore:
             root = Path(self.location.removeprefix("file://"))
             self._objects = DirectoryObjects(root, durable=durable)
         self._records: dict[int, StoredVersion] = {}
-        self._lines: dict[int, str] = {}  # of the versions that are there, once they were asked for
+        self._lineage: dict[int, tuple[str, int | None]] = {}  # line and base, once asked for
 
     def allocate(self, parent: int | None) -> Staging:
         """Take the next version number, for good, and a directory to write its files into.
@@ -440,6 +440,7 @@ class WeightStore:
         removed = []
         with self._objects.guarded(alone=True):
             versions = self.versions()
+            self._learn_lineage(versions)
             wanted = {*self._newest(versions, keep_last), *in_use, *pinned, *self.pins()} & set(
                 versions
             )
@@ -457,17 +458,22 @@ class WeightStore:
         self._forget_numbers(set(versions) - set(removed))
         return removed[::-1]
 
+    def _learn_lineage(self, versions: Sequence[int]) -> None:
+        """Read what these versions are of; each once, for a store may keep thousands."""
+        known = self._lineage.keys() & set(versions)
+        self._lineage = {version: self._lineage[version] for version in known}
+        for version in versions:
+            if version not in known:
+                with suppress(WeightStoreError):  # damaged, or gone since
+                    record = self.get(version)
+                    self._lineage[version] = record.line, record.base
+
     def _newest(self, versions: Sequence[int], count: int) -> Iterable[int]:
         """Return the newest `count` versions of each line, of all that are there."""
         lines: dict[str, builtins.list[int]] = {}
         for version in versions:
-            if version not in self._lines:
-                try:
-                    self._lines[version] = self.get(version).line
-                except WeightStoreError:  # damaged, or gone since: it counts as it did before
-                    self._lines[version] = ""
-            lines.setdefault(self._lines[version], []).append(version)
-        self._lines = {version: self._lines[version] for version in versions}
+            line, _ = self._lineage.get(version, ("", None))
+            lines.setdefault(line, []).append(version)
         return (version for line in lines.values() for version in line[-count:])
 
     def _forget_announcements(self, newest: int) -> None:
@@ -514,10 +520,16 @@ class WeightStore:
         return parse_header(data, file_name=name, size=size)
 
     def _chain_or_itself(self, version: int) -> Sequence[int]:
-        try:
-            return self.chain(version)
-        except WeightStoreError:  # damaged: nobody can read it, whatever is kept
-            return [version]
+        """As `chain`; itself where that is damaged: nobody can read it, whatever is kept."""
+        versions = [version]
+        while (found := self._lineage.get(versions[-1])) is not None:
+            base = found[1]
+            if base is None:
+                return versions
+            if base >= versions[-1]:
+                break
+            versions.append(base)
+        return [version]
 
     def _describe(self, manifest: Manifest, *, promised: bool = False) -> StoredVersion:
         return StoredVersion(

@@ -28,7 +28,7 @@ from sluice.weights.errors import (
 from sluice.weights.manifest import MANIFEST_NAME, ShardFile
 from sluice.weights.shards import write_shard
 from sluice.weights.staging import Staging
-from sluice.weights.store import StoredVersion, WeightStore
+from sluice.weights.store import REMEMBERED, StoredVersion, WeightStore
 from tests.patience import PATIENCE
 from tests.unit.weights.allocating import allocate_many
 
@@ -278,3 +278,23 @@ def test_a_durable_store_behaves_alike(tmp_path: Path) -> None:
     record = publish(store)
     store.pin(record.version, "x")
     assert list(store.retain(1)) == []
+
+
+def test_retention_reads_what_is_kept_once(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store of many adapters keeps thousands of versions, and removes some at each publish."""
+    for number in range(REMEMBERED + 10):
+        store.pin(publish(store).version, f"path-{number}")
+    fresh, read = WeightStore(store.location, durable=False), list[str]()
+    get = fresh._objects.get
+    monkeypatch.setattr(fresh._objects, "get", lambda key: read.append(key) or get(key))
+    assert list(fresh.retain(1)) == []
+    assert len(read) == REMEMBERED + 10
+    last = publish(store).version
+    assert list(fresh.retain(1)) == []
+    assert len(read) == REMEMBERED + 11
+    fresh.unpin(1, "path-0")
+    assert list(fresh.retain(1)) == [1]
+    assert list(fresh.versions()) == list(range(2, last + 1))
+    assert len(read) == REMEMBERED + 11
