@@ -310,8 +310,8 @@ bench-loop: $(VENV)/.dev  ## processor time of the loop per group, and of an epi
 bench-fleet: $(VENV)/.dev  ## processor time of router, controller and loop with up to a thousand simulated accelerators
 	$(RUN) -m benchmarks.fleet
 
-bench-demo: $(VENV)/.dev  ## processor time of the demo beside a bare loop that trains the same
-	$(RUN) -m benchmarks.demo
+bench-demo: $(VENV)/.dev  ## processor time of the demo beside a bare loop that trains the same (ROUNDS=, medians)
+	$(RUN) -m benchmarks.demo --rounds $(ROUNDS)
 
 bench-training: $(VENV)/.dev  ## processor time of the reference trainer beside a bare loop, long responses
 	$(RUN) -m benchmarks.training_bare
