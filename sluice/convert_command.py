@@ -25,6 +25,7 @@ from sluice.client import Client, error_from_status
 from sluice.config import ConfigError, ProcessConfig, load_config
 from sluice.logs import printable_lines
 from sluice.place import Place, StorePlace, directory_of, place_of
+from sluice.runtime.processes import allow_open_files
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.wire import (
     comparison_to_proto,
@@ -158,6 +159,7 @@ async def _in_thread(work: Callable[[], T], control: Control) -> T:
     from sluice.weights.errors import WeightStoreError
     from sluice.weights.rules.packing import PartitionError
 
+    allow_open_files()  # all of a checkpoint's
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, control.stop.set)
     running = loop.run_in_executor(None, work)

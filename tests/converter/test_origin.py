@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from sluice.weights.checkpoint import parse_header
 from sluice.weights.convert.conversion import convert
 from sluice.weights.convert.fp8 import dequantize, quantize
 from sluice.weights.convert.fp8_layout import scale_shape
+from sluice.weights.convert.hf import HfSource, fill_from_origin
 from sluice.weights.convert.options import ConvertOptions, OptionError
+from sluice.weights.convert.pieces import Files
 from sluice.weights.convert.verify import compare
 from sluice.weights.errors import InvalidCheckpointError, MissingTensorError, TensorDigestError
 from sluice.weights.rules.packing import InexactTensorError
@@ -427,3 +431,47 @@ def test_the_options_in_a_record_keep_their_names() -> None:
         "fused_norms": False,
         "max_file_bytes": 0,
     }
+
+
+def test_names_of_an_origin_are_listed_as_often_however_many_are_quantised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, names = list[str](), HfSource.names
+    monkeypatch.setattr(HfSource, "names", lambda self: listed.append("") or names(self))
+
+    def lists(count: int) -> int:
+        directory = tmp_path / str(count)
+        directory.mkdir()
+        config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+        (directory / "config.json").write_text(json.dumps(config))
+        tensors = dict[str, torch.Tensor]()
+        for number in range(count):
+            tensors[f"w{number}.weight"] = torch.zeros(2, 2, dtype=torch.float8_e4m3fn)
+            tensors[f"w{number}.weight_scale_inv"] = torch.ones(1, 1)
+        save_file(tensors, directory / "model.safetensors")
+        with Files() as files:
+            origin = HfSource(directory, files)
+            before = len(listed)
+            _, report = fill_from_origin([], origin, ConvertOptions(to="hf"), None, {})
+        assert report.skipped == {
+            f"w{number}.weight_scale_inv": "scale: the numbers are copied unquantised"
+            for number in range(count)
+        }
+        return len(listed) - before
+
+    assert lists(30) == lists(3)
+
+
+def test_more_files_than_a_process_begins_with_are_compared(tmp_path: Path) -> None:
+    for side in ("one", "other"):
+        (tmp_path / side).mkdir()
+        (tmp_path / side / "config.json").write_text("{}")
+        index = {f"w{number}": f"model-{number}.safetensors" for number in range(150)}
+        for name, file in index.items():
+            save_file({name: torch.zeros(1)}, tmp_path / side / file)
+        document = json.dumps({"weight_map": index})
+        (tmp_path / side / "model.safetensors.index.json").write_text(document)
+    command = [sys.executable, "-m", "sluice", "verify", tmp_path / "one", tmp_path / "other"]
+    limited = ["sh", "-c", 'ulimit -Sn 100; exec "$@"', "sh", *command]
+    told = subprocess.run(limited, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr

@@ -291,10 +291,8 @@ def fill_from_origin(
             skipped[name] = reason
         else:
             copied.append((name, [TensorPart(name, origin.content(name))]))
-    scales = [
-        name for name in origin.stored() if name.endswith(SCALE) and name not in origin.names()
-    ]
-    skipped |= {name: "scale: the numbers are copied unquantised" for name in scales}
+    scales = [n for n in origin.stored().keys() - set(origin.names()) if n.endswith(SCALE)]
+    skipped |= {name: "scale: the numbers are copied unquantised" for name in sorted(scales)}
     report = ConversionReport(
         converted=tuple(sorted(own)),
         copied=tuple(sorted(name for name, _ in copied)),

@@ -140,15 +140,16 @@ class WeightMap:
         self.shape = shape
         self._by_megatron: dict[str, Binding] = {}
         self._by_hf: dict[str, list[Binding]] = {}
+        taken = set[tuple[str, int | None]]()  # names, with the index of a part
         for binding in _expand(family.rules, shape):
             if binding.megatron in self._by_megatron:
                 raise RuleConflictError(f"two rules make {binding.megatron!r}")
             self._by_megatron[binding.megatron] = binding
             for source in () if binding.alias else binding.sources:
-                taken = self._by_hf.setdefault(source.name, [])
-                if any(_index(other, source.name) in (None, source.index) for other in taken):
+                if taken & {(source.name, None), (source.name, source.index)}:
                     raise RuleConflictError(f"two rules take {source.name!r}")
-                taken.append(binding)
+                taken.add((source.name, source.index))
+                self._by_hf.setdefault(source.name, []).append(binding)
         self._copies = {copy.name: copy for b in self.bindings() for copy in b.copies}
 
     def bindings(self) -> tuple[Binding, ...]:
@@ -258,10 +259,6 @@ class WeightMap:
     def is_copy(self, name: str) -> bool:
         """Return whether an HF tensor of that name repeats another one (a tied output layer)."""
         return name in self._copies
-
-
-def _index(binding: Binding, name: str) -> int | None:
-    return next(source.index for source in binding.sources if source.name == name)
 
 
 def _expand(rules: tuple[WeightRule, ...], shape: ModelShape) -> Iterator[Binding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -239,3 +240,25 @@ def test_foreign_tensors_are_not_unknown() -> None:
         weights.check_hf({**weights.hf_tensors(), tensor: (3,)})
         assert weights.is_foreign(tensor)
     assert not weights_of("deepseek_v3").is_foreign("model.layers.3.x")
+
+
+def test_ten_times_the_experts_of_one_tensor_are_ten_times_the_work() -> None:
+    config = config_of("qwen3_5_vl_moe")
+    family = family_of(config)
+
+    def calls(experts: int) -> int:
+        config["text_config"]["num_experts"] = experts
+        shape, count = read_shape(family, config, stacked_experts=True), 0
+
+        def note(*_: object) -> None:
+            nonlocal count
+            count += 1
+
+        sys.setprofile(note)
+        try:
+            WeightMap(family, shape)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    assert calls(160) <= 10 * calls(16)
