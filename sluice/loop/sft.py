@@ -49,10 +49,9 @@ class MaskedTokens:
 
 
 @dataclass(frozen=True)
-class _Turn:
-    """The conversation up to a turn, which begins at character `first` and ends before `end`."""
+class _Span:
+    """A turn: it begins at character `first` of a conversation and ends before `end`."""
 
-    text: str
     first: int
     end: int
 
@@ -89,17 +88,20 @@ def mask_conversation(
     Raises ConversationError, or ChatTemplateError for messages the template refuses.
     """
     template = tokenizer.chat_template
-    turns = [
-        _turn(template, messages[:index], message, tools)
-        for index, message in enumerate(messages)
-        if message["role"] == ASSISTANT
-    ]
-    if not turns:
+    places = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
+    if not places:
         raise ConversationError("no message is the assistant's")
-    whole = turns[-1].text
-    if all(whole.startswith(turn.text) for turn in turns):
-        return [_masked(tokenizer, whole, turns)]
-    return [_masked(tokenizer, turn.text, [turn]) for turn in turns]
+    whole = template.render(messages[: places[-1] + 1], opening=False, tools=tools)
+    spans = list[_Span]()
+    for place in places:  # the text of one turn at a time: those of all are as many conversations
+        text, span = _turn(template, messages[:place], messages[place], tools)
+        if not whole.startswith(text):
+            break
+        spans.append(span)
+    else:
+        return [_masked(tokenizer, whole, spans)]
+    apart = (_turn(template, messages[:place], messages[place], tools) for place in places)
+    return [_masked(tokenizer, text, [span]) for text, span in apart]
 
 
 def _turn(
@@ -107,16 +109,18 @@ def _turn(
     before: Sequence[Mapping[str, Any]],
     message: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]] | None,
-) -> _Turn:
+) -> tuple[str, _Span]:
+    """The conversation up to a turn, and where in it that is."""
     if not before:
         raise ConversationError("the assistant's turn has nothing before it")
     asked = template.render(before, opening=True, tools=tools)
-    closed = template.render(before, opening=False, tools=tools)
     answered = template.render([*before, message], opening=False, tools=tools)
     first = _agreement(asked, answered)
-    if first < _agreement(asked, closed):
-        raise ChatTemplateError("chat template: a turn changes what stands before it")
-    return _Turn(answered, first, len(answered.rstrip()))
+    if first < len(asked):  # as where the template opens a turn in another way than it writes one
+        closed = template.render(before, opening=False, tools=tools)
+        if first < _agreement(asked, closed):
+            raise ChatTemplateError("chat template: a turn changes what stands before it")
+    return answered, _Span(first, len(answered.rstrip()))
 
 
 def _agreement(one: str, other: str) -> int:
@@ -131,12 +135,12 @@ def _agreement(one: str, other: str) -> int:
     return low
 
 
-def _masked(tokenizer: TextTokenizer, text: str, turns: Sequence[_Turn]) -> MaskedTokens:
+def _masked(tokenizer: TextTokenizer, text: str, turns: Sequence[_Span]) -> MaskedTokens:
     ids, begins = tokenizer.encode_with_offsets(text)
     begin = np.array(begins)
-    mask = np.zeros(len(ids), np.bool_)
-    for turn in turns:
-        mask |= (begin >= turn.first) & (begin < turn.end)
+    spans = sorted((turn.first, turn.end) for turn in turns)
+    ends = np.maximum.accumulate([0, *(end for _, end in spans)])  # of all that begin so early
+    mask = begin < ends[np.searchsorted([first for first, _ in spans], begin, side="right")]
     trained = np.flatnonzero(mask)
     if not len(trained):
         raise ConversationError("the assistant says nothing")

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from sluice.loop.sft import ConversationError, mask_answer, mask_conversation
-from sluice.samples.chat_template import ChatTemplateError
+from sluice.samples.chat_template import ChatTemplate, ChatTemplateError
 from sluice.samples.tokenizer import TextTokenizer
 
 SMOLLM2 = (
@@ -159,3 +159,21 @@ def test_nothing_to_learn_is_refused(tmp_path: Path) -> None:
     refusing = make_tokenizer(tmp_path, "{{ raise_exception('no') }}")
     with pytest.raises(ChatTemplateError, match="no"):
         mask_conversation(refusing, CHAT)
+
+
+def test_a_conversation_is_rendered_twice_a_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time up to the turn, which of hundreds of turns is all of the work."""
+    rendered, render = list[int](), ChatTemplate.render
+    monkeypatch.setattr(
+        ChatTemplate,
+        "render",
+        lambda self, messages, **more: (
+            rendered.append(len(messages)) or render(self, messages, **more)
+        ),
+    )
+    tokenizer = make_tokenizer(tmp_path, SMOLLM2)
+    (masked,) = mask_conversation(tokenizer, CHAT * 20)
+    assert read(tokenizer, masked)[1] == TURNS * 20
+    assert len(rendered) == 1 + 2 * 40
