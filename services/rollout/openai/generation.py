@@ -319,11 +319,13 @@ class Generator:
         text = TextStream(
             self.tokenizer, request.stops, special=request.special, keep_stop=request.keep_stop
         )
-        deltas: list[Delta] = []
+        deltas, token_count = list[Delta](), 0
 
         def listen(delta: Delta) -> None:
+            nonlocal token_count
             shown, count = text.add(delta.token_ids)
-            deltas.append(_first(delta, count, sum(len(part.token_ids) for part in deltas)))
+            deltas.append(_first(delta, count, token_count))
+            token_count += len(deltas[-1].token_ids)
             if shown or deltas[-1].token_ids:
                 send(AnswerDelta(index=index, text=shown, delta=deltas[-1]))
             if text.stopped:
