@@ -211,17 +211,27 @@ def _size(path: Path) -> int:
 
 
 class TrackedRows:
-    """Which rows a tracker has: all training steps up to one, and these evaluations."""
+    """Which rows a tracker has: all training steps up to one, and these evaluations.
+
+    Evaluations lie in a file of their own, line by line: there may be one for each step.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._lines = path, path.with_suffix(".evaluations.jsonl")
         self.run_id, self._step = "", 0
         self._evaluations: set[tuple[str, str, int]] = set()
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        self._former = list[Any]()  # evaluations that an earlier release kept
+        try:
             state = json.loads(path.read_text())
-            evaluations = {(str(a), str(b), int(c)) for a, b, c in state["evaluations"]}
+            former = state.get("evaluations", [])
+            evaluations = {(str(a), str(b), int(c)) for a, b, c in former}
             self.run_id, self._step = str(state["run_id"]), int(state["step"])
-            self._evaluations = evaluations
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            self._lines.unlink(missing_ok=True)  # of a tracker that has nothing of this run
+            return
+        self._former, self._evaluations = former, evaluations
+        with contextlib.suppress(OSError):
+            self._read_lines()
 
     def has(self, row: Mapping[str, Any]) -> bool:
         key = _evaluation_of(row)
@@ -231,18 +241,22 @@ class TrackedRows:
         key = _evaluation_of(row)
         if key is None:
             self._step = max(self._step, row["step"])
+            self.save()
         else:
             self._evaluations.add(key)
-        self.save()
+            with self._lines.open("a") as file:
+                file.write(f"\n{json.dumps(key)}")  # on a line of its own, whatever was cut off
 
     def save(self) -> None:
-        state = {
-            "run_id": self.run_id,
-            "step": self._step,
-            "evaluations": sorted(self._evaluations),
-        }
+        state = {"run_id": self.run_id, "step": self._step, "evaluations": self._former}
         data = json.dumps(state).encode()
         replace_file(self._path, data, temporary=self._path.parent, sync=False)
+
+    def _read_lines(self) -> None:
+        for line in self._lines.read_bytes().split(b"\n"):
+            with contextlib.suppress(ValueError, TypeError):
+                when, dataset, step = json.loads(line)
+                self._evaluations.add((str(when), str(dataset), int(step)))
 
 
 def _evaluation_of(row: Mapping[str, Any]) -> tuple[str, str, int] | None:

@@ -26,7 +26,7 @@ from sluice.loop.config import RunConfig
 from sluice.loop.journal import without_secrets
 from sluice.loop.report import RunReport
 from sluice.loop.trackers import NOT_TRACKED, TrackersConfig, values_of
-from sluice.loop.tracking import RowFollower
+from sluice.loop.tracking import RowFollower, TrackedRows
 from tests.patience import PATIENCE
 
 STAND_IN = """
@@ -318,3 +318,40 @@ def test_lines_that_are_cut_or_damaged_are_none(tmp_path: Path) -> None:
     path.with_suffix(".new").write_bytes(b'{"step": 1}\n{"step": 9}\n')
     path.with_suffix(".new").replace(path)
     assert [r["step"] for r in follower.new()] == [1, 9]
+
+
+def test_what_a_tracker_has_is_written_as_it_comes(tmp_path: Path) -> None:
+    """However many evaluations came before: a long run may have one for each step."""
+    path, scored = tmp_path / "wandb.json", {"evaluation": "during", "dataset": "held out"}
+    lines = tmp_path / "wandb.evaluations.jsonl"
+    rows = TrackedRows(path)
+    rows.run_id = "r"
+    written = list[int]()
+    for step in range(1, 201):
+        before = lines.stat().st_size if lines.exists() else 0
+        rows.add({"step": step})
+        rows.add({"step": step, **scored})
+        written.append(path.stat().st_size + lines.stat().st_size - before)
+    assert max(written) < 2 * written[0]
+    with lines.open("a") as file:
+        file.write('\n["during", "held o')  # a crash
+    again = TrackedRows(path)
+    assert again.run_id == "r"
+    again.add({"step": 300, **scored})
+    known = TrackedRows(path)
+    for step in (1, 200, 201, 300):
+        assert known.has({"step": step}) is (step <= 200)
+        assert known.has({"step": step, **scored}) is (step != 201)
+    path.write_text("{")
+    assert not TrackedRows(path).has({"step": 1, **scored})
+    assert not lines.exists()
+
+
+def test_what_an_earlier_release_kept_of_evaluations_stays(tmp_path: Path) -> None:
+    path, scored = tmp_path / "wandb.json", {"evaluation": "during", "dataset": "held out"}
+    kept = {"run_id": "r", "step": 3, "evaluations": [["during", "held out", 2]]}
+    path.write_text(json.dumps(kept))
+    TrackedRows(path).add({"step": 4})
+    rows = TrackedRows(path)
+    assert [rows.has({"step": step, **scored}) for step in (2, 3)] == [True, False]
+    assert rows.has({"step": 4})
