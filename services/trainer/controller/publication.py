@@ -346,6 +346,7 @@ class Publisher:
         if not self._config.delta or published is None:
             return None
         try:
+            self._store.manifest(published.version)  # of which the commit takes tensors
             chain = self._store.chain(published.version)
         except WeightStoreError as error:
             logger.warning("version %d is no base: %s", published.version, error)

@@ -81,6 +81,27 @@ async def test_a_writer_whose_disk_is_full_publishes_nothing(client, trainer) ->
     assert (await client.get()).restart_count == trainer_before.restart_count
 
 
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+async def test_a_version_whose_manifest_is_damaged_is_no_base(client, trainer, damage) -> None:
+    """The publication after it was answered with INTERNAL: a run ended."""
+    batch = await upload(client, damage, make_groups(damage))
+    await train_step(client, batch)
+    first = (await client.publish_weights()).weights
+    manifest = trainer.store / "weights" / "versions" / f"{first.version:08}" / "manifest.json"
+    whole = manifest.read_bytes()
+    if damage == "gone":
+        manifest.unlink()
+    else:
+        half = len(whole) // 2
+        manifest.write_bytes(whole[:half] + b"?" + whole[half + 1 :] * (damage == "flipped"))
+    second = (await client.publish_weights()).weights
+    store = WeightStore(trainer.store / "weights", durable=False)
+    assert store.get(second.version).base is None
+    manifest.write_bytes(whole)
+    third = (await client.publish_weights()).weights
+    assert store.get(third.version).base == second.version
+
+
 async def test_a_reader_whose_disk_is_full_goes_on_serving_and_catches_up(
     client, clients, engines
 ) -> None:
