@@ -123,8 +123,9 @@ class _Shard:
             payload = memoryview(delta)[extents[name].begin : extents[name].end]
             return decode(payload, count, width)
         except DeltaError as error:
-            expected = self._expected.tensors[name].digest
-            raise TensorDigestError(name, expected, f"none: its delta {error}") from error
+            expected, file_name = self._expected.tensors[name].digest, self._expected.file_name
+            detail = f"none: its delta {error}"
+            raise TensorDigestError(name, expected, detail, file_name) from error
 
 
 def build_shard(

@@ -341,7 +341,7 @@ class ShardCheck:
         expected, actual = self._expected.tensors[name].digest, self._tensor.hexdigest()
         self._tensor.reset()
         if actual != expected:
-            raise TensorDigestError(name, expected, actual)
+            raise TensorDigestError(name, expected, actual, self._expected.file_name)
 
     def finish(self) -> None:
         """Raises FileDigestError; to be called after all tensors."""

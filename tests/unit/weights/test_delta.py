@@ -175,6 +175,7 @@ def test_one_flipped_byte_anywhere_is_found_and_the_tensor_named(policy, store, 
                 if isinstance(found.value, TensorDigestError):
                     named += 1
                     assert found.value.name in policy.tensors
+                    assert " of 'model-" in str(found.value)
                 else:
                     assert str(found.value)
             path.write_bytes(data)

@@ -117,6 +117,7 @@ def test_a_flipped_tensor_is_named_and_not_handed_out(store: WeightStore, tensor
         for name, _ in load_verified(record.directory, store.manifest(record.version)):
             assert name != "norm.weight"
     assert failure.value.name == "norm.weight"
+    assert f"tensor 'norm.weight' of {path.name!r} has digest" in str(failure.value)
     assert failure.value.expected != failure.value.actual
 
 
