@@ -51,7 +51,7 @@ from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.place import directory_of
 from sluice.runtime import waits
 from sluice.runtime.errors import QueueFullError, RemoteError, ServiceError
-from sluice.runtime.recovery import Backoff, is_passing
+from sluice.runtime.recovery import Backoff, NotReadyError, is_passing
 from sluice.weights.errors import WeightStoreError
 from sluice.weights.store import WeightStore
 
@@ -498,7 +498,10 @@ class TrainedModel:
         )
         self._pin(weights.version, sampler.id)
         self._release_snapshots()
-        await self._engines.bring_up(sampler)
+        try:
+            await self._engines.bring_up(sampler)
+        except NotReadyError as error:  # they are given it when they are asked for samples
+            logger.warning("sampler %s: no engine has its weights by now: %s", sampler.id, error)
         answer = {"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}
         return Done(state, JSON, _json(answer), sampler=sampler)
 

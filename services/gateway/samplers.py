@@ -201,7 +201,7 @@ class Samplers:
         self, sampler: SamplerRecord, prompt: Sequence[int], asked: SampleTokens
     ) -> list[DrawnSamples]:
         params, count = asked.sampling_params, asked.num_samples
-        room = await self._engines.max_length() - len(prompt)
+        room = await self._persist(sampler, self._engines.max_length) - len(prompt)
         if room < 1:
             raise RefusedError(
                 f"prompt: {len(prompt)} tokens leave no room for another: the model takes "

@@ -89,3 +89,14 @@ def test_sampling_goes_on_when_engine_and_gateway_are_killed(killed: Gateway) ->
         kill(killed.stack.pid(name))
         for answer in answers:
             assert [each.tokens for each in answer.result().sequences] == before
+
+
+def test_weights_are_published_and_sampled_while_the_engine_is_away(killed: Gateway) -> None:
+    client = killed.begin(seed=9)
+    for others in ([], ["tinker"]):  # a gateway that has yet to ask an engine for anything
+        for name in ("rollout", *others):
+            kill(killed.stack.pid(name))
+        sampler = client.save_weights_and_get_sampling_client().result()
+        params = types.SamplingParams(max_tokens=2)
+        prompt = types.ModelInput.from_ints([1, 2, EQUALS_ID])
+        assert sampler.sample(prompt, 1, params).result().sequences
