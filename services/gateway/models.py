@@ -112,6 +112,7 @@ class TrainedModel:
         self._suspect = self._state.done >= 0  # of whom nobody knows what the trainer did since
         self._changed = asyncio.Event()
         self._changing = asyncio.Lock()  # of what requests there are
+        self._keeping = asyncio.Lock()  # of the state, here and in the journal
         self._answered = asyncio.Event()
         self._waiting = journal.waiting(model.id)
         metrics.WAITING.inc(self._waiting)
@@ -241,14 +242,19 @@ class TrainedModel:
         if done.error is not None:
             outcome = "done"  # what it changed stays, and is done again in a recovery
         answered = with_answer(request, outcome, done.media or JSON, done.answer)
-        state = replace(done.state, done=request.seq)
         kept = self._config.tinker.kept_answers
-        await self._keep(
-            lambda: self._journal.finish(answered, state, kept, done.checkpoint, done.sampler)
-        )
-        self._state = state
+        async with self._keeping:
+            before, state = self._state, replace(done.state, done=request.seq)
+            if before.checkpoint == state.checkpoint:  # adopted, perhaps, while it was done
+                state = replace(state, owns=before.owns or state.owns)
+            await self._keep(
+                lambda: self._journal.finish(answered, state, kept, done.checkpoint, done.sampler)
+            )
+            self._state = state
         for name in done.replaced:
             self._discard(name)
+        if before.owns and before.checkpoint != state.checkpoint:
+            self._discard(before.checkpoint)
         self._waiting -= 1
         metrics.WAITING.dec()
         failed = outcome == "failed" or done.error is not None
@@ -440,8 +446,6 @@ class TrainedModel:
             if state.checkpoint in replaced:
                 state, replaced = replace(state, owns=True), set()
         else:
-            if state.owns:
-                replaced.add(state.checkpoint)
             state = replace(
                 state,
                 checkpoint=saved,
@@ -573,16 +577,18 @@ class TrainedModel:
             self._suspect = True
             logger.warning("model %s has no new checkpoint: %s", self.model.id, error)
             return
-        self._state = replace(
-            state,
-            checkpoint=saved,
-            checkpoint_seq=state.done,
-            checkpoint_step=state.step,
-            owns=True,
-        )
-        await self._keep(lambda: self._journal.keep_state(self.model.id, self._state))
-        if state.owns:  # nobody else knows of it
-            self._discard(state.checkpoint)
+        async with self._keeping:
+            before = self._state
+            self._state = replace(
+                state,
+                checkpoint=saved,
+                checkpoint_seq=state.done,
+                checkpoint_step=state.step,
+                owns=True,
+            )
+            await self._keep(lambda: self._journal.keep_state(self.model.id, self._state))
+        if before.owns:  # nobody else knows of it
+            self._discard(before.checkpoint)
 
     def _discard(self, checkpoint: str) -> None:
         """Remove a checkpoint that nothing names any more; what cannot be is told, and left."""
@@ -593,11 +599,12 @@ class TrainedModel:
 
     async def adopt(self, checkpoint: str) -> bool:
         """Take over a checkpoint that nobody else knows of any more, if the model needs it."""
-        if self._state.checkpoint != checkpoint:
-            return False
-        self._state = replace(self._state, owns=True)
-        await self._journal.keep_state(self.model.id, self._state)
-        return True
+        async with self._keeping:
+            if self._state.checkpoint != checkpoint:
+                return False
+            self._state = replace(self._state, owns=True)
+            await self._journal.keep_state(self.model.id, self._state)
+            return True
 
     async def _restore(self, request: TrainingRequest) -> None:
         """Bring the trainer to where requests have led, unless it is there.
@@ -616,8 +623,9 @@ class TrainedModel:
             if _is_at(found, state) or _is_at(found, further):
                 self._suspect = False
                 return
-        self._state = state = replace(state, lineage=state.lineage + 1)
-        await self._keep(lambda: self._journal.keep_state(self.model.id, state))
+        async with self._keeping:
+            self._state = state = replace(self._state, lineage=state.lineage + 1)
+            await self._keep(lambda: self._journal.keep_state(self.model.id, state))
         metrics.RECOVERIES.inc()
         since = self._journal.done_between(self.model.id, state.checkpoint_seq, state.done)
         since = [each for each in since if each.kind in CHANGING]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 import uuid
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+import psutil
 import pytest
 
 from services.gateway.config import GatewayConfig
@@ -609,3 +612,45 @@ async def test_an_answer_that_is_damaged_in_the_journal_is_not_given(
     told = await http.result(passed["request_id"])
     assert told["category"] == "server"
     assert f"is damaged: request 1 of {model}" in told["error"]
+
+
+async def test_a_path_that_is_deleted_while_its_model_is_trained_leaves_nothing(
+    place: Place, http: Http
+) -> None:
+    store = place.trainer.store / "checkpoints"
+    model, seq, before = await http.begin(), 0, set(store.glob("*"))
+
+    async def steps(count: int) -> None:
+        nonlocal seq
+        for _ in range(count):
+            await http.pass_of(model, seq := seq + 1)
+            _, stepped = await http.step(model, seq := seq + 1, learning_rate=1e-3)
+            await http.result(stepped["request_id"])
+
+    await steps(1)
+    body = {"model_id": model, "seq_id": (seq := seq + 1), "path": "named"}
+    _, saved = await http.post("save_weights", body)
+    await http.result(saved["request_id"])
+    (named,) = set(store.glob("*")) - before
+    with stopped(psutil.Process(place.trainer.process.pid).children()):
+        _, passed = await http.pass_of(model, seq := seq + 1)
+        status, _ = await http.post("retrieve_future", {"request_id": passed["request_id"]})
+        assert status == 408  # it is under way
+        url = f"{http.url}/api/v1/training_runs/{model}/checkpoints/weights/named"
+        async with http.session.delete(url, headers=http.headers) as removed:
+            assert removed.status == 200
+    assert named.is_dir()  # the model would go back to it
+    await http.result(passed["request_id"])
+    await steps(4)
+    assert not named.exists()
+
+
+@contextlib.contextmanager
+def stopped(processes: list[psutil.Process]) -> Iterator[None]:
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()
