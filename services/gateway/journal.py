@@ -26,6 +26,7 @@ import xxhash
 from services.gateway.errors import JournalDamagedError
 from sluice.config import ConfigError
 from sluice.durable import owned
+from sluice.runtime import waits
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +191,8 @@ def _in_thread(work: Change[P, T]) -> Awaited[P, T]:
         loop = asyncio.get_running_loop()
         doing = loop.run_in_executor(self._thread, lambda: work(self, *args, **kwargs))
         try:
-            return await asyncio.shield(doing)
+            with waits.waiting(f"disk of {self._path}: {work.__name__.replace('_', ' ')}"):
+                return await asyncio.shield(doing)
         except asyncio.CancelledError:
             await asyncio.wait([doing])
             caller = asyncio.current_task()

@@ -100,6 +100,7 @@ class TinkerServer:
         self._tls = None if tls is None else http_context(tls)
         self._sampling = RequestTable[SamplingRequest](ANSWER_BYTES, lambda each: each.weight)
         self._running: set[asyncio.Task[bytes]] = set()
+        self._held = 0  # bytes of requests that the journal is yet to take
         self._seen: dict[str, float] = {}  # by session, when that was written last
         self._runner: HttpRunner | None = None
         self.port = 0
@@ -409,10 +410,16 @@ class TinkerServer:
             raise RefusedError(f"seq_id is not from 1 to {LAST_SEQ}")
         model = self._registry.model(model_id)
         await self._note_seen(model.model.session)
-        digest = await asyncio.to_thread(digest_of, data)
-        await model.submit(
-            TrainingRequest(model=model_id, seq=seq, kind=kind, digest=digest, body=data)
-        )
+        if self._held and self._held + len(data) > self._config.server.max_held_bytes:
+            raise ApiError(429, "too_many_requests", f"{self._held} bytes wait for the journal")
+        self._held += len(data)
+        try:
+            digest = await asyncio.to_thread(digest_of, data)
+            await model.submit(
+                TrainingRequest(model=model_id, seq=seq, kind=kind, digest=digest, body=data)
+            )
+        finally:
+            self._held -= len(data)
         return _future(model_id, seq)
 
     async def _load_weights(self, request: web.Request) -> web.Response:
