@@ -179,27 +179,31 @@ Change = Callable[Concatenate["GatewayJournal", P], T]
 Awaited = Callable[Concatenate["GatewayJournal", P], Coroutine[Any, Any, T]]
 
 
+async def to_its_end(doing: asyncio.Future[T]) -> T:
+    """Wait for what a thread does; a cancellation comes behind it, with the caller's next await."""
+    try:
+        return await asyncio.shield(doing)
+    except asyncio.CancelledError:
+        await asyncio.wait([doing])
+        caller = asyncio.current_task()
+        assert caller is not None
+        caller.uncancel()
+        caller.cancel()
+        return doing.result()
+
+
 def _in_thread(work: Change[P, T]) -> Awaited[P, T]:
     """Do it in the journal's thread, behind what was asked for before.
 
-    The disk may take its time: nobody but the caller waits for it. What has begun is done, and the
-    caller goes on as far as its next await; a cancellation comes then.
+    The disk may take its time: nobody but the caller waits for it.
     """
 
     @functools.wraps(work)
     async def call(self: GatewayJournal, *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
         doing = loop.run_in_executor(self._thread, lambda: work(self, *args, **kwargs))
-        try:
-            with waits.waiting(f"disk of {self._path}: {work.__name__.replace('_', ' ')}"):
-                return await asyncio.shield(doing)
-        except asyncio.CancelledError:
-            await asyncio.wait([doing])
-            caller = asyncio.current_task()
-            assert caller is not None
-            caller.uncancel()
-            caller.cancel()
-            return doing.result()
+        with waits.waiting(f"disk of {self._path}: {work.__name__.replace('_', ' ')}"):
+            return await to_its_end(doing)
 
     return call
 
@@ -493,8 +497,12 @@ class GatewayJournal:
         self._put_checkpoint(replace(checkpoint, expires=expires))
 
     @_in_thread
-    def remove_checkpoint(self, path: str) -> None:
-        self._db.execute("DELETE FROM checkpoints WHERE path = ?", (path,))
+    def remove_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Forget a path, unless it names another by now."""
+        self._db.execute(
+            "DELETE FROM checkpoints WHERE path = ? AND created = ?",
+            (checkpoint.path, checkpoint.created),
+        )
 
     @_in_thread
     def add_sampler(self, sampler: SamplerRecord) -> None:

@@ -42,6 +42,7 @@ from services.gateway.journal import (
     ModelState,
     SamplerRecord,
     TrainingRequest,
+    to_its_end,
     with_answer,
 )
 from services.gateway.requests import LoadWeights, OptimStep, SaveForSampler, SaveWeights
@@ -252,9 +253,9 @@ class TrainedModel:
             )
             self._state = state
         for name in done.replaced:
-            self._discard(name)
+            await self._discard(name)
         if before.owns and before.checkpoint != state.checkpoint:
-            self._discard(before.checkpoint)
+            await self._discard(before.checkpoint)
         self._waiting -= 1
         metrics.WAITING.dec()
         failed = outcome == "failed" or done.error is not None
@@ -479,7 +480,7 @@ class TrainedModel:
         checkpoint = None
         if body.path is not None:
             path = f"tinker://{self.model.id}/sampler_weights/{_checked_name(body.path)}"
-            self._pin(weights.version, path)
+            await self._pin(weights.version, path)
             checkpoint = self._describe(
                 path,
                 "sampler",
@@ -500,8 +501,8 @@ class TrainedModel:
             version=weights.version,
             digest=weights.digest,
         )
-        self._pin(weights.version, sampler.id)
-        self._release_snapshots()
+        await self._pin(weights.version, sampler.id)
+        await self._release_snapshots()
         try:
             await self._engines.bring_up(sampler)
         except NotReadyError as error:  # they are given it when they are asked for samples
@@ -509,15 +510,18 @@ class TrainedModel:
         answer = {"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}
         return Done(state, JSON, _json(answer), sampler=sampler)
 
-    def _release_snapshots(self) -> None:
+    async def _release_snapshots(self) -> None:
         """Let the store remove the weights of samplers beyond the newest so many."""
         kept = self._config.tinker.kept_snapshots - 1  # and the one that comes
         for old in self._journal.snapshots(self.model, kept, 2):  # the others went before
-            self._weights.unpin(old.version, pin_owner(old.id))
+            try:
+                await asyncio.to_thread(self._weights.unpin, old.version, pin_owner(old.id))
+            except OSError as error:
+                logger.warning("version %d stays in the store: %s", old.version, error)
 
-    def _pin(self, version: int, name: str) -> None:
+    async def _pin(self, version: int, name: str) -> None:
         try:
-            self._weights.pin(version, pin_owner(name))
+            await asyncio.to_thread(self._weights.pin, version, pin_owner(name))
         except (WeightStoreError, OSError) as error:
             raise ServiceError(f"version {version} is not kept by the store: {error}") from None
 
@@ -588,12 +592,14 @@ class TrainedModel:
             )
             await self._keep(lambda: self._journal.keep_state(self.model.id, self._state))
         if before.owns:  # nobody else knows of it
-            self._discard(before.checkpoint)
+            await self._discard(before.checkpoint)
 
-    def _discard(self, checkpoint: str) -> None:
+    async def _discard(self, checkpoint: str) -> None:
         """Remove a checkpoint that nothing names any more; what cannot be is told, and left."""
+        loop = asyncio.get_running_loop()
+        removing = loop.run_in_executor(None, remove_checkpoint, self._config, checkpoint)
         try:
-            remove_checkpoint(self._config, checkpoint)
+            await to_its_end(removing)
         except OSError as error:
             logger.warning("checkpoint %s stays in the store: %s", checkpoint, error)
 

@@ -114,9 +114,10 @@ class ModelRegistry:
         state = self.journal.state(model.id)
         try:
             if state.owns:
-                remove_checkpoint(self._config, state.checkpoint)
+                await asyncio.to_thread(remove_checkpoint, self._config, state.checkpoint)
             for sampler in self.journal.snapshots(model):
-                self._weights.unpin(sampler.version, pin_owner(sampler.id))
+                owner = pin_owner(sampler.id)
+                await asyncio.to_thread(self._weights.unpin, sampler.version, owner)
         except OSError as error:
             logger.warning("model %s is not unloaded yet: %s", model.id, error)
             return
@@ -129,10 +130,11 @@ class ModelRegistry:
         """
         trained = self._models.get(checkpoint.model)
         if checkpoint.kind == "sampler":
-            self._weights.unpin(checkpoint.version, pin_owner(checkpoint.path))
+            owner = pin_owner(checkpoint.path)
+            await asyncio.to_thread(self._weights.unpin, checkpoint.version, owner)
         elif trained is None or not await trained.adopt(checkpoint.checkpoint):
-            remove_checkpoint(self._config, checkpoint.checkpoint)
-        await self.journal.remove_checkpoint(checkpoint.path)
+            await asyncio.to_thread(remove_checkpoint, self._config, checkpoint.checkpoint)
+        await self.journal.remove_checkpoint(checkpoint)
 
     async def sweep(self) -> None:
         """Look again and again, until cancelled."""
