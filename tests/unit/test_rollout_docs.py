@@ -72,7 +72,9 @@ def test_configurations_are_accepted(project, monkeypatch):
         if name == "services.yaml":
             check_services(values)
             continue
-        config = parse_config(RunConfig, {"run_dir": "r", "trainer": "t", "router": "r", **values})
+        config = parse_config(
+            RunConfig, {"run_dir": "r", "trainer": "t:1", "router": "r:1", **values}
+        )
         GroupFilters(config.filters)
         environments = [share.environment for share in config.shares.values()]
         for data in config.evaluation.datasets.values() if config.evaluation else ():
