@@ -12,6 +12,7 @@ from services.trainer.config import TrainerConfig
 from services.trainer.controller.launch import WorkerServer
 from services.trainer.controller.rank_group import RankGroup
 from services.trainer.controller.trainer import Trainer
+from services.trainer.errors import StoreRefusedError, disk_errors
 from services.trainer.servicer import TrainerServicer, bound_requests
 from sluice import logs, platform
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
@@ -76,9 +77,17 @@ async def _keep_ranks(server: Server, trainer: Trainer, controller: str) -> None
     """For as long as the trainer has ranks or may get some.
 
     After too many losses in a row the process ends with an error: whoever keeps it alive starts it
-    again, with a pause. One whose model cannot be loaded stays, and says why.
+    again, with a pause. So does one whose store cannot be written. One whose model cannot be loaded
+    stays, and says why.
     """
-    await trainer.start(controller)
+    try:
+        with disk_errors():
+            await trainer.start(controller)
+    except StoreRefusedError as error:
+        logger.error("the process ends: %s", error)
+        server.failed = True
+        server.request_stop()
+        return
     telling = asyncio.create_task(_tell_readiness(server, trainer.ranks), name="readiness")
     try:
         await trainer.ranks.wait_given_up()

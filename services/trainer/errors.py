@@ -210,6 +210,7 @@ def disk_errors() -> Iterator[None]:
     except OSError as error:
         if error.filename is None:
             raise
+        error.filename = str(error.filename)  # of a path the system tells the class too
         raise StoreRefusedError(str(error), file=error.filename) from error
 
 

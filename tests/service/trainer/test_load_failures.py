@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE
 from tests.service.trainer.harness import FAILED, running_trainer, until
 
 MEGATRON = {"backend": "megatron", "megatron": {"dtype": "float32"}}
@@ -44,3 +48,18 @@ async def test_a_model_that_no_rank_can_load_says_why(
             failed = await until(client, lambda now: now.state == FAILED)
             assert failed.failure.startswith(f"rank 0: {reason}: ")
             assert failed.restart_count == 0
+
+
+def test_a_store_that_cannot_be_written_is_told_in_a_line(model: Path, tmp_path: Path) -> None:
+    lock = tmp_path / "store/blobs.lock"
+    lock.mkdir(parents=True)  # nobody can open it, as on a disk that is read-only
+    ended = subprocess.run(
+        [sys.executable, "-m", "services.trainer", "--model", str(model), "--store", lock.parent],
+        env={**os.environ, "SLUICE_DEVICE": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert ended.returncode == 1
+    assert f"the process ends: [Errno 21] Is a directory: {str(lock)!r}" in ended.stderr
+    assert "Traceback" not in ended.stderr
