@@ -119,6 +119,18 @@ def parity(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def waits(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """How long this rank would wait for others, by group."""
+    backend = open_backend(rank, world, arguments)
+    mesh = backend._cut_over
+    groups: dict[str, Any] = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
+    return {
+        name: group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for name, group in groups.items()
+        if group is not dist.group.WORLD and group.size() > 1
+    }
+
+
 def replicas(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Some steps, then what of the model other tensor ranks must hold to the bit too."""
     backend = open_backend(rank, world, arguments)

@@ -235,6 +235,16 @@ def test_ranks_that_check_each_other_find_nothing(
         assert found["grad_norm"] == pytest.approx(should["grad_norm"], rel=1e-4)
 
 
+@fast
+def test_ranks_of_a_layout_wait_for_each_other_as_long_as_a_command_may_take(
+    pool: Pool, expected: ExpectedByModel, tmp_path: Path
+) -> None:
+    model, _ = expected("qwen3", **EVEN)
+    settings = {"fsdp": TENSOR, "trainer": {"ranks": {"command_timeout": 4321.0}}}
+    answers = pool.run("waits", 4, model=str(model.directory), out=str(tmp_path), **settings)
+    assert answers == [{"data": 4321.0, "tensor": 4321.0}] * 4
+
+
 def test_places_of_ranks() -> None:
     config = FsdpConfig(tensor=2)
     places = [mesh_of(config, rank, 6) for rank in range(6)]

@@ -391,6 +391,21 @@ def save_beside_steps(rank: int, world: int, arguments: dict[str, Any]) -> dict[
     return {"files": {name: list(asdict(entry).values()) for name, entry in files.items()}}
 
 
+def waits(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """How long this rank would wait for others, by group."""
+    backend = open_backend(rank, world, arguments)
+    groups: dict[str, Any] = {
+        "tensor": parallel.tensor_group(expert=False),
+        "experts": parallel.tensor_group(expert=True),
+    }
+    found = {
+        name: group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for name, group in groups.items()
+    }
+    backend.close()
+    return found
+
+
 def checked(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Two steps of equal ranks, then a pass in which the last context rank has other rows."""
     backend = open_backend(rank, world, arguments)

@@ -47,3 +47,13 @@ def test_a_rank_of_the_reference_backend_with_another_model_is_named(
     for answer in pool.run("checked_reference", 2, models=[qwen3, other], out=str(tmp_path)):
         assert answer["error_rank"] == 1
         assert "all_reduce sum" in answer["error_message"]
+
+
+@pytest.mark.fast
+def test_ranks_wait_for_each_other_as_long_as_a_command_may_take(
+    pool: Pool, expected: Any, tmp_path: Path
+) -> None:
+    arguments = {"model": str(expected("qwen3").directory), "layout": {"tensor": 2}}
+    trainer = {"ranks": {"command_timeout": 4321.0}}
+    answers = pool.run("waits", 2, trainer=trainer, out=str(tmp_path), **arguments)
+    assert answers == [{"tensor": 4321.0, "experts": 4321.0}] * 2

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core import utils as core_utils
 from megatron.core.extensions import transformer_engine as engine_layers
 from megatron.core.packed_seq_params import PackedSeqParams
+from packaging.version import Version
 
 from services.trainer.backend import LayoutError
 from services.trainer.backends.megatron import kernels, upstream
@@ -155,6 +158,7 @@ def test_transformer_engine_runs_what_it_has(qwen3: Path, monkeypatch: pytest.Mo
     assert {found[name] for name in ("attention", "rms_norm", "rotary", "adamw")} == {
         "transformer_engine"
     }
+    monkeypatch.setattr(core_utils, "_te_version", Version("2.18.0"))
     config = MegatronConfig(context=2, cp_comm_type="all_gather")
     chosen = choose_operations(source, config, UNASKED, device)
     assert core_options(chosen, config)["cp_comm_type"] == "all_gather"
@@ -165,6 +169,38 @@ def test_transformer_engine_runs_what_it_has(qwen3: Path, monkeypatch: pytest.Mo
         choose_operations(source, contiguous, forced, device)
     local = choose_operations(source, MegatronConfig(layer_spec="local"), UNASKED, device)
     assert (local["attention"], local["rms_norm"]) == ("flash_attn_3", "torch_rms_norm")
+
+
+@pytest.mark.parametrize(
+    ("exchange", "release", "reason"),
+    [
+        ("p2p", "2.9.0", ""),
+        ("a2a", "2.9.0", "cp_comm_type a2a over packs needs Transformer Engine 2.10.0"),
+        ("a2a", "2.10.0", ""),
+        ("all_gather", "2.17.1", "cp_comm_type all_gather over packs needs .* 2.18.0"),
+    ],
+)
+def test_an_exchange_that_transformer_engine_has_not_for_packs_is_refused(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch, exchange: Any, release: str, reason: str
+) -> None:
+    """It would say so in the first pass (context_parallel.py of those releases)."""
+    with_engine(monkeypatch)
+    monkeypatch.setattr(core_utils, "_te_version", Version(release))
+    device, config = gpu(monkeypatch, (9, 0)), MegatronConfig(context=2, cp_comm_type=exchange)
+    with pytest.raises(LayoutError, match=reason) if reason else nullcontext():
+        choose_operations(read_model(qwen3), config, UNASKED, device)
+
+
+def test_an_exchange_of_heads_wants_heads_that_divide(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_engine(monkeypatch)
+    monkeypatch.setattr(core_utils, "_te_version", Version("2.18.0"))
+    device, config = gpu(monkeypatch, (9, 0)), MegatronConfig(context=4, cp_comm_type="a2a")
+    source = read_model(qwen3)
+    assert source.shape.kv_heads == 2
+    with pytest.raises(LayoutError, match="2 key heads of a tensor rank .* over 4 context ranks"):
+        choose_operations(source, config, UNASKED, device)
 
 
 def parameters_of(method: str) -> list[str]:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from services.trainer.backend import (
     Mesh,
@@ -33,10 +32,10 @@ from services.trainer.backends.fsdp.export import Export
 from services.trainer.backends.fsdp.model import NONE_TRAINED, Asked, ShardedModel, load_model
 from services.trainer.backends.fsdp.optimizer import ShardedOptimizer, local_part
 from services.trainer.backends.fsdp.tensor_parallel import (
-    DATA,
     TENSOR,
     TensorRanks,
     check_targets,
+    create_mesh,
 )
 from services.trainer.backends.reference.model import PackedLayout, PassInputs, images_of, pack
 from services.trainer.backends.sums import SumsOnDevice, by_sample, pass_sums
@@ -80,8 +79,8 @@ class FsdpBackend(TrainingBackend):
             raise ValueError("fsdp.cpu_offload needs an accelerator: there is none to offload from")
         current.seed_all(config.seed)
         self._uploads = Uploads(self._device)
-        shape = (mesh.world_size // mesh.tensor_size, mesh.tensor_size)
-        self._cut_over = init_device_mesh(self._device.type, shape, mesh_dim_names=(DATA, TENSOR))
+        timeout = timedelta(seconds=config.ranks.command_timeout)
+        self._cut_over = create_mesh(mesh, self._device.type, timeout)
         check = config.ranks.check_timeout
         world = dist.group.WORLD
         assert world is not None
@@ -90,7 +89,6 @@ class FsdpBackend(TrainingBackend):
         if mesh.tensor_size > 1:
             own = self._cut_over[TENSOR]
             self._tensor = TensorRanks(own, create_collectives(own.get_group(), check))
-        timeout = timedelta(seconds=config.ranks.command_timeout)
         self._context = create_context(mesh, config.ranks.check_timeout, timeout)
         self._writers = dist.new_group(backend="gloo", timeout=timeout)  # of checkpoints
         self._policy = self._load(config.model, head=config.head)

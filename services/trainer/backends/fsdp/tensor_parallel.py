@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.functional import linear
@@ -20,7 +22,7 @@ from transformers.distributed.tensor_parallel import (
     replace_layer_number_by_wildcard,
 )
 
-from services.trainer.backend import LayoutError
+from services.trainer.backend import LayoutError, Mesh
 from services.trainer.backends.lora import Adapter
 from sluice.algo.collectives import Collectives
 from sluice.weights.errors import InvalidAdapterError
@@ -30,6 +32,21 @@ SUMMED = "replicated_with_grad_allreduce"  # transformers' word for weights of a
 LATENT = "mla_kv_a_proj"  # and for one of whose outputs a part is compressed, a part of no head
 
 HEAD_NORMS = {"q_norm", "k_norm", "q_layernorm", "k_layernorm"}
+
+
+def create_mesh(ranks: Mesh, device_type: str, timeout: timedelta) -> DeviceMesh:
+    """Make the groups of data and of tensor ranks; collective over all ranks.
+
+    `timeout` is that of their collectives, where torch's own differs between libraries.
+    """
+    names = (DATA, TENSOR)
+    shape = (ranks.world_size // ranks.tensor_size, ranks.tensor_size)
+    if 1 in shape:  # then all ranks are a group, which there is
+        return init_device_mesh(device_type, shape, mesh_dim_names=names)
+    places = torch.arange(ranks.world_size).view(shape)
+    data, _ = dist.new_subgroups_by_enumeration(places.T.tolist(), timeout=timeout)
+    tensor, _ = dist.new_subgroups_by_enumeration(places.tolist(), timeout=timeout)
+    return DeviceMesh.from_group([data, tensor], device_type, places, mesh_dim_names=names)
 
 
 def cut_layers(model: Any, mesh: DeviceMesh) -> None:

@@ -15,6 +15,10 @@ from sluice.operations import AUTO, OperationError, OperationsConfig, Usage, cap
 from sluice.platform import CUDA
 
 ENGINE = "transformer_engine"
+LEAST_ENGINE = {  # releases of Transformer Engine whose exchange takes packs
+    "a2a": "2.10.0",
+    "all_gather": "2.18.0",
+}
 LEAST_FP8 = {  # compute capability
     "delayed": (8, 9),
     "tensorwise": (8, 9),
@@ -59,6 +63,7 @@ def choose_operations(
             f"cp_comm_type {config.cp_comm_type} is of Transformer Engine's attention, and "
             f"{chosen['attention']} runs"
         )
+    _check_exchange(source, config)
     if config.fp8 is not None:
         _check_fp8(source, config, usage)
     return chosen
@@ -92,6 +97,19 @@ def _attention_obstacle(source: ModelSource, config: MegatronConfig) -> str:
     if config.context > 1 and config.cp_layout != "zigzag":
         return f"cp_layout {config.cp_layout} is not how it cuts sequences"
     return ""
+
+
+def _check_exchange(source: ModelSource, config: MegatronConfig) -> None:
+    """Raises LayoutError where Transformer Engine would refuse `cp_comm_type` in the first pass."""
+    kind = config.cp_comm_type
+    if kind in LEAST_ENGINE and not upstream.is_engine_of(least := LEAST_ENGINE[kind]):
+        raise LayoutError(f"cp_comm_type {kind} over packs needs Transformer Engine {least}")
+    heads = max(1, source.shape.kv_heads // config.tensor)
+    if kind == "a2a" and heads % config.context:
+        raise LayoutError(
+            f"cp_comm_type a2a: {heads} key heads of a tensor rank do not divide over "
+            f"{config.context} context ranks"
+        )
 
 
 def _adamw(asked: OperationsConfig, usage: Usage, *, adapters: bool) -> str:

@@ -46,8 +46,8 @@ def start(
     """Makes all groups; collective over the default group, which must exist.
 
     Backends of one process share Megatron's. Raises LayoutError when theirs are of another layout.
-    `check_timeout`: of the check before each collective; None checks none. `timeout`: of ranks
-    that have written their files of a checkpoint, for the others.
+    `check_timeout`: of the check before each collective; None checks none. `timeout`: of every
+    collective, and of ranks that have written their files of a checkpoint, for the others.
     """
     if _users and _sizes(_users[0]) != _sizes(config):
         raise LayoutError("a backend of another layout is open in this process")
@@ -62,6 +62,7 @@ def start(
             expert_tensor_parallel_size=config.expert_tensor_size,
             order="tp-cp-ep-dp-pp",
             create_gloo_process_groups=False,
+            distributed_timeout_minutes=timeout / timedelta(minutes=1),
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     _users.append(config)

@@ -65,6 +65,11 @@ def has_transformer_engine() -> bool:
     return bool(specs.HAVE_TE)
 
 
+def is_engine_of(release: str) -> bool:
+    """Says whether the TransformerEngine that is installed is of this release or a later one."""
+    return bool(importlib.import_module("megatron.core.utils").is_te_min_version(release))
+
+
 def optimizer_name() -> str:
     """Returns whose AdamW Megatron takes."""
     vendor: str = importlib.import_module("megatron.core.optimizer").Adam.__module__
