@@ -199,7 +199,7 @@ def test_an_exchange_of_heads_wants_heads_that_divide(
     device, config = gpu(monkeypatch, (9, 0)), MegatronConfig(context=4, cp_comm_type="a2a")
     source = read_model(qwen3)
     assert source.shape.kv_heads == 2
-    with pytest.raises(LayoutError, match="2 key heads of a tensor rank .* over 4 context ranks"):
+    with pytest.raises(LayoutError, match=r"2 key heads of a tensor rank .* over 4 context ranks"):
         choose_operations(source, config, UNASKED, device)
 
 

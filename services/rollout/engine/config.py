@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +36,7 @@ _NOT_ITS_OWN = {  # what this process has to know, by where it is told
 MAX_NODES = 1024
 
 
-def _size(arguments: dict[str, Any], *names: str) -> int:
+def size_of(arguments: Mapping[str, Any], *names: str) -> int:
     """Returns a size that SGLang knows by several names, 1 by default."""
     for name in names:
         if arguments.get(name) is not None:
@@ -47,14 +48,14 @@ def _check_spread(where: str, arguments: dict[str, Any], nnodes: int) -> None:
     """Raises ValueError unless a server with these arguments can be spread over so many nodes."""
     if nnodes == 1:
         return
-    tp_size = _size(arguments, "tp_size", "tensor_parallel_size")
-    ranks = tp_size * _size(arguments, "pp_size", "pipeline_parallel_size")
+    tp_size = size_of(arguments, "tp_size", "tensor_parallel_size")
+    ranks = tp_size * size_of(arguments, "pp_size", "pipeline_parallel_size")
     if ranks % nnodes:
         raise ValueError(
             f"{where}nnodes: {ranks} ranks (tp_size times pp_size) cannot be shared out over "
             f"{nnodes} nodes"
         )
-    has_copies = _size(arguments, "dp_size", "data_parallel_size") > 1
+    has_copies = size_of(arguments, "dp_size", "data_parallel_size") > 1
     if has_copies and not arguments.get("enable_dp_attention"):
         raise ValueError(
             f"{where}server_args.dp_size: over several nodes data-parallel ranks are those of "
@@ -193,7 +194,7 @@ class SglangConfig(Config):
             raise ValueError("url: a running server takes no speculative_steps")
         if self.url and self.node_count > 1:
             raise ValueError("url: a running server takes no nnodes or prefill")
-        if self.lora and _size(self.server_args, "dp_size", "data_parallel_size") > 1:
+        if self.lora and size_of(self.server_args, "dp_size", "data_parallel_size") > 1:
             raise ValueError("lora: SGLang takes adapters while it runs only with dp_size 1")
         return self
 

@@ -7,8 +7,9 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 from services.rollout.engine.config import EngineConfig, SglangConfig
@@ -18,6 +19,7 @@ from services.rollout.engine.sglang.client import SglangClient
 from services.rollout.engine.sglang.engine import SglangEngine
 from services.rollout.engine.sglang.servers import free_port
 from services.rollout.errors import (
+    DigestMismatchError,
     EngineFailedError,
     NoSleepError,
     NotQuietError,
@@ -43,7 +45,9 @@ class Recorded:
         self.asked: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.messages: list[dict[str, Any]] = []
-        self._answers = {
+        self.goes_on = asyncio.Event()  # until when /generate says no more than its messages
+        self.goes_on.set()
+        self.answers = {
             "/server_info": {**SERVER, "dtype": "float32", **server},
             "/openapi.json": openapi(),
         }
@@ -57,11 +61,12 @@ class Recorded:
                 given = await reader.readexactly(int(line.partition(":")[2]))
         if method == "POST":
             self.asked.append(path)
-        body = json.dumps(self._answers.get(path, {"success": True})).encode()
+        body = json.dumps(self.answers.get(path, {"success": True})).encode()
         if path == "/generate":
             self.bodies.append(json.loads(given))
             events = [*map(json.dumps, self.messages), "[DONE]"]
             body = "".join(f"data: {event}\n\n" for event in events).encode()
+            await self.goes_on.wait()
         writer.write(
             b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
             + f"Content-Length: {len(body)}\r\n\r\n".encode()
@@ -71,10 +76,12 @@ class Recorded:
         writer.close()
 
 
-def engine_at(port: int, folder: Path, model: str, **settings: Any) -> SglangEngine:
+def engine_at(
+    port: int, folder: Path, model: str, verify: Literal["checksum", "off"] = "off", **settings: Any
+) -> SglangEngine:
     sglang = SglangConfig(
         url=f"http://127.0.0.1:{port}",
-        verify="off",
+        verify=verify,
         backoff_seconds=0.2,  # then 0.4, 0.8, 1.6 and 3.2
     )
     return SglangEngine(EngineConfig(backend="sglang", model=model, sglang=sglang, **settings))
@@ -117,6 +124,12 @@ async def test_sleep_needs_a_pause_and_waking_needs_weights(
         await engine.pause(PauseMode.ABORT)
         await engine.sleep()
         await engine.sleep()
+        assert recorded.asked[-4:] == [  # what was given up has ended by then, and nothing began
+            "/continue_generation",
+            "/flush_cache?timeout=50",
+            "/pause_generation",
+            "/release_memory_occupation",
+        ]
         assert recorded.asked.count("/release_memory_occupation") == 1
         assert engine.status().version is None
         with pytest.raises(NoWeightsError):
@@ -227,3 +240,78 @@ async def test_what_sglang_says_instead_of_an_answer_ends_the_request(
         for _ in range(2):
             with pytest.raises(error):
                 await asyncio.wait_for(ask(engine), PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("server", "waits"), [({}, True), ({"disable_overlap_schedule": True}, False)]
+)
+async def test_weights_wait_for_the_step_that_the_device_is_at(
+    record: StoredVersion, tmp_path: Path, server: dict[str, Any], waits: bool
+) -> None:
+    """A server that overlaps says that it is paused while one runs, over the old weights."""
+    recorded = Recorded(**server)
+    recorded.goes_on.clear()
+    async with attached(tmp_path, recorded) as engine:
+        await engine.prepare(record.version, record.digest, record.directory)
+        asking = asyncio.create_task(ask(engine))
+        async with asyncio.timeout(PATIENCE):
+            while not recorded.bodies:
+                await asyncio.sleep(0.01)
+        recorded.asked.clear()
+        await engine.commit(record.version, PauseMode.IN_PLACE)
+        asked = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+        assert recorded.asked == [*asked[:1], *["/weights_checker"] * waits, *asked[1:]]
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_a_pipeline_is_changed_between_its_requests(
+    record: StoredVersion, tmp_path: Path
+) -> None:
+    """SGLang's loop of pipeline stages knows no pause: one in place would hold nothing."""
+    recorded = Recorded(pp_size=2)
+    meta = {"output_token_logprobs": [[-1.0, 3, None]], "prompt_tokens": 1, "completion_tokens": 1}
+    recorded.messages = [
+        {"output_ids": [3], "meta_info": meta | {"finish_reason": {"type": "length"}}}
+    ]
+    recorded.goes_on.clear()
+    async with attached(tmp_path, recorded) as engine:
+        await engine.prepare(record.version, record.digest, record.directory)
+        asking = asyncio.create_task(ask(engine))
+        async with asyncio.timeout(PATIENCE):
+            while not recorded.bodies:
+                await asyncio.sleep(0.01)
+        recorded.asked.clear()
+        committing = asyncio.create_task(engine.commit(record.version, PauseMode.IN_PLACE))
+        await asyncio.wait([committing], timeout=0.1)
+        assert not recorded.asked
+        recorded.goes_on.set()
+        await asyncio.gather(asking, committing)
+        assert recorded.asked[1] == "/update_weights_from_disk"
+        assert engine.status().version == record.version
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+async def test_small_changes_may_be_lost_where_a_server_narrows_weights_itself(
+    record: StoredVersion, tmp_path: Path, quantization: str | None
+) -> None:
+    """Then no parameter need change with its tensor; a server that narrows none has lost it."""
+    changed = {"model.embed_tokens.weight": np.full((70, 4), 1.0001, np.float32)}
+    new = import_checkpoint(
+        WeightStore(tmp_path / "store", durable=False),
+        write_model(tmp_path / "changed", **changed),
+        None,
+        0,
+    )
+    recorded = Recorded(quantization=quantization)
+    place = {"dp_rank": 0, "pp_rank": 0, "tp_rank": 0}
+    sums = {"checksums": {"model.embed_tokens.weight": "1"}, "parallelism_info": place}
+    recorded.answers["/weights_checker"] = {"success": True, "ranks": [sums]}
+    async with attached(tmp_path, recorded, verify="checksum") as engine:
+        await engine.prepare(new.version, new.digest, new.directory)
+        if quantization is None:
+            with pytest.raises(DigestMismatchError, match=r"embed_tokens\.weight"):
+                await engine.commit(new.version, PauseMode.WAIT)
+        else:
+            await engine.commit(new.version, PauseMode.WAIT)
+            assert engine.status().version == new.version

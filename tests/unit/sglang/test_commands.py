@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from services.rollout.engine.config import EngineConfig, SglangConfig
@@ -53,6 +55,27 @@ def test_what_follows_from_settings_gives_way_to_server_args(device: str) -> Non
     assert "chunked_prefill_size" not in arguments
     assert ("cuda_graph_backend_decode" in arguments) == (device == "cpu")
     assert dp_size(config) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "running"),
+    [
+        ({"dp_size": 2}, 2, 7),
+        ({"data_parallel_size": 2}, 2, 7),
+        ({"dp_size": 2, "enable_dp_attention": True}, 2, 14),
+        ({"attn_dp_size": 2}, 2, 14),
+        ({"attention_data_parallel_size": 4}, 4, 28),
+        ({"attn_dp_size": 2, "max_running_requests": 5}, 2, 5),
+    ],
+)
+def test_every_data_parallel_rank_runs_as_many_samples_as_are_let_in(
+    arguments: dict[str, Any], ranks: int, running: int
+) -> None:
+    """SGLang divides what it is given by the ranks of attention, and by no others."""
+    sglang = SglangConfig(server_args={"tp_size": 4, **arguments})
+    config = EngineConfig(backend="sglang", max_running=7, sglang=sglang)
+    assert dp_size(config) == ranks
+    assert engine_arguments(config, "gpu")["max_running_requests"] == running
 
 
 def test_a_server_keeps_routed_experts_where_they_are_wanted_and_its_encoders_never() -> None:

@@ -93,6 +93,8 @@ async def test_a_whole_server_is_understood() -> None:
 async def test_transfers_need_one_data_parallel_rank() -> None:
     async with playing(offering(openapi(), dp_size=2)) as client:
         assert not (await shake_hands(client, checksums=True)).can_transfer
+    async with playing(offering(openapi(), pp_size=2)) as client:  # whose stages are ranks alike
+        assert not (await shake_hands(client, checksums=True)).can_transfer
     without = openapi(path="/begin_weight_update")
     async with playing(offering(without)) as client:
         assert not (await shake_hands(client, checksums=True)).can_transfer

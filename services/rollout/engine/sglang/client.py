@@ -190,6 +190,7 @@ class Capabilities:
     """`serving` is None where the weights were not named by us.
 
     `lora_rank`: of the largest adapter that it takes, 0 for none; `lora_targets`: of which layers.
+    `can_hold`: a pause holds what runs. `overlaps`: it prepares a step while the device has one.
     """
 
     release: str
@@ -207,6 +208,9 @@ class Capabilities:
     has_radix_cache: bool
     is_language_only: bool
     serving: Version | None
+    can_hold: bool = True
+    overlaps: bool = False
+    quantization: str = ""
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
 
@@ -241,23 +245,27 @@ async def shake_hands(
     takes_adapters = bool(server.get("enable_lora")) and not _gap(offered, FOR_ADAPTERS)
     # ranks of attention are counted apart by newer releases, whatever they were asked for by
     dp_size = int(server["dp_size"]) * int(server.get("attn_dp_size") or 1)
-    tp_size = int(server["tp_size"])
+    tp_size, pp_size = int(server["tp_size"]), int(server.get("pp_size") or 1)
     return Capabilities(
         release=release,
         dp_size=dp_size,
         tp_size=tp_size,
-        pp_size=int(server.get("pp_size", 1)),
+        pp_size=pp_size,
         device=str(server.get("device")),
         dtype=str(server.get("dtype")),
         max_length=int(server["max_req_input_len"]) + 6 - CONTEXT_MARGIN,
         cache_tokens=int(server["max_total_num_tokens"]),
         is_incremental=bool(server.get("incremental_streaming_output")),
         is_seeded=bool(server.get("enable_deterministic_inference")),
-        can_transfer=dp_size == 1 and not _gap(offered, FOR_TRANSFERS),
+        # all stages of a pipeline would join a group as the same ranks (0.5.23)
+        can_transfer=dp_size == pp_size == 1 and not _gap(offered, FOR_TRANSFERS),
         can_sleep=bool(server.get("enable_memory_saver")),
         has_radix_cache=not server.get("disable_radix_cache"),
         is_language_only=bool(server.get("language_only")),
         serving=parse_tag(server.get("weight_version")),
+        can_hold=pp_size == 1 and not server.get("enable_pdmux"),  # loops without a pause (0.5.23)
+        overlaps=not server.get("disable_overlap_schedule"),
+        quantization=str(server.get("quantization") or ""),
         lora_rank=int(server.get("max_lora_rank") or 0) if takes_adapters else 0,
         lora_targets=tuple(server.get("lora_target_modules") or ()),
     )

@@ -368,7 +368,7 @@ class SglangEngine(Engine):
                 raise NotQuietError("pause the engine, by abort or after its requests, to sleep")
             self._replica.check_sleep()
             if self._replica.is_up:
-                await self._replica.occupy("release")
+                await self._replica.release_memory()
                 self._has_released = True
             self._is_asleep = self._is_blank = True
 
@@ -376,7 +376,7 @@ class SglangEngine(Engine):
         async with self._changing:
             if self._is_asleep:
                 if self._has_released:
-                    await self._replica.occupy("resume")
+                    await self._replica.resume_memory()
                 self._is_asleep = self._has_released = False
 
     def services(self) -> Sequence[EngineService]:
@@ -435,8 +435,10 @@ class SglangEngine(Engine):
                 self._gate.open()
 
     async def _drain(self, mode: PauseMode) -> None:
-        """Waits for, or ends, what has a slot, as `mode` says."""
-        if mode is PauseMode.WAIT:
+        """Waits for, or ends, what has a slot, as `mode` says; waits where nothing can be held."""
+        known = self._replica.capabilities
+        cannot_hold = known is not None and not known.can_hold
+        if mode is PauseMode.WAIT or (mode is PauseMode.IN_PLACE and cannot_hold):
             await self._load.empty()
         if mode is PauseMode.ABORT:
             for job in self._jobs.values():

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 WATCH_SECONDS = 2.0
 MISSES = 3  # in a row, of an attached server
 CONTROL_SECONDS = 60.0
+IDLE_SECONDS = 50.0  # for requests that were given up here to end in the server
+OCCUPIED = ["weights", "kv_cache"]
 
 
 class Replica:
@@ -191,6 +193,10 @@ class Replica:
         while self._load.inside and drawn != self._load.drawn_tokens:
             drawn = self._load.drawn_tokens
             await client.get("/server_info")
+        if self._load.inside and self.capabilities is not None and self.capabilities.overlaps:
+            # The device may still be at a step, which weights must not change under; SGLang waits
+            # for it before checksums, of which none is asked for.
+            await self._post("/weights_checker", {"action": "checksum", "skip_tensor_list": [""]})
 
     async def resume(self) -> None:
         """Lets a paused server decode again."""
@@ -255,9 +261,22 @@ class Replica:
         if adapts:
             raise NoSleepError("SGLang keeps the base of its adapters, so it does not sleep")
 
-    async def occupy(self, verb: str) -> None:
-        """Has the server `release` or `resume` the memory of weights and cache."""
-        await self._post(f"/{verb}_memory_occupation", {"tags": ["weights", "kv_cache"]})
+    async def release_memory(self) -> None:
+        """Has a paused server without requests give up the memory of weights and cache.
+
+        It ends itself where it is asked to with a request, and may still have some that were given
+        up here, or a step: these end first.
+        """
+        await self.resume()
+        try:
+            await self._post(f"/flush_cache?timeout={IDLE_SECONDS:g}", {})
+        finally:
+            await self.pause()
+        await self._post("/release_memory_occupation", {"tags": OCCUPIED})
+
+    async def resume_memory(self) -> None:
+        """Has the server take the memory again that it gave up."""
+        await self._post("/resume_memory_occupation", {"tags": OCCUPIED})
 
     async def kill(self) -> None:
         """Ends the server; `wait_until_ended` returns, and a new one may be started."""
@@ -281,7 +300,7 @@ class Replica:
             raise EngineFailedError("SGLang is not up")
         return self._client
 
-    async def _post(self, path: str, body: dict[str, object]) -> None:
+    async def _post(self, path: str, body: Mapping[str, object]) -> None:
         try:
             await self._reached.post(path, body, CONTROL_SECONDS)
         except SGLangRefusedError as error:

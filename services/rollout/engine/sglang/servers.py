@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engine.config import EngineConfig, SglangConfig
+from services.rollout.engine.config import EngineConfig, SglangConfig, size_of
 from services.rollout.engine.images import reads_media
 from services.rollout.engine.sglang.client import CONTEXT_MARGIN
 from services.rollout.errors import EngineFailedError
@@ -90,10 +90,12 @@ def engine_arguments(config: EngineConfig, device: str) -> dict[str, Any]:
     the port are not among them.
     """
     is_cpu = device == platform.CPU.device_type
+    own = config.sglang.server_args
+    sharing = dp_size(config) if own.get("enable_dp_attention") else _attention_ranks(own)
     arguments: dict[str, Any] = {
         "device": device,
         "dtype": config.dtype,
-        "max_running_requests": config.max_running,
+        "max_running_requests": config.max_running * sharing,  # ranks of attention share it
         "max_total_tokens": config.max_cached_tokens or None,
         "disable_radix_cache": not config.prefix_cache_tokens,
         "enable_deterministic_inference": config.deterministic,
@@ -131,7 +133,7 @@ def engine_arguments(config: EngineConfig, device: str) -> dict[str, Any]:
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": steps + 1,
         }
-    return arguments | config.sglang.server_args
+    return arguments | own
 
 
 def model_arguments(config: EngineConfig, document: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,8 +181,16 @@ def dp_size(config: EngineConfig) -> int:
 
     Those of attention are `dp_size` with `enable_dp_attention`, or `attn_dp_size` by a newer name.
     """
-    arguments = config.sglang.server_args
-    return int(arguments.get("dp_size") or 1) * int(arguments.get("attn_dp_size") or 1)
+    return _copies(config.sglang.server_args) * _attention_ranks(config.sglang.server_args)
+
+
+def _copies(arguments: Arguments) -> int:
+    """Whole servers beside each other, or with `enable_dp_attention` ranks of attention."""
+    return size_of(arguments, "dp_size", "data_parallel_size")
+
+
+def _attention_ranks(arguments: Arguments) -> int:
+    return size_of(arguments, "attn_dp_size", "attention_data_parallel_size")
 
 
 def environment(config: EngineConfig, device: str, ranks: int = 1) -> dict[str, str]:

@@ -464,7 +464,8 @@ class ServerWeights:
     def _is_exact(self, tensors: Tensors) -> bool:
         """Whether the server keeps these tensors as they came, without a cast."""
         stored = {STORED_DTYPES.get(tensor.dtype) for tensor in tensors.values()}
-        return stored == {self._capabilities.dtype}
+        known = self._capabilities
+        return stored == {known.dtype} and not known.quantization
 
 
 def _left(end: float) -> float:
