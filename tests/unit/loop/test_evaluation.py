@@ -96,8 +96,8 @@ class World:
             RunConfig,
             {
                 "run_dir": self.path,
-                "trainer": "t",
-                "router": "r",
+                "trainer": "t:1",
+                "router": "r:1",
                 "prompts": {"index_count": 1},
                 "environment": {"name": "train"},
                 "sampling": {"max_new_tokens": 5, "top_p": 0.9, "stop_token_ids": [7]},

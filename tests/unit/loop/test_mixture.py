@@ -149,7 +149,7 @@ def test_a_schedule_that_answers_nonsense_is_told_and_nothing_is_issued(tmp_path
 
 SHARE = {"prompts": {"index_count": 10}, "environment": {"name": "guess"}}
 ONE = {"prompts": {"index_count": 10}, "environment": {"name": "guess"}}
-BASE = {"run_dir": "r", "trainer": "t", "router": "r", "sampling": {"max_new_tokens": 5}}
+BASE = {"run_dir": "r", "trainer": "t:1", "router": "r:1", "sampling": {"max_new_tokens": 5}}
 TWO = {"environments": {"a": SHARE, "b": {**SHARE, "weight": 3}}}
 
 

@@ -15,7 +15,7 @@ DISTIL = {"algorithm": {"advantage": {"name": "distillation"}}}
 TOP = {"algorithm": {"loss": {"name": "topk_jsd", "settings": {"top_count": 3}}}}
 ONE = {"big": {"pool": "teacher"}}
 TWO = {**ONE, "other": {"service": "other"}}
-BASE = {"run_dir": "r", "trainer": "t", "router": "r", "sampling": {"max_new_tokens": 5}}
+BASE = {"run_dir": "r", "trainer": "t:1", "router": "r:1", "sampling": {"max_new_tokens": 5}}
 SOLO = {"prompts": {"index_count": 10}, "environment": {"name": "guess"}}
 
 
