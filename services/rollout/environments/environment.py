@@ -29,6 +29,8 @@ from sluice.samples.sample import LARGEST_NUMBER
 
 logger = logging.getLogger(__name__)
 
+PROTOCOL = 2  # of calls to processes of environments: one more with each change of what they say
+
 T = TypeVar("T")
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))

@@ -6,20 +6,23 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import grpc
 
 from services.rollout import metrics
 from services.rollout.config import GraderPoolConfig
 from services.rollout.environments.environment import (
+    PROTOCOL,
     EnvironmentFailedError,
     SettingError,
     TaskError,
@@ -36,6 +39,10 @@ T = TypeVar("T")
 MAX_LINE_BYTES = 64 * 1024 * 1024
 MARK = "SLUICE_ENVIRONMENT"  # a variable of processes that belong together
 WORKER_MODULE = "services.rollout.environments.worker"
+PRINTED_BYTES = 64 * 1024  # of one environment that the log has in `PRINTED_SECONDS`
+PRINTED_SECONDS = 60.0
+LAST_BYTES = 4096  # of what was left out, told when the process ends: where it was, say
+CHUNK_BYTES = 64 * 1024
 BLOCKED_SECONDS = 1.0  # a loop that does not turn for so long is logged
 STOP_SECONDS = 1.0
 
@@ -61,6 +68,36 @@ class _GraderCall:
         self.data = json.dumps({"method": method, "seconds": seconds, **arguments}).encode()
 
 
+class _Printed:
+    """Passes on what the processes of an environment print, as much as a log may hold of it."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._began = -math.inf
+        self._room = self._left_out = 0
+        self._last = b""
+
+    def take(self, text: bytes) -> None:
+        if time.monotonic() - self._began >= PRINTED_SECONDS:
+            self.tell()
+            self._began, self._room = time.monotonic(), PRINTED_BYTES
+        passed, rest = text[: self._room], text[self._room :]
+        self._room -= len(passed)
+        self._left_out += len(rest)
+        self._last = (self._last + rest)[-LAST_BYTES:]
+        if passed:
+            with contextlib.suppress(OSError):  # a full disk must not stop the reading
+                os.write(sys.stderr.fileno(), passed)
+
+    def tell(self) -> None:
+        """Say how much was left out since the last time, and how it ended."""
+        if self._left_out:
+            last = self._last.decode(errors="replace")
+            message = "environment %s printed %d bytes more, left out here; the last of them: %s"
+            logger.warning(message, self._path, self._left_out, last)
+        self._left_out, self._last = 0, b""
+
+
 class _Grader:
     """Owns one process, which takes one call at a time and says nothing unasked.
 
@@ -68,10 +105,11 @@ class _Grader:
     files lie in a folder of their own: both end with it, by whatever it ends.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, printed: _Printed) -> None:
+        self._path, self._printed = path, printed
         self._process: asyncio.subprocess.Process | None = None
         self._listener: asyncio.Task[None] | None = None
+        self._printer: asyncio.Task[None] | None = None
         self._cleaner: asyncio.Task[None] | None = None
         self._call_id = ""
         self._reply: asyncio.Future[dict[str, Any]] | None = None
@@ -97,13 +135,20 @@ class _Grader:
 
     async def _start(self) -> asyncio.subprocess.Process:
         mark = uuid.uuid4().hex
-        with contextlib.ExitStack() as stack:
+        # None of asyncio's, whose `wait` is for the end of all that hold it.
+        output, error = os.pipe()
+        with os.fdopen(error, "wb") as held, contextlib.ExitStack() as stack:
+            self._printer = asyncio.create_task(
+                self._print(os.fdopen(output, "rb")), name=f"log {self._path}"
+            )
             folder = stack.enter_context(scratch("sluice-environment-"))
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", WORKER_MODULE, self._path, str(os.getpid())),
+                *(sys.executable, "-m", WORKER_MODULE),
+                *(self._path, str(os.getpid()), str(PROTOCOL)),
                 env={**os.environ, MARK: mark, "TMPDIR": str(folder)},
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
+                stderr=held,
                 limit=MAX_LINE_BYTES,
                 start_new_session=True,  # a Ctrl-C is for the service, which ends it
             )
@@ -131,6 +176,19 @@ class _Grader:
             code = {} if process.returncode is None else {"exit_code": process.returncode}
             self._reply.set_exception(GraderCrashedError(f"grader {self._path} {wrong}", **code))
 
+    async def _print(self, output: IO[bytes]) -> None:
+        """Has what it prints in the log until it and all that it started have ended."""
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), output
+        )
+        try:
+            while text := await reader.read(CHUNK_BYTES):
+                self._printed.take(text)
+        finally:
+            transport.close()
+            self._printed.tell()
+
     def _take(self, line: bytes) -> bool:
         """Whether it answers the open call."""
         try:
@@ -146,8 +204,10 @@ class _Grader:
 
     async def end(self) -> None:
         """Have the process ended, whatever it does, with all that it started, and reap it."""
-        if self._process is None or self._listener is None or self._cleaner is None:
+        if self._process is None or self._listener is None:
             return
+        assert self._cleaner is not None
+        assert self._printer is not None
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()  # its keeper
         try:
@@ -159,7 +219,9 @@ class _Grader:
             await self._process.wait()
         await self._cleaner
         self._listener.cancel()
-        await asyncio.gather(self._listener, return_exceptions=True)
+        await asyncio.wait([self._printer], timeout=STOP_SECONDS)  # what was on its way
+        self._printer.cancel()
+        await asyncio.gather(self._listener, self._printer, return_exceptions=True)
 
 
 def _ending(code: int) -> str:
@@ -188,6 +250,7 @@ class GraderPool:
 
     def __init__(self, name: str, path: str, config: GraderPoolConfig) -> None:
         self._name, self._path, self._config = name, path, config
+        self._printed = _Printed(path)
         self._slots = asyncio.Semaphore(config.size)
         self._slow_count = 0  # calls that have given their slot away
         self._overdue: list[Callable[[], None]] = []  # of calls that may not yet, in order
@@ -227,7 +290,7 @@ class GraderPool:
             while self._idle and not self._idle[-1].is_alive:
                 self._end(self._idle.pop())
             calls = [call] if self._idle else [opening, call]  # an import has its own deadline
-            grader = self._idle.pop() if self._idle else _Grader(self._path)
+            grader = self._idle.pop() if self._idle else _Grader(self._path, self._printed)
             reply: dict[str, Any] = {"error": "crash"}
             try:
                 for each in calls:

@@ -1,10 +1,12 @@
-"""Runs one environment: `python -m services.rollout.environments.worker PATH PARENT`.
+"""Runs one environment: `python -m services.rollout.environments.worker PATH PARENT PROTOCOL`.
 
 It reads a JSON call a line, `{"id": ..., "call": ...}`, and answers a JSON line with that id and
 `value`, or `error` with what the caller can act on. An exception of the environment is answered
 as well and then ends the process, whose state nobody can vouch for. Two processes: one that
 computes, and its keeper, which ends it and all that it started when it is told to or the process
-PARENT is gone. What the environment reads and prints has nothing to do with the calls.
+PARENT is gone. A service whose package was replaced under it speaks another PROTOCOL, or, before
+there was one, names none: its first call is refused. What the environment reads and prints has
+nothing to do with the calls.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from services.rollout.environments.environment import (
+    PROTOCOL,
     Environment,
     InvalidRewardError,
     Response,
@@ -125,8 +128,17 @@ class Line:
 
 def main() -> None:
     path, parent = sys.argv[1], int(sys.argv[2])
+    protocol = int(sys.argv[3]) if len(sys.argv) > 3 else 1
     keep_processes(parent)
     worker, line = Worker(path), Line()
+    if protocol != PROTOCOL:
+        line.next_call()
+        message = (
+            f"this service speaks version {protocol} of the protocol of graders, the package that "
+            f"is installed now version {PROTOCOL}: it was replaced under the service; restart it"
+        )
+        line.answer({"error": "crash", "message": message})
+        sys.exit(1)
 
     def answer_crash(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None

@@ -75,6 +75,8 @@ class GrimEnvironment(Environment):
             raise ZeroDivisionError("no mercy")
         if deed == "chatter":
             _chatter()
+        if deed == "print":
+            print("x" * (task.state["size"] - 4), "end", sep="", flush=True)
         if deed == "backtrack":
             re.match(r"(a+)+$", "a" * 64 + "b")  # holds the interpreter lock for ever
         if deed == "fork":

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from services.rollout.config import GraderPoolConfig
+from services.rollout.environments import isolation
 from services.rollout.environments.environment import (
     Response,
     Reward,
@@ -24,6 +25,7 @@ from services.rollout.environments.environment import (
     TaskRequest,
 )
 from services.rollout.environments.isolation import (
+    PRINTED_BYTES,
     WORKER_MODULE,
     EnvironmentFailedError,
     GraderCrashedError,
@@ -119,6 +121,34 @@ async def test_what_a_grader_prints_or_reads_is_no_part_of_its_calls(
     for _ in range(3):
         assert values_of(await runner.reward(deed("chatter"), ANSWERS)) == [1.0, 1.0]
     assert len(set(pids(tmp_path))) == 1, "it was ended for what it printed"
+
+
+async def test_the_log_has_a_part_of_what_graders_print_and_how_much_is_left_out(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    environments = create_environments()
+    runner = await grader(environments, marks=str(tmp_path))
+    for _ in range(3):
+        assert values_of(await runner.reward(deed("print", size=10_000_000), ANSWERS)) == [1.0, 1.0]
+    await environments.close()
+    printed = capfd.readouterr().err
+    assert len(printed) <= PRINTED_BYTES
+    assert len(set(pids(tmp_path))) == 1
+    found = re.findall(
+        r"printed (\d+) bytes more, left out here; the last of them: (.*)", caplog.text
+    )
+    assert len(printed) + sum(int(count) for count, _ in found) == 30_000_000
+    assert found[-1][1].endswith("end")
+
+
+async def test_a_service_whose_package_was_replaced_is_told_to_restart(
+    environments: Environments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolation, "PROTOCOL", isolation.PROTOCOL - 1)
+    runner = await grader(environments)
+    told = f"version {isolation.PROTOCOL} .* version {isolation.PROTOCOL + 1}: .* restart it"
+    with pytest.raises(EnvironmentFailedError, match=told):
+        await runner.reward(deed("smile"), ANSWERS)
 
 
 async def test_a_child_that_returns_from_its_parents_call_answers_nothing(
