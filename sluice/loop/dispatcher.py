@@ -49,11 +49,12 @@ class DispatcherConfig:
 
 @dataclass
 class GroupCounts:
-    """What became of groups since the last step; rewards of all that finished."""
+    """What became of groups since the last step; rewards of all episodes that finished."""
 
     finished: int = 0
     filtered: int = 0
     surplus: int = 0
+    episodes: int = 0
     reward_sum: float = 0.0
 
 
@@ -62,6 +63,7 @@ class _Arrival:
     """A group that finished, what filter rejected it, and why it is dropped, both empty if not."""
 
     group: LedgerGroup
+    episodes: int
     rejected: str
     drop_reason: str
 
@@ -473,7 +475,8 @@ class RolloutDispatcher:
         rejected = self._filters.rejected_by(finished) if self._filters and not lost else ""
         self._dropped_in_a_row = 0
         reason = f"filtered: {rejected}" if rejected else ""
-        arrival = _Arrival(group, rejected, lost_reason(lost) if lost else reason)
+        drop_reason = lost_reason(lost) if lost else reason
+        arrival = _Arrival(group, len(episode_rewards(finished)), rejected, drop_reason)
         self._arrived.append(arrival)
         if len(self._arrived) == 1:
             self._begin(self._record_soon())
@@ -504,13 +507,14 @@ class RolloutDispatcher:
                 LOST_GROUPS.inc()
                 logger.warning("group %s is dropped: %s", group.group_id, arrival.drop_reason)
             elif is_new:
-                self._count_finished(group, arrival.rejected)
+                self._count_finished(arrival)
         self._changed.set()
 
-    def _count_finished(self, group: LedgerGroup, rejected: str) -> None:
-        counts = self._counts
+    def _count_finished(self, arrival: _Arrival) -> None:
+        counts, rejected = self._counts, arrival.rejected
         counts.finished += 1
-        counts.reward_sum += group.reward_mean
+        counts.episodes += arrival.episodes
+        counts.reward_sum += arrival.group.reward_mean * arrival.episodes
         self._filtered_in_a_row = self._filtered_in_a_row + 1 if rejected else 0
         counts.filtered += bool(rejected)
         if self._filtered_in_a_row >= self._config.filtered_in_a_row:
@@ -546,13 +550,18 @@ class RolloutDispatcher:
             )
 
 
-def reward_mean(finished: pb.FinishedGroup) -> float:
-    """Mean reward of a group's episodes, each of which counts once; 0 without any."""
+def episode_rewards(finished: pb.FinishedGroup) -> list[float]:
+    """Mean reward of each episode of a group over its samples."""
     rewards: dict[int, list[float]] = {}
     for index, reward in enumerate(finished.rewards):
         episode = finished.details[index].episode if finished.details else index
         rewards.setdefault(episode, []).append(reward)
-    means = [sum(own) / len(own) for own in rewards.values()]
+    return [sum(own) / len(own) for own in rewards.values()]
+
+
+def reward_mean(finished: pb.FinishedGroup) -> float:
+    """Mean reward of a group's episodes, each of which counts once; 0 without any."""
+    means = episode_rewards(finished)
     return sum(means) / max(1, len(means))
 
 

@@ -621,7 +621,7 @@ class TrainingRun(TrainerRun[RunConfig]):
         if self._filters or self.config.over_sampling > 1:
             trained.metrics["filtered_groups"] = float(counts.filtered)
             trained.metrics["surplus_groups"] = float(counts.surplus)
-            mean = counts.reward_sum / counts.finished if counts.finished else math.nan
+            mean = counts.reward_sum / counts.episodes if counts.episodes else math.nan
             trained.metrics["reward_mean_unfiltered"] = mean
         self._report_step(groups, trained, seconds)
         every = self.config.checkpoint_every

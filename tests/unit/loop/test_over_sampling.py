@@ -89,14 +89,14 @@ class Episodes(pb_grpc.RolloutServiceServicer, router_grpc.RouterServiceServicer
         opened.cancel()
 
     def finished(self, group_id: str, version: int) -> pb.RolloutResponse:
-        rewards = [0.5, 0.5] if group_id in self.dull else [1.0, 0.0]
+        rewards = [0.25] * 4 if group_id in self.dull else [1.0, 0.0]
         return pb.RolloutResponse(
             finished=pb.FinishedGroup(
                 group_id=group_id,
                 blob={"digest": f"{int(group_id[1:]) + 1000 * version:032x}", "size_bytes": 1},
                 rewards=rewards,
                 raw_rewards=rewards,
-                response_lengths=[3, 3],
+                response_lengths=[3] * len(rewards),
                 min_version=version,
                 max_version=version,
             )
@@ -274,11 +274,12 @@ async def test_filtered_groups_are_replaced_and_told_apart(world) -> None:
     assert await world.step(feed, 0) == name(1, 2, 5, 6)
     assert drop_counts(world) == {"filtered: reward_std": 3}
     dropped = world.ledger.groups("dropped")
-    assert [g.reward_mean for g in dropped] == [0.5] * 3, "what they got is known"
+    assert [g.reward_mean for g in dropped] == [0.25] * 3, "what they got is known"
     assert feed.ready_count == 0
     counts = feed.take_counts()
     assert (counts.finished, counts.filtered, counts.surplus) == (7, 3, 0)
-    assert counts.reward_sum == pytest.approx(3.5)
+    assert counts.episodes == 3 * 4 + 4 * 2
+    assert counts.reward_sum == pytest.approx(3 * 4 * 0.25 + 4 * 1.0), "each episode counts once"
     assert feed.take_counts().finished == 0
     await feed.close()
 
