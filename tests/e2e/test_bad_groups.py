@@ -45,3 +45,23 @@ def test_graders_that_all_crash_end_the_run_with_their_error(stack: Stack) -> No
     assert "8 groups in a row were dropped" in output
     assert "ZeroDivisionError: no mercy" in output.replace("\n", " ")
     assert not training.groups("consumed")
+
+
+def test_graders_that_all_stall_end_the_run_after_the_time_of_its_groups(stack: Stack) -> None:
+    file = stack.run_dir / "stalling.jsonl"
+    file.write_text(json.dumps({"prompt": "12=", "answer": "1", "deed": "stall"}) + "\n")
+    training = stack.train(
+        "stalling",
+        prompts={"file": str(file)},
+        environment={"name": "grim"},
+        group_attempts=2,
+        group_timeout_seconds=2,
+        groups_per_step=2,
+    )
+    output, _ = training.process.communicate(timeout=PATIENCE)
+    assert training.process.returncode == 2
+    told = output.replace("\n", " ")
+    assert "8 groups in a row were dropped" in told
+    assert "failed 2 times" in told
+    assert "took longer than 2 s" in told
+    assert not training.groups("consumed")
