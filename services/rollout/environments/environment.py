@@ -356,7 +356,7 @@ class UserCode(AbstractContextManager[None]):
     """Guards code of users in this process: what it raises becomes EnvironmentFailedError.
 
     What is typed already goes on as it is. Its TimeoutError must not look like a deadline of
-    whoever waits for it, nor its `sys.exit` end this process.
+    whoever waits for it, nor its `sys.exit` end this process, nor its KeyboardInterrupt the loop.
     """
 
     def __init__(self, name: str) -> None:
@@ -370,7 +370,7 @@ class UserCode(AbstractContextManager[None]):
     ) -> None:
         if isinstance(error, ServiceError | SettingError | TaskError | UnknownEnvironmentError):
             return
-        if isinstance(error, Exception | SystemExit):
+        if error is not None and not isinstance(error, asyncio.CancelledError | GeneratorExit):
             logger.error("%s failed", self._name, exc_info=error)
             raise EnvironmentFailedError(
                 f"{self._name}: {told(error)}", environment=self._name

@@ -98,6 +98,10 @@ async def leaving(episode: Episode) -> list[Trajectory]:
     sys.exit(3)
 
 
+async def interrupting(episode: Episode) -> list[Trajectory]:
+    raise KeyboardInterrupt("of a library")
+
+
 async def wordy(episode: Episode) -> list[Trajectory]:
     (trajectory,) = await one(episode)
     trajectory.reward = Reward(reward="a lot")  # type: ignore[arg-type]
@@ -166,6 +170,7 @@ async def failures(episodes: Episodes, request: Any) -> dict[str, tuple[str, str
         ("broken", "ZeroDivisionError: no mercy"),
         ("impatient", "TimeoutError: a tool of its own"),
         ("leaving", "SystemExit: 3"),
+        ("interrupting", "KeyboardInterrupt: of a library"),
         ("wordy", "rewards[0].reward is 'a lot' (str), not a number"),
     ],
 )
