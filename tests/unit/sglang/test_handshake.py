@@ -114,7 +114,14 @@ async def test_what_is_missing_is_named(without: dict[str, str], gap: str) -> No
             await shake_hands(client, checksums=True)
         assert raised.value.metadata == {"feature": gap, "version": "0.5.23"}
         if gap == "/weights_checker":
-            await shake_hands(client, checksums=False)
+            found = await shake_hands(client, checksums=False)
+            assert not found.overlaps, "it cannot be asked to wait for the device"
+
+
+async def test_what_overlaps_is_known() -> None:
+    for disabled in (False, True):
+        async with playing(offering(openapi(), disable_overlap_schedule=disabled)) as client:
+            assert (await shake_hands(client, checksums=True)).overlaps is not disabled
 
 
 async def test_routed_experts_need_a_field_and_a_server_that_keeps_them() -> None:

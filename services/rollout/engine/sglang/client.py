@@ -190,7 +190,8 @@ class Capabilities:
     """`serving` is None where the weights were not named by us.
 
     `lora_rank`: of the largest adapter that it takes, 0 for none; `lora_targets`: of which layers.
-    `can_hold`: a pause holds what runs. `overlaps`: it prepares a step while the device has one.
+    `can_hold`: a pause holds what runs. `overlaps`: it prepares a step while the device has one,
+    which it can be asked to wait for.
     """
 
     release: str
@@ -264,7 +265,7 @@ async def shake_hands(
         is_language_only=bool(server.get("language_only")),
         serving=parse_tag(server.get("weight_version")),
         can_hold=pp_size == 1 and not server.get("enable_pdmux"),  # loops without a pause (0.5.23)
-        overlaps=not server.get("disable_overlap_schedule"),
+        overlaps=not server.get("disable_overlap_schedule") and not _gap(offered, FOR_CHECKSUMS),
         quantization=str(server.get("quantization") or ""),
         lora_rank=int(server.get("max_lora_rank") or 0) if takes_adapters else 0,
         lora_targets=tuple(server.get("lora_target_modules") or ()),
