@@ -49,6 +49,7 @@ class HostCollector(StateCollector):
         self._ends = {} if tls is None else certificate_ends(tls)
         self._room: dict[str, tuple[int, int]] = {}
         self._asking: threading.Thread | None = None
+        self._lock = threading.Lock()  # scrapes come together
         super().__init__(registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -64,18 +65,22 @@ class HostCollector(StateCollector):
         """Room by use; without those of a file system that does not answer in time."""
         if not self._disks:
             return {}
-        if self._asking is None or not self._asking.is_alive():  # one waits at most
-            self._room = {}
-            self._asking = threading.Thread(target=self._read_all, name="disks", daemon=True)
-            self._asking.start()
-        self._asking.join(ASK_SECONDS)
-        return dict(self._room)
+        with self._lock:
+            if self._asking is None or not self._asking.is_alive():  # one waits at most
+                self._room = {}
+                self._asking = threading.Thread(
+                    target=self._read_all, args=(self._room,), name="disks", daemon=True
+                )
+                self._asking.start()
+            asking, room = self._asking, self._room
+        asking.join(ASK_SECONDS)
+        return dict(room)
 
-    def _read_all(self) -> None:
+    def _read_all(self, room: dict[str, tuple[int, int]]) -> None:
         for use, paths in self._disks.items():
-            found = [room for path in paths if (room := disk_room(path)) is not None]
+            found = [each for path in paths if (each := disk_room(path)) is not None]
             if found:
-                self._room[use] = min(found)
+                room[use] = min(found)
 
 
 def disk_room(path: Path) -> tuple[int, int] | None:

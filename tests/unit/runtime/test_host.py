@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import os
 import shutil
+import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,21 @@ def test_a_full_disk_shows_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     fields[4] = 0  # f_bavail; f_bfree, which only root may use, is left
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(fields))
     assert disk_room(tmp_path) == (0, real.f_blocks * real.f_frsize)
+
+
+def test_scrapes_that_come_together_all_show_it(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    HostCollector({"store": [tmp_path], "run": [tmp_path]}, None, registry)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            found = pool.map(
+                lambda _: shown(registry, "sluice_disk_size_bytes", "run"), range(2000)
+            )
+            assert {*found} == {shutil.disk_usage(tmp_path).total}
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_a_file_system_that_hangs_holds_no_scrape(
