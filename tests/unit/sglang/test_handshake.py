@@ -171,6 +171,15 @@ async def test_a_stream_that_breaks_off_is_an_error() -> None:
                 pass
 
 
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b\x0c\x1c\x1e", "\r\n"])
+async def test_a_text_may_hold_whatever_ends_a_line_elsewhere(separator: str) -> None:
+    message = {"text": f"a{separator}b", "index": 0}
+    event = json.dumps(message, ensure_ascii=False).encode()
+    stream = b"data: %b\n\ndata: %b\r\n\r\ndata: [DONE]\n\n" % (event, event)
+    async with playing({"/generate": (200, stream)}) as client:
+        assert [each async for each in client.stream({})] == [message] * 2
+
+
 async def test_a_stream_that_is_cancelled_leaves_nothing_in_the_pool() -> None:
     """A pool looks through all its requests for each new one."""
 

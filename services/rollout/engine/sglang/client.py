@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,11 +87,11 @@ class SglangClient:
                     raise SGLangRefusedError(
                         "/generate", response.status_code, _message(await response.aread())
                     )
-                async for line in response.aiter_lines():
-                    if not line.startswith("data:"):
+                async for line in _lines(response.aiter_bytes()):
+                    if not line.startswith(b"data:"):
                         continue
                     data = line[5:].strip()
-                    if data == "[DONE]":
+                    if data == b"[DONE]":
                         return
                     message = json.loads(data)
                     if isinstance(error := message.get("error"), dict):  # behind a status of 200
@@ -270,6 +270,18 @@ async def shake_hands(
         lora_rank=int(server.get("max_lora_rank") or 0) if takes_adapters else 0,
         lora_targets=tuple(server.get("lora_target_modules") or ()),
     )
+
+
+async def _lines(parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """Yields lines, which end with a newline: a sampled text may hold other ends, as U+2028 is."""
+    begun = list[bytes]()
+    async for part in parts:
+        first, *others = part.split(b"\n")
+        begun.append(first)
+        for other in others:
+            yield b"".join(begun)
+            begun = [other]
+    yield b"".join(begun)
 
 
 def _gap(offered: Mapping[str, Any], needed: Mapping[str, tuple[str, ...]]) -> str:
