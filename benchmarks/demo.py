@@ -66,6 +66,8 @@ def main() -> int:
     parser.add_argument("--seed", default="0")
     parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error("--rounds: at least 1")
     for part in ("sluice", "services"):  # as an installed package and the libraries of both are
         compileall.compile_dir(Path(__file__).parents[1] / part, quiet=1)
     rounds = [measure(options.seed) for _ in range(options.rounds)]

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+from typing import Any
 
 from tests.e2e.conftest import Stack
 from tests.patience import PATIENCE
@@ -30,38 +31,31 @@ def test_bad_prompts_are_dropped_with_their_reason_and_the_others_trained_on(sta
     assert "row.answer: must be a text or a number, not dict" in reasons[6]
 
 
-def test_graders_that_all_crash_end_the_run_with_their_error(stack: Stack) -> None:
-    file = stack.run_dir / "grim.jsonl"
-    file.write_text(json.dumps({"prompt": "12=", "answer": "1", "deed": "raise"}) + "\n")
+def output_of_failed(stack: Stack, deed: str, **settings: Any) -> str:
+    """What a run says whose graders all do this; it fails, and has trained on nothing."""
+    file = stack.run_dir / f"{deed}.jsonl"
+    file.write_text(json.dumps({"prompt": "12=", "answer": "1", "deed": deed}) + "\n")
     training = stack.train(
-        "grim",
+        deed,
         prompts={"file": str(file)},
         environment={"name": "grim"},
-        group_attempts=1,
         groups_per_step=2,
+        **settings,
     )
     output, _ = training.process.communicate(timeout=PATIENCE)
     assert training.process.returncode == 2
-    assert "8 groups in a row were dropped" in output
-    assert "ZeroDivisionError: no mercy" in output.replace("\n", " ")
     assert not training.groups("consumed")
+    return output.replace("\n", " ")
+
+
+def test_graders_that_all_crash_end_the_run_with_their_error(stack: Stack) -> None:
+    output = output_of_failed(stack, "raise", group_attempts=1)
+    assert "8 groups in a row were dropped" in output
+    assert "ZeroDivisionError: no mercy" in output
 
 
 def test_graders_that_all_stall_end_the_run_after_the_time_of_its_groups(stack: Stack) -> None:
-    file = stack.run_dir / "stalling.jsonl"
-    file.write_text(json.dumps({"prompt": "12=", "answer": "1", "deed": "stall"}) + "\n")
-    training = stack.train(
-        "stalling",
-        prompts={"file": str(file)},
-        environment={"name": "grim"},
-        group_attempts=2,
-        group_timeout_seconds=2,
-        groups_per_step=2,
-    )
-    output, _ = training.process.communicate(timeout=PATIENCE)
-    assert training.process.returncode == 2
-    told = output.replace("\n", " ")
-    assert "8 groups in a row were dropped" in told
-    assert "failed 2 times" in told
-    assert "took longer than 2 s" in told
-    assert not training.groups("consumed")
+    output = output_of_failed(stack, "stall", group_attempts=2, group_timeout_seconds=2)
+    assert "8 groups in a row were dropped" in output
+    assert "failed 2 times" in output
+    assert "took longer than 2 s" in output

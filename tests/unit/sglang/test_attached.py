@@ -114,6 +114,16 @@ async def ask(engine: SglangEngine) -> None:
         pass
 
 
+async def begin(engine: SglangEngine, recorded: Recorded) -> asyncio.Task[None]:
+    """Asks; returns once the server has the request. What was asked of it before is forgotten."""
+    asking = asyncio.create_task(ask(engine))
+    async with asyncio.timeout(PATIENCE):
+        while not recorded.bodies:
+            await asyncio.sleep(0.01)
+    recorded.asked.clear()
+    return asking
+
+
 async def test_sleep_needs_a_pause_and_waking_needs_weights(
     record: StoredVersion, tmp_path: Path
 ) -> None:
@@ -253,11 +263,7 @@ async def test_weights_wait_for_the_step_that_the_device_is_at(
     recorded.goes_on.clear()
     async with attached(tmp_path, recorded) as engine:
         await engine.prepare(record.version, record.digest, record.directory)
-        asking = asyncio.create_task(ask(engine))
-        async with asyncio.timeout(PATIENCE):
-            while not recorded.bodies:
-                await asyncio.sleep(0.01)
-        recorded.asked.clear()
+        asking = await begin(engine, recorded)
         await engine.commit(record.version, PauseMode.IN_PLACE)
         asked = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
         assert recorded.asked == [*asked[:1], *["/weights_checker"] * waits, *asked[1:]]
@@ -277,11 +283,7 @@ async def test_a_pipeline_is_changed_between_its_requests(
     recorded.goes_on.clear()
     async with attached(tmp_path, recorded) as engine:
         await engine.prepare(record.version, record.digest, record.directory)
-        asking = asyncio.create_task(ask(engine))
-        async with asyncio.timeout(PATIENCE):
-            while not recorded.bodies:
-                await asyncio.sleep(0.01)
-        recorded.asked.clear()
+        asking = await begin(engine, recorded)
         committing = asyncio.create_task(engine.commit(record.version, PauseMode.IN_PLACE))
         await asyncio.wait([committing], timeout=0.1)
         assert not recorded.asked
