@@ -60,6 +60,7 @@ CREATE INDEX IF NOT EXISTS requests_with_body ON requests (model, seq) WHERE bod
 CREATE INDEX IF NOT EXISTS requests_without_body ON requests (model, seq) WHERE body IS NULL;
 """
 FORMAT = 2
+LOCK_SECONDS = 60.0  # so long is somebody waited for who writes to the file beside the gateway
 REQUESTS = (  # without their bodies
     "SELECT model, seq, kind, digest, outcome, media, answer, seal FROM requests WHERE model = ?"
 )
@@ -244,7 +245,9 @@ class GatewayJournal:
             raise ConfigError(f"journal: {path} cannot be read: {error}") from None
 
     def _connect(self) -> sqlite3.Connection:
-        found = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+        found = sqlite3.connect(
+            self._path, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False
+        )
         found.row_factory = sqlite3.Row
         found.text_factory = lambda data: data.decode(errors="replace")
         return found
