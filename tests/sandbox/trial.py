@@ -37,7 +37,7 @@ class Outside:
         self._folder, self.mark = folder, f"mark-{uuid.uuid4().hex}"
         self.file, self.target = folder / "secret.txt", folder / "target.txt"
         self.file.write_text("top secret")
-        self.victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+        self.victim = _echo()
         self._port = socket.create_server(("127.0.0.1", 0))
         self._datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._datagrams.bind(("127.0.0.1", self._port.getsockname()[1]))
@@ -64,9 +64,10 @@ class Outside:
             found.append("files")
             self.target.unlink(missing_ok=True)
         (self._folder / "secret.txt2").unlink(missing_ok=True)
-        if self.victim.poll() is not None:
+        if not _answers(self.victim):
             found.append("a process")
-            self.victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+            self.victim.wait()
+            self.victim = _echo()
         for name, listener in (("network", self._port), ("socket", self._named)):
             with contextlib.suppress(BlockingIOError):
                 listener.accept()[0].close()
@@ -92,6 +93,21 @@ class Outside:
     def close(self) -> None:
         self.victim.kill()
         self.victim.wait()
+
+
+def _echo() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+
+
+def _answers(echo: subprocess.Popen[bytes]) -> bool:
+    """One that was sent a deadly signal does not, however long it takes to die."""
+    assert echo.stdin is not None
+    assert echo.stdout is not None
+    try:
+        echo.stdin.write(b"?")
+    except BrokenPipeError:
+        return False
+    return echo.stdout.read(1) == b"?"
 
 
 def _command(process: psutil.Process) -> list[str]:
