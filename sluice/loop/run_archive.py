@@ -16,6 +16,7 @@ import asyncio
 import itertools
 import json
 import logging
+import math
 import os
 import secrets
 import socket
@@ -485,9 +486,10 @@ async def _wait_for_silence(archive: RunArchive, entries: Mapping[int, Claim | C
     before = await asyncio.to_thread(archive.sign_of_life, number)
     seconds = max(archive.beat_seconds * BEATS, claim.takeover_seconds if claim else 0.0)
     whom = str(claim or "another loop")
+    looks = math.ceil(2 * seconds / archive.beat_seconds)  # counted: a host may stop, with both
     with waits.waiting(f"a sign of life of {whom}", timeout=seconds, on=lambda: [archive.url]):
-        began = time.monotonic()
-        while before != OVER and time.monotonic() - began < seconds:
+        while before != OVER and looks:
+            looks -= 1
             await asyncio.sleep(archive.beat_seconds / 2)
             now = await asyncio.to_thread(archive.sign_of_life, number)
             if now not in (before, OVER):
