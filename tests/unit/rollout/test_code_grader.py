@@ -23,6 +23,7 @@ from services.rollout.environments.environment import (
 from services.rollout.environments.graders.code import find_program, read_tests, read_values
 from services.rollout.environments.graders.grader import check_task, create_grader, place_grader
 from services.rollout.environments.prompts import PromptsEnvironment, PromptsSettings
+from tests.patience import PATIENCE, growing
 
 pytestmark = pytest.mark.isolation
 TESTS = "assert double(2) == 4\nassert double('ab') == 'abab'\nassert 0 == double(0)"
@@ -30,7 +31,7 @@ RIGHT = "def double(x):\n    return x + x"
 
 
 def graded(tests: str, *programs: str, **values: Any) -> list[Reward]:
-    values = {"seconds": 30, "group_seconds": 120, "parallel": 2} | values
+    values = {"seconds": PATIENCE, "group_seconds": 6 * PATIENCE, "parallel": 2} | values
     grader = create_grader("code", values)
     rewards = grader.grade(Task(answer=tests), [Response(text=text) for text in programs])
     assert isinstance(rewards, list)
@@ -153,7 +154,10 @@ def test_a_group_has_its_time_whatever_its_size() -> None:
 def test_inputs_after_the_end_of_the_time_are_not_passed() -> None:
     tests = json.dumps([{"input": str(number), "output": "1"} for number in range(20)])
     program = "import time\nif int(input()): time.sleep(3600)\nprint(1)"
-    (found,) = graded(tests, program, seconds=5)
+    for seconds in growing(1.0):
+        (found,) = graded(tests, program, seconds=seconds)
+        if found.reward:  # the first input was passed in that time
+            break
     assert (found.reward, found.scores["timed_out"]) == (1 / 20, 1)
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from services.rollout.environments import alarm
 from services.rollout.environments.environment import (
     Response,
     SettingError,
@@ -17,6 +18,7 @@ from services.rollout.environments.environment import (
 from services.rollout.environments.prompts import PromptsEnvironment
 from services.rollout.environments.reasoning_gym import ReasoningGymEnvironment
 from services.rollout.environments.registry import ENVIRONMENTS, Allowed, create_environment
+from tests.patience import growing
 
 END = 11
 
@@ -154,14 +156,20 @@ def test_an_answer_that_the_library_cannot_take_is_wrong_and_fails_no_group() ->
         assert [r.reward for r in environment.reward(task, [Response(text=text)])] == [0]
 
 
-def test_answers_that_take_for_ever_cost_their_own_reward() -> None:
+def test_answers_that_take_for_ever_cost_their_own_reward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     endless = [Response(text="9**9**9**9")] * 3
     environment = reasoning_gym(
         dataset="countdown", size=2, partial_credit=True, seconds=3600, group_seconds=0.1
     )
     task = environment.make_task(TaskRequest(index=0))
-    rewards = environment.reward(task, [*endless, Response(text=task.answer)])
-    assert [reward.reward for reward in rewards][-1] == 1
+    for seconds in growing(alarm.SHORTEST_SECONDS):
+        monkeypatch.setattr(alarm, "SHORTEST_SECONDS", seconds)
+        rewards = environment.reward(task, [*endless, Response(text=task.answer)])
+        if rewards[-1].reward:  # judged in that time
+            break
+    assert rewards[-1].reward == 1
     assert max(reward.reward for reward in rewards[:-1]) < 0.1
 
 

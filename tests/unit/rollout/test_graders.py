@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.rollout.environments import alarm
 from services.rollout.environments.environment import (
     InvalidRewardError,
     Placement,
@@ -29,6 +30,7 @@ from services.rollout.environments.graders.grader import (
     place_grader,
 )
 from services.rollout.environments.graders.texts import overlap, words
+from tests.patience import growing
 
 HERE = "tests.unit.rollout.test_graders"
 
@@ -157,9 +159,16 @@ def test_math_compares_values() -> None:
         graded("math", "", ["1"])
 
 
-def test_mathematics_that_takes_for_ever_costs_its_own_reward() -> None:
+def test_mathematics_that_takes_for_ever_costs_its_own_reward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     texts = [r"\boxed{9^{9^{9^{9}}}}"] * 3 + [r"\boxed{4}"]
-    assert graded("math", "4", texts, seconds=3600, group_seconds=0.1) == [0, 0, 0, 1]
+    for seconds in growing(alarm.SHORTEST_SECONDS):
+        monkeypatch.setattr(alarm, "SHORTEST_SECONDS", seconds)
+        found = graded("math", "4", texts, seconds=3600, group_seconds=0.1)
+        if found[-1]:  # read in that time
+            break
+    assert found == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize(
