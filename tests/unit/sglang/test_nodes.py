@@ -150,6 +150,19 @@ class Talking:
         hearing.cancel()
         await asyncio.gather(hearing, return_exceptions=True)
 
+    @asynccontextmanager
+    async def speaking(self) -> AsyncIterator[None]:
+        """Repeats its report again and again."""
+
+        async def repeat() -> None:
+            while True:
+                await asyncio.sleep(0.02)
+                self.say()
+
+        repeating = asyncio.create_task(repeat())
+        yield
+        repeating.cancel()
+
     async def until(self, incarnation: int) -> None:
         async with asyncio.timeout(PATIENCE):
             while not self.orders or self.orders[-1].incarnation != incarnation:
@@ -201,7 +214,8 @@ async def test_a_node_that_does_not_run_its_part_is_lost(change: dict[str, Any],
 async def test_a_node_that_falls_silent_or_goes_is_lost() -> None:
     nodes = EngineNodes(1, silent_seconds=0.2)
     async with Talking(1).at(nodes) as node:
-        await begun(nodes, node, 5)
+        async with node.speaking():
+            await begun(nodes, node, 5)
         assert "silent" in await asyncio.wait_for(nodes.lost(5), PATIENCE)
         with pytest.raises(EngineFailedError, match="silent"):
             await nodes.gather(0.05)
