@@ -140,6 +140,7 @@ for victim in (facts["victim"], os.getppid(), 1):
         "crash",
         "ctypes.string_at(0)",
         open_too=False,
+        seconds=40.0,
     ),
     # memory
     _attempt("memory bomb", "len(bytearray(1 << 30))"),
@@ -296,7 +297,12 @@ for kind in (resource.RLIMIT_AS, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, r
     ),
     # output
     _of("much output", "for _ in range(1 << 12): os.write(1, bytes(1 << 12))"),
-    _of("endless output", "while True: os.write(1, b'y' * 65536)", open_too=False),
+    _of(
+        "endless output",
+        "while True: os.write(1, b'y' * 65536)",
+        open_too=False,
+        seconds=40.0,
+    ),
     _of(
         "drops of output",
         "while True:\n    os.write(1, b'y')\n    time.sleep(0.05)",

@@ -11,6 +11,7 @@ import struct
 import sys
 
 from sluice.sandbox.programs import SandboxLimits, SandboxUnavailableError, run_program
+from tests.patience import PATIENCE
 
 
 def refuse(number: int, argument: int | None) -> None:
@@ -34,7 +35,9 @@ def main() -> None:
     if len(sys.argv) > 1:
         refuse(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None)
     try:
-        outcome = run_program({"program.py": "print('ran')"}, ["program.py"], "", SandboxLimits())
+        outcome = run_program(
+            {"program.py": "print('ran')"}, ["program.py"], "", SandboxLimits(seconds=PATIENCE)
+        )
         print("ran" if b"ran" in outcome.output else outcome)
     except SandboxUnavailableError as error:
         print(f"refused: {error}")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.isolation
 
 
 async def _rewards(pool: GraderPool, *programs: str, **values: Any) -> list[float]:
-    values = {"seconds": 60.0, "group_seconds": 120.0} | values
+    values = {"seconds": PATIENCE, "group_seconds": 6 * PATIENCE} | values
     settings = {"reward": "code", "reward_settings": values}
     task = asdict(Task(prompt="double", answer="assert double(2) == 4"))
     responses = [asdict(Response(text=program)) for program in programs]
@@ -29,7 +29,8 @@ async def _rewards(pool: GraderPool, *programs: str, **values: Any) -> list[floa
 
 @pytest.fixture
 async def pool():
-    pool = GraderPool("prompts", ENVIRONMENTS["prompts"], GraderPoolConfig(timeout_seconds=300))
+    config = GraderPoolConfig(timeout_seconds=PATIENCE, start_seconds=PATIENCE)
+    pool = GraderPool("prompts", ENVIRONMENTS["prompts"], config)
     yield pool
     await pool.close()
 
