@@ -167,7 +167,7 @@ def test_a_mistake_is_answered_in_one_line(sluice, tmp_path, monkeypatch, argume
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["status", "127.0.0.1:1"], "nobody listens there"),
+        (["status", "127.0.0.1:1", "--timeout_seconds", "600"], "nobody listens there"),
         (["waits", "127.0.0.1:1"], "is the service up"),
     ],
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import socket
 import subprocess
 import sys
 import threading
@@ -80,7 +81,8 @@ def collector() -> Iterator[Collector]:
 def run(run_dir: Path, steps: range, begin: float = 100.0, **settings: Any) -> str:
     """A run whose trace has these steps of 10 s; what it told."""
     told = io.StringIO()
-    config = TrackersConfig.model_validate({"otel": settings})
+    otel = {"timeout_seconds": PATIENCE, **settings}
+    config = TrackersConfig.model_validate({"otel": otel, "finish_seconds": PATIENCE})
     trace = RunTrace(run_dir, TraceConfig())
     with RunReport(run_dir, 100, Console(file=told, width=1000)) as report:
         report.begin("train", {})
@@ -164,10 +166,11 @@ def test_a_collector_that_fails_stops_no_run_and_gets_all_later(
     assert sum(span.name == "step" for span in collector.spans) == 4
 
 
-def test_nobody_at_the_endpoint_stops_no_run(tmp_path: Path, collector: Collector) -> None:
-    url = collector.url
-    collector.close()
-    told = run(tmp_path, range(1, 3), endpoint=url, timeout_seconds=0.5)
+def test_nobody_at_the_endpoint_stops_no_run(tmp_path: Path) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        told = run(tmp_path, range(1, 3), endpoint=url, timeout_seconds=0.5)
     assert "trackers.otel: " in told
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 

@@ -28,6 +28,11 @@ from tools.make_certificates import Authority
 DAY = datetime.timedelta(days=1)
 
 
+@pytest.fixture(autouse=True)
+def disks_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "ASK_SECONDS", PATIENCE)
+
+
 def shown(registry: CollectorRegistry, name: str, use: str) -> float | None:
     return registry.get_sample_value(name, {"use": use})
 
