@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import sys
@@ -124,8 +125,13 @@ async def test_what_a_grader_prints_or_reads_is_no_part_of_its_calls(
 
 
 async def test_the_log_has_a_part_of_what_graders_print_and_how_much_is_left_out(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(isolation, "PRINTED_SECONDS", PATIENCE)
+    monkeypatch.setattr(isolation, "STOP_SECONDS", PATIENCE)
     environments = create_environments()
     runner = await grader(environments, marks=str(tmp_path))
     for _ in range(3):
@@ -368,7 +374,11 @@ async def test_slow_graders_end_at_their_deadline(tmp_path: Path) -> None:
         size=1, timeout_seconds=0.5, start_seconds=PATIENCE, attempts=1
     )
     runner = await grader(environments, marks=str(tmp_path))
-    await runner.reward(deed("smile"), ANSWERS)  # which starts the process
+    async with asyncio.timeout(PATIENCE):
+        while True:  # until there is a process that has answered
+            with contextlib.suppress(GraderTimeoutError):
+                await runner.reward(deed("smile"), ANSWERS)
+                break
     with pytest.raises(GraderTimeoutError) as caught:
         await runner.reward(deed("stall"), ANSWERS)
     await environments.close()
