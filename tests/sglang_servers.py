@@ -47,7 +47,7 @@ class SharedServers:
         for process in self._processes:  # also those that did not answer in time
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait(timeout=30)
+            process.wait(timeout=PATIENCE)
 
     def _start(self, model: Path, arguments: dict[str, Any]) -> str:
         assert PYTHON.exists(), "run `make sglang-cpu` first"

@@ -229,7 +229,7 @@ def test_a_bucket_that_fails_in_the_middle_of_an_upload_costs_no_conversion(
     monkeypatch.setattr(
         "sluice.bucket.ObjectBucket.__init__.__kwdefaults__",
         {
-            "request_seconds": 5.0,
+            "request_seconds": PATIENCE,
             "retry_seconds": 0.5,
         },
     )

@@ -56,7 +56,7 @@ async def test_adapters_are_trained_published_and_served(tmp_path: Path) -> None
             await client.compute_advantages(batch, AdvantageSpec(name="grpo"))
             assert await train_step(client, batch) == expected
 
-            await poll(lambda: serves(served), 60)
+            await poll(lambda: serves(served))
             published = await client.publish_weights([engine.target])
             assert not published.engines[0].HasField("error"), published.engines[0].error
             await served.prepare_weights(published.weights)

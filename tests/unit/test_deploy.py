@@ -20,6 +20,7 @@ from services.router.config import RouterConfig
 from services.trainer.config import TrainerConfig
 from sluice.config import ProcessConfig, load_config
 from sluice.loop.config import RunConfig
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
@@ -300,8 +301,10 @@ def test_an_image_for_accelerators_has_all_its_versions_in_one_file(image: str) 
 def test_the_dockerfile_passes_hadolint() -> None:
     hadolint = Path(sysconfig.get_path("scripts")) / "hadolint"
     command = [hadolint, DEPLOY / "Dockerfile"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout
     worse = (DEPLOY / "Dockerfile").read_text().replace("WORKDIR /app", "RUN cd /app")
-    done = subprocess.run([hadolint, "-"], input=worse, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [hadolint, "-"], input=worse, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert "DL3003" in done.stdout  # it does look

@@ -22,6 +22,7 @@ from sluice.config import parse_config
 from sluice.doctor import DoctorConfig, examine
 from sluice.loop.config import RunConfig
 from sluice.stack import UpConfig
+from tests.patience import PATIENCE
 
 
 @dataclass
@@ -184,7 +185,7 @@ def completed(*words: str) -> list[str]:
     asked = f"{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _sluice\n"
     asked += 'printf "%s\\n" "${COMPREPLY[@]}"'
     done = subprocess.run(
-        ["bash", "-c", asked], capture_output=True, text=True, timeout=60, check=True
+        ["bash", "-c", asked], capture_output=True, text=True, timeout=PATIENCE, check=True
     )
     return done.stdout.split()
 

@@ -50,7 +50,7 @@ def test_a_crash_at_any_operation_loses_nothing_promised(tmp_path: Path) -> None
     subprocess.run(
         [sys.executable, HERE.parent / "crash_points.py", HERE / "blob_scenario.py", tmp_path],
         check=True,
-        timeout=250,
+        timeout=PATIENCE,
         env={"PYTHONPATH": str(HERE.parents[2])},
     )
     runs = sorted(tmp_path.glob("*.told"))
@@ -121,7 +121,7 @@ def test_a_collector_beside_writers_takes_nothing_that_is_named(tmp_path: Path) 
     finished = stop.wait(PATIENCE)
     stop.set()
     for process in processes:
-        process.join(60)
+        process.join(PATIENCE)
     assert [process.exitcode for process in processes] == [0, 0, 0, 0]
     assert failures.empty(), failures.get()
     assert finished, "the collector had nothing to do"

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.rollout.engine.sglang.load import Load, SlotLimiter
+from tests.patience import PATIENCE
 
 
 async def test_slots_go_to_who_came_first_and_as_many_as_there_are() -> None:
@@ -60,7 +61,7 @@ def test_whoever_gives_up_takes_no_slot_along(steps: list[tuple[int, bool]]) -> 
                 gate.leave(0, task.result())
         assert await gate.enter(0, 5) == 5
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
 
 
 async def test_loads_follow_a_sample_through_a_pause_and_back() -> None:
@@ -76,7 +77,7 @@ async def test_loads_follow_a_sample_through_a_pause_and_back() -> None:
     await asyncio.sleep(0)
     assert not empty.done()
     load.leave(0, 10, has_begun=True, ends=True)
-    await asyncio.wait_for(empty, 5)
+    await asyncio.wait_for(empty, PATIENCE)
     load.depart(0)
     (rank,) = load.by_rank(99)
     assert (rank.running_count, rank.waiting_count, rank.used_tokens) == (0, 0, 0)

@@ -114,7 +114,7 @@ def test_an_older_version_than_all_that_are_here(policy, store, tmp_path) -> Non
     taken: list[CachedVersion] = []
     taking = threading.Thread(target=lambda: taken.append(cache.take(versions[0])), daemon=True)
     taking.start()
-    taking.join(240)
+    taking.join(PATIENCE)
     check(taken[0].directory, policy.history[versions[0]])
 
 
@@ -190,7 +190,7 @@ def test_another_process_that_hangs_is_waited_for_only_so_long(policy, store, tm
         with pytest.raises(LockTimeoutError):
             HostCache(tmp_path / "cache", store, fetch_seconds=0.2).take(version)
         let_go.set()
-        made.result(240).release()
+        made.result(PATIENCE).release()
 
 
 def take_and_stop(root: Path, cache: Path, version: int) -> None:
@@ -210,7 +210,7 @@ def test_a_reader_killed_midway_leaves_no_half_version(policy, store, tmp_path) 
     cache = tmp_path / "cache"
     process = SPAWN.Process(target=take_and_stop, args=(store.location, cache, version))
     process.start()
-    process.join(240)
+    process.join(PATIENCE)
     assert process.exitcode == -signal.SIGKILL
     assert not list(cache.glob("[0-9]*-*/"))
     held = HostCache(cache, store).take(version)
@@ -224,7 +224,7 @@ def test_what_a_killed_reader_left_goes_with_the_next_version(policy, store, tmp
     cache = tmp_path / "cache"
     process = SPAWN.Process(target=take_and_stop, args=(store.location, cache, version))
     process.start()
-    process.join(240)
+    process.join(PATIENCE)
     assert [path for path in cache.iterdir() if path.name.startswith(".")]
     policy.change()
     held = HostCache(cache, store).take(policy.publish().version)
@@ -249,7 +249,7 @@ def test_a_full_disk_leaves_no_half_version(policy, store, tmp_path) -> None:
         target=take_with_little_room, args=(store.location, cache, version, 4096)
     )
     process.start()
-    process.join(240)
+    process.join(PATIENCE)
     assert process.exitcode == 3
     assert not [path for path in cache.iterdir() if path.is_dir()]
     check(HostCache(cache, store).take(version).directory, policy.history[version])

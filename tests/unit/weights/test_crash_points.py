@@ -9,6 +9,7 @@ from pathlib import Path
 from sluice.weights.checkpoint import describe_shard, encode_header
 from sluice.weights.shards import load_verified
 from sluice.weights.store import WeightStore
+from tests.patience import PATIENCE
 
 HERE = Path(__file__).parent
 
@@ -38,7 +39,7 @@ def test_a_crash_at_any_operation_leaves_a_sound_store(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, HERE.parent / "crash_points.py", HERE / "publish_scenario.py", tmp_path],
         check=True,
-        timeout=280,
+        timeout=PATIENCE,
         env={"PYTHONPATH": str(HERE.parents[2])},
     )
     runs = sorted(tmp_path.glob("*.told"))

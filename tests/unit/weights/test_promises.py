@@ -26,6 +26,7 @@ from sluice.weights.manifest import DeltaFile, ShardFile
 from sluice.weights.shards import PublishedShards, load_verified
 from sluice.weights.staging import Staging
 from sluice.weights.store import WeightStore
+from tests.patience import PATIENCE
 
 HERE = Path(__file__).parent
 FILE = "model-1.safetensors"
@@ -215,7 +216,7 @@ def test_a_crash_at_any_operation_keeps_each_promise_or_none_of_it(tmp_path: Pat
     subprocess.run(
         [sys.executable, HERE.parent / "crash_points.py", HERE / "promise_scenario.py", tmp_path],
         check=True,
-        timeout=280,
+        timeout=PATIENCE,
         env={"PYTHONPATH": str(HERE.parents[2])},
     )
     runs = sorted(tmp_path.glob("*.told"))

@@ -82,7 +82,7 @@ def test_processes_share_the_numbers(tmp_path: Path) -> None:
         process.start()
     versions = [found.get(timeout=PATIENCE) for _ in processes]
     for process in processes:
-        process.join(200)
+        process.join(PATIENCE)
     assert sorted(itertools.chain.from_iterable(versions)) == list(range(1, 121))
 
 
