@@ -18,6 +18,7 @@ from services.gateway import schema
 from services.gateway.config import GatewayConfig
 from services.gateway.process import GatewayProcess
 from sluice.config import parse_config
+from tests.patience import PATIENCE
 from tests.service.trainer.harness import ACTIVE, RunningTrainer, running_trainer, until
 
 NOWHERE = "127.0.0.1:9"
@@ -136,7 +137,7 @@ class RunningGateway:
     async def stop(self) -> None:
         await self.session.close()
         await self.process.server.stop()
-        await asyncio.wait_for(self.process.close(), 60)
+        await asyncio.wait_for(self.process.close(), PATIENCE)
 
 
 @pytest.fixture

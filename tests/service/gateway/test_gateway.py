@@ -20,7 +20,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.journal import GatewayJournal
 from services.gateway.trainer import AdapterTrainer
 from sluice.algo.spec import AdvantageSpec, LossSpec
-from sluice.api.common.v1.wait_service_pb2 import ListWaitsRequest
+from sluice.api.common.v1.wait_service_pb2 import ListWaitsRequest, Wait
 from sluice.config import ConfigError
 from sluice.runtime.waits import listed_in
 from sluice.runtime.wire import seconds_of
@@ -208,7 +208,10 @@ async def test_a_silent_session_gives_its_models_up_and_what_expires_goes(place:
         body = {"model_id": model, "seq_id": seq + 1, "path": "kept", "ttl_seconds": 3600}
         _, saved = await http.post("save_weights", body)
         path = (await http.result(saved["request_id"]))["path"]
-        (kept,) = set(store.glob("*")) - before  # what it replaced is gone
+        async with asyncio.timeout(PATIENCE):
+            while len(left := set(store.glob("*")) - before) > 1:  # what it replaced goes
+                await asyncio.sleep(0.01)
+        (kept,) = left
         await registry.look()
         assert await trained(place)
         await expire(registry.journal, path)
@@ -313,8 +316,9 @@ async def test_a_journal_that_takes_nothing_for_a_while_costs_no_model_and_no_se
     try:
         model = await http.begin()
         session = {"session_id": registry.journal.sessions()[0].id}
-        _, future = await http.pass_of(model, 1)
-        database.execute("PRAGMA query_only = ON")  # as a disk that is full or read-only
+        with stopped(psutil.Process(place.trainer.process.pid).children()):
+            _, future = await http.pass_of(model, 1)
+            database.execute("PRAGMA query_only = ON")  # as a disk that is full or read-only
         async with asyncio.timeout(PATIENCE):
             while "journal.sqlite: attempt to write" not in caplog.text:
                 await asyncio.sleep(0.01)
@@ -490,27 +494,42 @@ async def test_a_model_goes_back_to_a_state_that_was_saved(place: Place, http: H
     assert await trained(place) == [(1, [])]
 
 
+async def listed(running: RunningGateway, what: str) -> list[Wait]:
+    """What the gateway tells that it waits for, of this."""
+    found = await running.process.server.waits.ListWaits(ListWaitsRequest(), None)
+    return [wait for wait in found.waits if what in wait.what]
+
+
 async def test_requests_behind_one_that_never_comes_are_told_so(place: Place) -> None:
-    place.config = with_tinker(place, order_seconds=0.2)
-    running = RunningGateway(place)
-    with listed_in(running.process.server.waits):
-        http = await running.start()
+    """All of them are there when the time begins that they wait for."""
+    patient = RunningGateway(place)
+    with listed_in(patient.process.server.waits):
+        http = await patient.start()
     try:
         model = await http.begin()
         futures = [await http.pass_of(model, 2), await http.step(model, 3, learning_rate=1e-3)]
-        await http.pass_of(model, 5)
-        waits = await running.process.server.waits.ListWaits(ListWaitsRequest(), None)
-        (wait,) = [each for each in waits.waits if "to send request 1" in each.what]
+        futures.append(await http.pass_of(model, 5))
+        async with asyncio.timeout(PATIENCE):
+            while not (waits := await listed(patient, "to send request 1")):
+                await asyncio.sleep(0.01)
+        (wait,) = waits
         assert seconds_of(wait.deadline_time) > seconds_of(wait.start_time)
-        for _, future in futures:
+    finally:
+        await patient.stop()
+    place.config = with_tinker(place, order_seconds=0.2)
+    running = RunningGateway(place)
+    http = await running.start()
+    try:
+        for missing, (_, future) in zip((1, 1, 4), futures, strict=True):
             answer = await http.result(future["request_id"])
             assert answer["category"] == "user"
-            assert f"request 1 of {model} did not come in 0.2 s" in answer["error"]
-        status, answer = await http.pass_of(model, 1)
-        assert status == 404
-        assert "comes too late" in answer["error"]["message"]
-        await http.pass_of(model, 4)
-        _, stepped = await http.step(model, 6, learning_rate=1e-3)
+            assert f"request {missing} of {model} did not come in 0.2 s" in answer["error"]
+        for late in (1, 4):
+            status, answer = await http.pass_of(model, late)
+            assert status == 404
+            assert "comes too late" in answer["error"]["message"]
+        await http.pass_of(model, 6)
+        _, stepped = await http.step(model, 7, learning_rate=1e-3)
         assert (await http.result(stepped["request_id"]))["metrics"]["step"] == 1
         assert await trained(place) == [(1, [])]
     finally:
@@ -551,12 +570,6 @@ async def test_who_waits_for_an_answer_is_told_when_the_session_ends(http: Http)
         await asyncio.wait_for(asking, PATIENCE)
 
 
-async def is_listed(running: RunningGateway, what: str) -> bool:
-    """Does the gateway tell that it waits for this?"""
-    listed = await running.process.server.waits.ListWaits(ListWaitsRequest(), None)
-    return any(what in wait.what for wait in listed.waits)
-
-
 async def test_a_slow_disk_of_the_journal_holds_up_its_own_requests_alone(place: Place) -> None:
     server = place.config.server.model_copy(update={"max_held_bytes": 2000})
     place.config = place.config.model_copy(update={"server": server})
@@ -567,11 +580,12 @@ async def test_a_slow_disk_of_the_journal_holds_up_its_own_requests_alone(place:
     _, passed = await http.pass_of(model, 1)
     answer = await http.result(passed["request_id"])
     try:
-        with sqlite3.connect(place.config.journal, isolation_level=None) as other:
+        journal = sqlite3.connect(place.config.journal, PATIENCE, isolation_level=None)
+        with journal as other:
             other.execute("BEGIN IMMEDIATE")
             stepping = asyncio.create_task(http.step(model, 2, learning_rate=1e-3))
             async with asyncio.timeout(PATIENCE):
-                while not await is_listed(running, str(place.config.journal)):
+                while not await listed(running, str(place.config.journal)):
                     assert not stepping.done()
                     assert await http.result(passed["request_id"]) == answer
             assert await http.result(passed["request_id"]) == answer
@@ -625,7 +639,7 @@ async def test_an_answer_that_is_damaged_in_the_journal_is_not_given(
     model = await http.begin()
     _, passed = await http.pass_of(model, 1)
     await http.result(passed["request_id"])
-    with sqlite3.connect(place.config.journal) as database:
+    with sqlite3.connect(place.config.journal, PATIENCE) as database:
         (answer,) = database.execute("SELECT answer FROM requests WHERE seq = 1").fetchone()
         database.execute("UPDATE requests SET answer = ? WHERE seq = 1", (answer[:-1] + b"?",))
     told = await http.result(passed["request_id"])
