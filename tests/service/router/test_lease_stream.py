@@ -104,7 +104,9 @@ async def test_more_requests_than_are_served_at_a_time_are_all_answered(router):
 
 
 async def test_bytes_that_are_no_message_end_a_stream_with_invalid_argument(router):
-    call = router.channel.stream_stream(METHOD + "StreamLeases")(iter([b"\xff" * 9]), timeout=9)
+    call = router.channel.stream_stream(METHOD + "StreamLeases")(
+        iter([b"\xff" * 9]), timeout=PATIENCE
+    )
     with pytest.raises(RemoteError) as caught, typed_errors():
         await call.read()
     assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT

@@ -49,7 +49,7 @@ class Servicer(pb_grpc.TrainerServiceServicer):
 
 @pytest.fixture
 async def served():
-    server = Server(ServerConfig(drain_seconds=5))
+    server = Server(ServerConfig(drain_seconds=10 * PATIENCE))
     server.add(pb_grpc.add_TrainerServiceServicer_to_server, Servicer(), NAME)
     await server.start()
     async with create_channel(server.address) as channel:
@@ -139,12 +139,10 @@ async def test_whoever_watches_hears_of_every_change_until_the_server_stops(serv
     first.cancel()  # it must not take the news from the other one
     await server.set_serving()
     assert (await asyncio.wait_for(second.read(), PATIENCE)).status == HEALTH.SERVING
-    began = time.monotonic()
     stopping = asyncio.create_task(server.stop())
     assert (await asyncio.wait_for(second.read(), PATIENCE)).status == HEALTH.NOT_SERVING
     assert await asyncio.wait_for(second.read(), PATIENCE) is grpc.aio.EOF
-    await stopping
-    assert time.monotonic() - began < server.config.drain_seconds
+    await asyncio.wait_for(stopping, PATIENCE)  # far less than it would drain
 
 
 class Caller:

@@ -6,14 +6,15 @@ import asyncio
 import signal
 from pathlib import Path
 
+import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from sluice.client import TrainerClient
 from tests.patience import PATIENCE
-from tests.service.trainer.harness import ACTIVE, RESTART_SECONDS, end, poll, running_trainer, until
+from tests.service.trainer.harness import ACTIVE, RESTART_SECONDS, end, running_trainer, until
 
 TRAINER_SERVICE = "sluice.api.trainer.v1.TrainerService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 async def test_readiness_falls_with_the_ranks_and_a_trainer_that_loses_them_for_good_ends(
@@ -22,24 +23,23 @@ async def test_readiness_falls_with_the_ranks_and_a_trainer_that_loses_them_for_
     ranks = {"max_restarts": 1, "restart_backoff": RESTART_SECONDS}
     with running_trainer(tmp_path, model, ranks=ranks) as running:
         async with running.client() as client:
+            request = health_pb2.HealthCheckRequest(service=TRAINER_SERVICE)
+            watch = health_pb2_grpc.HealthStub(client.channel).Watch(request, timeout=2 * PATIENCE)
             await until(client, lambda now: now.state == ACTIVE)
-            await poll(lambda: is_ready(client))
+            await tells(watch, SERVING)
             end((await client.get()).ranks[0].process_id, signal.SIGKILL)
-            await poll(lambda: is_not_ready(client), interval=0.01)
+            await tells(watch, NOT_SERVING)
             again = await until(client, lambda now: now.state == ACTIVE and now.restart_count == 1)
-            await poll(lambda: is_ready(client))
+            await tells(watch, SERVING)
             end(again.ranks[0].process_id, signal.SIGKILL)
             assert await asyncio.to_thread(running.process.wait, PATIENCE) == 1
 
 
-async def is_ready(client: TrainerClient) -> bool:
-    health = health_pb2_grpc.HealthStub(client.channel)
-    request = health_pb2.HealthCheckRequest(service=TRAINER_SERVICE)
-    return (await health.Check(request, timeout=PATIENCE)).status == SERVING
-
-
-async def is_not_ready(client: TrainerClient) -> bool:
-    return not await is_ready(client)
+async def tells(watch: grpc.aio.UnaryStreamCall, status: int) -> None:
+    """Until this is among the changes, which are all told, however late one listens."""
+    async with asyncio.timeout(PATIENCE):
+        while (await watch.read()).status != status:
+            pass
 
 
 async def test_ranks_may_reach_their_controller_over_ipv6(model: Path, tmp_path: Path) -> None:
