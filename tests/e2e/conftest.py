@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice import faults
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.report import read_metrics
+from sluice.runtime.channel import DEADLINES
 from tests import warm
 from tests.patience import PATIENCE
 
@@ -62,6 +64,28 @@ class Training:
         """Wait for its death at the point of `die_at`."""
         output, _ = self.process.communicate(timeout=seconds)
         assert self.process.returncode == -signal.SIGKILL, output
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it stands at the point of `stops_at`."""
+        return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While it stands at the point of `stops_at`; then it goes on."""
+
+        def is_there() -> bool:
+            assert self.process.poll() is None
+            return self.is_stopped
+
+        wait_until(is_there, what="the run to stop itself")
+        try:
+            yield
+        finally:
+            self.go_on()
 
     def rows(self) -> list[dict[str, Any]]:
         return [row for row in read_metrics(self.run_dir) if "reward_mean" in row]
@@ -106,9 +130,14 @@ class Stack:
         return [child.pid for child in warm.children(self.pid("trainer"), recursive=True)]
 
     def train(
-        self, name: str, *, dies_at: tuple[str, int] | None = None, **changes: Any
+        self,
+        name: str,
+        *,
+        dies_at: tuple[str, int] | None = None,
+        stops_at: tuple[str, int] | None = None,
+        **changes: Any,
     ) -> Training:
-        """Begin a run; `dies_at`: a point of `sluice.faults`, and its passing."""
+        """Begin a run; `dies_at`, `stops_at`: a point of `sluice.faults`, and its passing."""
         run_dir = self.run_dir / "runs" / name
         run_dir.mkdir(parents=True, exist_ok=True)
         config = {
@@ -127,8 +156,9 @@ class Stack:
         }
         path = run_dir / "run.yaml"
         path.write_text(yaml.safe_dump(config))
-        if dies_at is not None:
-            faults.arm(run_dir / "faults", *dies_at)
+        for fault, number in ((dies_at, signal.SIGKILL), (stops_at, signal.SIGSTOP)):
+            if fault is not None:
+                faults.arm(run_dir / "faults", *fault, number)
         process = subprocess.Popen(
             [sys.executable, "-m", "sluice.cli", "train", str(path)],
             env={**ENVIRONMENT, faults.VARIABLE: str(run_dir / "faults")},
@@ -184,6 +214,15 @@ def stop_stack(stack: Stack) -> None:
     assert stack.process.wait(timeout=PATIENCE) == 0
     _, alive = psutil.wait_procs(pids, timeout=PATIENCE)
     assert not alive, f"left behind: {alive}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient() -> Iterator[None]:
+    """Whoever asks how a service does waits for the answer, however busy the machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        for method in ("GetTrainer", "GetEngine", "ListEngines", "ListWaits"):
+            patch.setitem(DEADLINES, method, PATIENCE)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -59,9 +59,11 @@ def versions_of(stack: Stack, training: Training) -> list[set[int]]:
 def test_samples_name_their_adapter_and_are_no_older_than_allowed(
     adapting: Stack, pause_mode: str
 ) -> None:
-    training = adapting.train(pause_mode, steps=6, max_staleness=2, pause_mode=pause_mode)
-    training.wait_for_step(2)
-    os.kill(adapting.pid("rollout"), signal.SIGKILL)  # it comes back with its base
+    training = adapting.train(
+        pause_mode, steps=6, max_staleness=2, pause_mode=pause_mode, stops_at=("consumed", 3)
+    )
+    with training.held():
+        os.kill(adapting.pid("rollout"), signal.SIGKILL)  # it comes back with its base
     training.finish()
     groups = training.groups("consumed")
     assert {g.group_id: g.consumed_step for g in groups}.keys() == {f"g{i:07}" for i in range(24)}

@@ -47,13 +47,19 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 async def both_awake(stack: Stack, names: tuple[str, ...], training: Any) -> tuple[int, int]:
-    """How often an engine and a trainer were awake at once, and how often only one was."""
+    """How often an engine and a trainer were awake at once, and how often only one was.
+
+    However seldom this looks, once it does where the run stops itself.
+    """
     services = {name: entry["address"] for name, entry in stack.services.items()}
     both = one = 0
     async with EngineClient(services["rollout"]) as engine:
         trainers = [TrainerClient(services[name]) for name in names]
         while training.process.poll() is None:
-            if not (training.run_dir / "metrics.jsonl").exists():  # before, they are as they were
+            is_held = training.is_stopped
+            if (
+                not is_held and not (training.run_dir / "metrics.jsonl").exists()
+            ):  # before, they are as they were
                 await asyncio.sleep(0.02)
                 continue
             before = await engine.get()
@@ -64,6 +70,8 @@ async def both_awake(stack: Stack, names: tuple[str, ...], training: Any) -> tup
             if stays and not before.asleep and not after.asleep:
                 both += any(awake)
                 one += not any(awake)
+            if is_held:
+                training.go_on()
             await asyncio.sleep(0.002)
         for trainer in trainers:
             await trainer.close()
@@ -72,7 +80,7 @@ async def both_awake(stack: Stack, names: tuple[str, ...], training: Any) -> tup
 
 @pytest.mark.parametrize("placement", ["separate", "colocated"])
 def test_one_of_both_sleeps(stack: Stack, placement: str) -> None:
-    training = stack.train(placement, placement=placement, steps=6)
+    training = stack.train(placement, placement=placement, steps=6, stops_at=("generated", 6))
     both, one = asyncio.run(both_awake(stack, ("trainer",), training))
     output = training.finish()
     assert (both == 0, one > 0) == (placement == "colocated", placement == "colocated"), output
@@ -93,7 +101,7 @@ def test_a_critic_sleeps_and_wakes_with_the_trainer_and_evaluations_wait(stack: 
     changes = {**PPO, "evaluation": evaluation, "placement": "colocated", "steps": 5}
     training = stack.train("ppo", **changes, dies_at=("trainers_asleep", 4))
     training.died()
-    training = stack.train("ppo", **changes, resume=True)
+    training = stack.train("ppo", **changes, resume=True, stops_at=("generated", 2))
     both, one = asyncio.run(both_awake(stack, ("trainer", "critic"), training))
     output = training.finish()
     assert (both, one > 0) == (0, True), output

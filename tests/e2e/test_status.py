@@ -52,7 +52,7 @@ def test_a_run_at_work_and_after_a_kill(stack: Stack) -> None:
     seen = next(load_samples(training.run_dir, stack.run_dir / "store", range(1, 2), print))
     assert seen.step == 1
     assert seen.advantage is not None  # as the trainer computed it
-    router = status_of(stack.services["router"]["address"])
+    router = status_of(stack.services["router"]["address"], "--timeout_seconds", "60")
     assert router["services"][0]["kind"] == "router"
     assert len(router["engines"]) == 1
 
@@ -60,5 +60,7 @@ def test_a_run_at_work_and_after_a_kill(stack: Stack) -> None:
 def _waits_on_trainer(stack: Stack, run_dir: Path) -> dict[str, Any] | None:
     found = status_of(run_dir, "--timeout_seconds", "2")
     address = stack.services["trainer"]["address"]
-    loop = next(service for service in found["services"] if service["name"] == "loop")
-    return found if any(address in wait["on"] for wait in loop["waits"]) else None
+    by_name = {service["name"]: service for service in found["services"]}
+    if any(by_name[name]["health"] != "serving" for name in ("loop", "router")):
+        return None  # which were too slow for it just now
+    return found if any(address in wait["on"] for wait in by_name["loop"]["waits"]) else None

@@ -190,8 +190,10 @@ async def test_a_service_that_dies_while_it_restarts_is_tried_again_and_given_up
 
 
 async def test_a_service_that_is_killed_as_it_starts_is_not_quoted_with_what_one_before_it_said(
-    tmp_path,
+    tmp_path, monkeypatch
 ):
+    (tmp_path / "sitecustomize.py").write_text(f"import time; time.sleep({PATIENCE})")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # it gets no further
     (log := tmp_path / "logs" / "router.log").parent.mkdir()
     log.write_text("the line of an earlier life\n")
     supervisor = Supervisor(config(tmp_path))
@@ -284,7 +286,9 @@ async def test_services_without_a_run_are_shown_and_ended_by_their_directory(tmp
             assert up.poll() is None
             await asyncio.sleep(0.05)
     pid = known(run_dir, "r")["pid"]
-    shown, _ = sluice("status", str(run_dir), "--json").communicate(timeout=PATIENCE)
+    shown, _ = sluice("status", str(run_dir), "--json", "--timeout_seconds", "60").communicate(
+        timeout=PATIENCE
+    )
     status = json.loads(shown)
     assert status["run"] is None
     assert [(each["name"], each["health"]) for each in status["services"]] == [("r", "serving")]

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -41,10 +41,11 @@ def stopped(pid: int) -> Iterator[None]:
     ("service", "call"), [("trainer", "TrainerService."), ("rollout", "Service.")]
 )
 def test_the_loop_names_the_service_that_it_waits_for(stack: Stack, service: str, call: str):
-    training = stack.train(f"waits-for-{service}", steps=6)
+    training = stack.train(f"waits-for-{service}", stops_at=("consumed", 2))
     address = stack.services[service]["address"]
-    training.wait_for_step(1)
-    with stopped(stack.pid(service)):
+    with ExitStack() as stopping:
+        with training.held():
+            stopping.enter_context(stopped(stack.pid(service)))
         listed = wait_until(
             lambda: next(
                 (line for line in waits_of(training.run_dir).splitlines() if address in line), ""
