@@ -34,7 +34,7 @@ from tests.sglang_stand_in import expected, write_program
 from tests.unit.sglang.test_weights import write_model
 
 PROMPT = [3, 1, 4, 1, 5]
-SILENT = 5.0
+SILENT = 5.0  # of a server that is stopped
 
 
 @dataclass
@@ -68,7 +68,7 @@ async def running_nodes(
     port = free_port("127.0.0.1")
     common = {
         "python": str(parts.program),
-        "silent_seconds": SILENT,
+        "silent_seconds": PATIENCE,
         "stop_seconds": 0.5,
         "backoff_seconds": 0.1,
         "start_seconds": PATIENCE,
@@ -130,6 +130,11 @@ async def ask(engine: SglangEngine, name: str, tokens: int = 6, count: int = 1) 
     return [found[index] for index in sorted(found)]
 
 
+def silence_of(number: int) -> float:
+    """After how many seconds a process is taken for lost that does not end by this signal."""
+    return SILENT if number == signal.SIGSTOP else PATIENCE
+
+
 async def until_served(engine: SglangEngine, incarnation: int) -> None:
     """Waits for a later group than that."""
     async with asyncio.timeout(PATIENCE):
@@ -140,7 +145,8 @@ async def until_served(engine: SglangEngine, incarnation: int) -> None:
 
 
 async def test_an_update_that_takes_too_long_is_given_up(parts: Parts) -> None:
-    async with running_nodes(parts, count=1, update_seconds=0.3) as (first,):
+    bounds = {"update_seconds": 0.3, "silent_seconds": SILENT}
+    async with running_nodes(parts, count=1, **bounds) as (first,):
         engine = engine_of(first)
         await engine.prepare(parts.new.version, parts.new.digest, parts.new.directory)
         (server,) = servers().values()
@@ -189,10 +195,10 @@ async def test_a_server_lost_on_any_node_ends_the_group_whole(
     by requests that get no token.
     """
     pace = {"STAND_IN_SECONDS": "0.2"}
-    async with running_nodes(parts, nnodes=2, server_args={"tp_size": 2}, environment=pace) as (
-        first,
-        _,
-    ):
+    arguments = {"tp_size": 2}
+    async with running_nodes(
+        parts, nnodes=2, server_args=arguments, environment=pace, silent_seconds=silence_of(number)
+    ) as (first, _):
         engine = engine_of(first)
         before, incarnation = servers(), engine._replica._servers.incarnation
         asked = asyncio.create_task(ask(engine, "a", 900))
@@ -259,7 +265,9 @@ async def test_a_leg_that_is_lost_fails_the_request(
 ) -> None:
     """Also while the prompt is read, of which the other leg would wait for ever."""
     slow = {"STAND_IN_PROMPT_SECONDS": "600"} if moment == "reading" else {"STAND_IN_SECONDS": "1"}
-    async with running_nodes(parts, stuck=600, prefill={}, environment=slow) as (first, _):
+    async with running_nodes(
+        parts, stuck=600, prefill={}, environment=slow, silent_seconds=silence_of(number)
+    ) as (first, _):
         engine = engine_of(first)
         before, incarnation = servers(), engine._replica._servers.incarnation
         asked = asyncio.create_task(ask(engine, "a", 900))

@@ -296,6 +296,10 @@ async def test_a_lost_engine_is_replaced_by_another(store: Store, models: Models
             assert drawn == [s.token_ids.tolist() for s in store.samples(again[name])]
 
 
+async def all_told(client: RolloutClient, request: pb.RolloutRequest) -> list[Any]:
+    return [event async for event in client.rollout(request)]
+
+
 def _waits_on(waits: Any, engine_id: str) -> bool:
     return any(engine_id in wait.on for wait in waits)
 
@@ -312,15 +316,20 @@ async def test_when_every_engine_is_lost_groups_fail_in_time(store: Store, model
                     await load_weights(engine_client, store.first)
                     await wait_for_engines(router.server.address, 1)
                     await engine_client.stub.Pause(IN_PLACE)
-                request = rollout_request(copy_rows(2))
-                request.group_timeout.FromMilliseconds(6000)  # time enough to be seen at work
-                stream = client.stub.Rollout(request)
-                async with asyncio.timeout(PATIENCE):
-                    while not _waits_on(await client.list_waits(), "x"):
+                for seconds in (6, 60, 600):  # time enough to be seen at work
+                    request = rollout_request(copy_rows(2))
+                    request.group_timeout.FromSeconds(seconds)
+                    ending, seen = asyncio.create_task(all_told(client, request)), False
+                    while not (seen or ending.done()):
+                        seen = _waits_on(await client.list_waits(), "x")
                         await asyncio.sleep(0.02)
-            async with asyncio.timeout(PATIENCE):
-                failed = [(await stream.read()).failed for _ in range(2)]
-        for group in failed:
+                    if seen:
+                        break
+                assert seen
+            events = await asyncio.wait_for(ending, 2 * PATIENCE)
+        assert len(events) == 2
+        for event in events:
+            group = event.failed
             error = error_from_status(group.error)
             assert error.reason in ("GROUP_TIMED_OUT", "ENGINE_LOST"), error
 

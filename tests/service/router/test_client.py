@@ -21,6 +21,7 @@ from tests.service.router.conftest import Clock, eventually
 def _short_waits(monkeypatch):
     monkeypatch.setattr(client_module, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(client_module, "DOWN_SECONDS", 0.3)
+    monkeypatch.setattr(client_module, "_CALL_SECONDS", PATIENCE)  # a router that is slow is there
 
 
 async def test_leases_name_engine_address_and_rank_and_are_given_back(router, connect):

@@ -280,7 +280,7 @@ def test_the_clock_of_a_router_leaves_out_what_it_could_not_hear():
 
 async def test_a_large_fleet_is_not_asked_to_report_more_often_than_is_answered(start_router):
     """After a restart: late reports would have its engines lost, and closed anew."""
-    router = await start_router(engine_ttl=15.0)
+    router = await start_router(clock=Clock(), engine_ttl=15.0)
     seconds = []
     for number in range(400):
         engine = pb.Engine(engine_id=f"e{number}", address="localhost:1", role=pb.ROLE_ENGINE)

@@ -200,11 +200,11 @@ async def test_strangers_get_no_further_than_the_handshake(trust: Trust) -> None
 async def test_a_peer_that_says_nothing_stalls_no_scrape(
     trust: Trust, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sluice.runtime.metrics.SILENT_SECONDS", 600.0)
+    monkeypatch.setattr("sluice.runtime.metrics.SILENT_SECONDS", 10 * PATIENCE)
     async with running_server(security=trust.right) as server:
         port = int(server.metrics_address.rpartition(":")[2])
         silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
-        answer = await asyncio.wait_for(ask_metrics(server.metrics_address, trust.right), 90)
+        answer = await asyncio.wait_for(ask_metrics(server.metrics_address, trust.right), PATIENCE)
         for peer in silent:
             peer.close()
         assert answer == "OK"

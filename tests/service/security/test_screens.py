@@ -74,11 +74,11 @@ def test_a_secured_run_is_looked_at_alive_killed_and_resumed(secured: Stack, tru
 def test_an_address_asks_for_flags_and_says_which_is_wrong(secured: Stack, trust: Trust) -> None:
     address = secured.services["trainer"]["address"]
     assert healths(address, *flags_of(trust, "token")) == {address: "serving"}
-    found = status_of(address, *flags_of(trust, "wrong-token"))
+    found = status_of(address, "--timeout_seconds", "60", *flags_of(trust, "wrong-token"))
     (service,) = found["services"]
     assert service["health"] == "not serving"
     assert "token" in service["detail"].lower()
-    bare = sluice("status", address)
+    bare = sluice("status", address, "--timeout_seconds", "60")
     assert bare.returncode == 2
     assert "TLS" in bare.stderr
     assert bare.stderr.count("\n") == 1

@@ -22,7 +22,7 @@ from sluice.config import parse_config
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import ServerConfig
 from sluice.stack import LOOPBACK
-from tests.e2e.conftest import ENVIRONMENT, Stack
+from tests.e2e.conftest import ENVIRONMENT, Stack, wait_until
 from tests.patience import PATIENCE
 from tests.service.security.ports import (
     TOKEN_REFUSED,
@@ -209,7 +209,7 @@ def tmp_path_of(parent: Path, index: int) -> Path:
 def run_waits(stack: Stack, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "sluice.cli", "waits", stack.services["trainer"]["address"]]
     return subprocess.run(
-        [*command, *flags], env=ENVIRONMENT, capture_output=True, text=True, timeout=200
+        [*command, *flags], env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE
     )
 
 
@@ -221,9 +221,14 @@ def test_waits_are_listed_for_who_may_ask(trained: Stack, trust: Trust) -> None:
         *("--security.tls.key", str(tls.key)),
     ]
     token = ["--security.token_file", str(trust.right.token_file)]
-    allowed = run_waits(trained, *flags, *token)
-    assert allowed.returncode == 0, allowed.stderr
-    assert allowed.stdout == "waits for nothing\n"
+
+    def is_at_rest() -> bool:
+        """No rank has been too slow just now to say that it lives."""
+        allowed = run_waits(trained, *flags, *token)
+        assert allowed.returncode == 0, allowed.stderr
+        return allowed.stdout == "waits for nothing\n"
+
+    wait_until(is_at_rest)
     refused = run_waits(trained, *flags)
     assert refused.returncode == 2
     assert "TOKEN_MISSING_OR_WRONG" in refused.stderr
