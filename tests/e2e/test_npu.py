@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from tests.e2e.conftest import ENVIRONMENT, Stack, start_stack, stop_stack
+from tests.patience import PATIENCE
 
 FAKE_NPU = Path(__file__).parents[1] / "fake_npu"
 OURS = ("sluice", "services", "examples")
@@ -111,7 +112,7 @@ def test_the_stack_trains_on_npus_and_asks_nothing_of_cuda(npu_stack: Stack) -> 
 def test_the_trainer_says_which_operations_run(npu_stack: Stack) -> None:
     targets = json.loads((npu_stack.run_dir / "prometheus.json").read_text())
     (address,) = next(t["targets"] for t in targets if t["labels"]["service"] == "trainer")
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE) as answer:
         lines = answer.read().decode().splitlines()
     name = "sluice_trainer_operation_info"
     found = {
@@ -155,7 +156,7 @@ def run(environment: dict[str, str], *command: str) -> subprocess.CompletedProce
         env=environment,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=PATIENCE,
     )
 
 

@@ -132,11 +132,16 @@ def test_a_server_that_is_stopped_costs_the_deadline_and_is_named(
         make_bucket(endpoint, "stopped")
         for key, value in environment(endpoint).items():
             monkeypatch.setenv(key, value)
-        bucket = ObjectBucket("s3://stopped/run", request_seconds=1, retry_seconds=1)
-        blobs = BucketBlobs(bucket.url, StoreCacheConfig(directory=tmp_path), bucket)
+        blobs, hasty = (
+            BucketBlobs(bucket.url, StoreCacheConfig(directory=tmp_path), bucket)
+            for bucket in (
+                ObjectBucket("s3://stopped/run"),
+                ObjectBucket("s3://stopped/run", request_seconds=1, retry_seconds=1),
+            )
+        )
         reference = blobs.put(b"content")
         os.kill(process.pid, signal.SIGSTOP)
-        for call in (lambda: blobs.put(b"other"), lambda: blobs.get(reference)):
+        for call in (lambda: hasty.put(b"other"), lambda: hasty.get(reference)):
             with pytest.raises(ObjectsError, match="s3://stopped/run/blobs/"):
                 call()
         os.kill(process.pid, signal.SIGCONT)
@@ -159,6 +164,8 @@ print("done", flush=True)
 def test_a_writer_killed_in_an_upload_leaves_no_blob(
     blobs: BucketBlobs, bucket: ObjectBucket, faults: Faults, tmp_path: Path
 ) -> None:
+    faults.add("", "PUT", "/run/blobs/")
+    faults.add("refuse", "PUT", "/run/blobs/", 1_000_000)  # it does not come to its end before
     process = subprocess.Popen(
         [sys.executable, "-c", KILLED, bucket.url, str(tmp_path / "other")],
         stdout=subprocess.PIPE,
@@ -171,6 +178,7 @@ def test_a_writer_killed_in_an_upload_leaves_no_blob(
         assert time.monotonic() < deadline
     process.kill()
     assert process.stdout.read() == ""
+    faults.coming.clear()
     assert bucket.list("blobs") == []
     assert blobs.get(blobs.put(bytes(64 << 20))) == bytes(64 << 20)
 

@@ -95,7 +95,7 @@ def test_a_node_client_generates_and_trains_from_the_protos_alone(settings: Path
     missing = [name for name in ("node", "npm") if shutil.which(name) is None]
     assert not missing, f"this test needs Node.js; not found: {', '.join(missing)}"
     install_node_packages()
-    outcome = json.loads(run(["node", "client.js", str(settings)], 120, NODE_FOLDER))
+    outcome = json.loads(run(["node", "client.js", str(settings)], PATIENCE, NODE_FOLDER))
     check(outcome)
     assert outcome["refused"] == ["ABORTED", "STEP_MISMATCH"]
 
@@ -105,7 +105,7 @@ def test_a_client_that_knows_reflection_alone_generates_and_trains(
 ) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-I", str(HERE / "reflection_client.py"), str(settings)]
-    outcome = json.loads(run(command, 120, tmp_path, environment))
+    outcome = json.loads(run(command, PATIENCE, tmp_path, environment))
     check(outcome)
     assert outcome["refused"] == "ABORTED"
     assert outcome["knows"] == []

@@ -16,6 +16,7 @@ from services.rollout.process import RolloutProcess
 from sluice.client import EngineClient
 from sluice.weights.store import WeightStore
 from tests.imported import import_checkpoint
+from tests.patience import PATIENCE
 from tests.service.rollout.harness import (
     ENGINE,
     Store,
@@ -50,8 +51,8 @@ def store(tmp_path: Path, model: Path) -> Store:
 
 def client_of(process: RolloutProcess, **options: Any) -> AsyncOpenAI:
     assert process.openai is not None
-    settings = {"base_url": process.openai.url, "api_key": "none", "max_retries": 0, **options}
-    return AsyncOpenAI(**settings)
+    settings = {"base_url": process.openai.url, "api_key": "none", "max_retries": 0}
+    return AsyncOpenAI(**{**settings, "timeout": PATIENCE, **options})
 
 
 @contextlib.asynccontextmanager

@@ -74,7 +74,7 @@ async def test_a_field_out_of_range_is_named(
     process: RolloutProcess, body: str, code: str, param: str | None
 ) -> None:
     assert process.openai is not None
-    async with httpx2.AsyncClient() as client:
+    async with httpx2.AsyncClient(timeout=PATIENCE) as client:
         answer = await client.post(process.openai.url + "/completions", content=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, code, param), error
@@ -86,7 +86,7 @@ async def test_numbers_next_to_nothing_are_greedy_and_cost_no_neighbour_anything
     assert process.openai is not None
     small = [{"temperature": value} for value in (0, 1e-8, 1e-40, 5e-324)]
     small += [{"top_p": 1e-30}, {"top_p": 5e-324}]
-    async with httpx2.AsyncClient() as client:
+    async with httpx2.AsyncClient(timeout=PATIENCE) as client:
 
         async def complete(**body: float) -> str:
             url = f"{process.openai.url}/completions"  # type: ignore[union-attr]
@@ -111,7 +111,7 @@ async def test_what_a_caller_sent_is_short_and_legible_in_the_refusal(
         {"prompt": "1", "sluice_record": {"group": long, "session": "s"}},
         {"prompt": "1", "sluice_record": {"group": "../x", "session": "a\0"}},
     ]
-    async with httpx2.AsyncClient() as client:
+    async with httpx2.AsyncClient(timeout=PATIENCE) as client:
         for body in bodies:
             answer = await client.post(process.openai.url + "/completions", json=body)
             assert 400 <= answer.status_code < 500 and len(answer.content) < 2000

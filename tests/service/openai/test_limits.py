@@ -229,7 +229,7 @@ async def test_other_paths_and_bodies_are_refused_in_the_same_form(
     process: RolloutProcess,
 ) -> None:
     assert process.openai is not None
-    async with httpx2.AsyncClient() as client:
+    async with httpx2.AsyncClient(timeout=PATIENCE) as client:
         missing = await client.get(process.openai.url + "/embeddings")
         broken = await client.post(process.openai.url + "/completions", content=b"{")
         health = await client.get(process.openai.url.replace("/v1", "/health"))

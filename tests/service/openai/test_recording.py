@@ -35,7 +35,7 @@ class Records:
         self._url = url.replace("/v1", "/sluice/v1/groups")
 
     async def ask(self, method: str, path: str = "", body: Any = None) -> tuple[int, Any]:
-        async with httpx2.AsyncClient() as client:
+        async with httpx2.AsyncClient(timeout=PATIENCE) as client:
             response = await client.request(method, f"{self._url}{path}", json=body)
             return response.status_code, response.json()
 
@@ -237,7 +237,7 @@ async def worker_process(
                 assert process.returncode is None
                 await asyncio.sleep(0.02)
             url = json.loads(file.read_text())["openai_url"]
-            async with httpx2.AsyncClient() as client:
+            async with httpx2.AsyncClient(timeout=PATIENCE) as client:
                 while (await client.get(url.replace("/v1", "/health"))).status_code != 200:
                     await asyncio.sleep(0.02)
         yield process, url
@@ -263,7 +263,7 @@ async def test_a_call_and_its_result_are_one_sample_though_their_worker_is_kille
         await wait_for_engines(address, 1)
         async with (
             worker_process(store, caller, address, tmp_path) as (process, url),
-            AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client,
+            AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as client,
         ):
             for seed in range(100):
                 answer = await client.chat.completions.create(
@@ -288,7 +288,7 @@ async def test_a_call_and_its_result_are_one_sample_though_their_worker_is_kille
         }
         async with (
             worker_process(store, caller, address, tmp_path) as (_, url),
-            AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client,
+            AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as client,
         ):
             for session, each in calls.items():
                 called = {"role": "assistant", "content": None, "tool_calls": each}

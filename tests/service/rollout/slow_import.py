@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from services.rollout.episodes.episode import Episode
 from services.rollout.episodes.trajectory import Trajectory
+from tests.patience import PATIENCE
 from tests.service.rollout import import_gate
 
-LONGEST_SECONDS = 30.0  # an import that holds up the test itself ends too, and is found out
+LONGEST_SECONDS = PATIENCE / 2  # an import that holds up the test itself ends too, and is found out
 
 import_gate.begun.set()
 was_let_go = import_gate.may_end.wait(LONGEST_SECONDS)
