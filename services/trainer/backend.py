@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -34,8 +34,7 @@ BACKENDS = {  # nothing heavy is imported until chosen
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """One sample as a backend sees it; per-token columns cover the response only.
 
     `columns` holds float32[response] tensors by column name; wide ones are [response, n], those of
@@ -49,12 +48,12 @@ class Row:
     token_ids: torch.Tensor  # int64[length], prompt then response
     prompt_length: int
     loss_mask: torch.Tensor  # bool[response]
-    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    columns: Mapping[str, torch.Tensor] = {}
     loss_weight: float = 1.0
     # integer[length or length - 1, mixture layers, chosen]; the last token may be left out
     routed_experts: torch.Tensor | None = None
     media: Sequence[MediaSpan] = ()
-    images: Mapping[str, bytes] = field(default_factory=dict)  # PNG by digest, of media at least
+    images: Mapping[str, bytes] = {}  # PNG by digest, of media at least
 
     @property
     def response_length(self) -> int:

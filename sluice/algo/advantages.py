@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -101,8 +102,7 @@ MergeMoments = Callable[[Moments], Moments]
 FloatList = list[float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdvantageRow:
+class AdvantageRow(NamedTuple):
     """One sample as an estimator sees it; per-token tensors cover the response.
 
     loss_mask: bool[response]. columns: float[response] by name. rewards: the per-sample columns,
@@ -113,8 +113,8 @@ class AdvantageRow:
     sample_id: str
     group_id: str
     loss_mask: torch.Tensor
-    rewards: Mapping[str, float] = field(default_factory=dict)
-    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    rewards: Mapping[str, float] = {}
+    columns: Mapping[str, torch.Tensor] = {}
     episode: int | None = None
 
 
@@ -278,12 +278,10 @@ def _check_row(row: AdvantageRow, spec: AdvantageSpec, needed: frozenset[str]) -
         if name in row.rewards:
             if not math.isfinite(row.rewards[name]):
                 raise ValueError(f"sample {row.sample_id}: {name} is not finite")
-        elif name not in row.columns:
+        elif (values := row.columns.get(name)) is None:
             present = row.columns.keys() | row.rewards.keys()
             check_columns(needed, present, f"sample {row.sample_id}")
-    shape = row.loss_mask.shape
-    for name, values in row.columns.items():
-        if values.shape != shape:
+        elif values.shape != row.loss_mask.shape:
             raise ValueError(
                 f"sample {row.sample_id}: {name} has {values.numel()} values "
                 f"for {row.loss_mask.numel()} response tokens"

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from sluice.algo.plugins import Plugin
 
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from sluice.algo.advantages import PackedRows
 
 
-@dataclass(frozen=True)
-class Sibling:
+class Sibling(NamedTuple):
     """A sample as others of its group see it. length: trained tokens. episode: which rollout."""
 
     scores: tuple[float, ...]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 from pydantic import ValidationError, field_validator
@@ -170,6 +171,7 @@ def check_allowed(name: str, modules: Sequence[str]) -> None:
         )
 
 
+@lru_cache(maxsize=256)  # every step names its own again
 def find(kind: Kind, name: str) -> type[Any]:
     """Imports the class. Raises ValueError for a name that is none, or of another kind."""
     check_name(kind, name)

@@ -187,13 +187,13 @@ def decode_group(data: bytes | memoryview, rows: Sequence[int] | None = None) ->
     Arrays of numbers are read-only views of `data`; of other rows no per-token value is read.
     Raises InvalidGroupError for other bytes and IndexError for a row that is not there.
     """
-    return decode_rows(_open(data), rows)
+    return decode_rows(_open(data)[1], rows)
 
 
 def open_group(data: bytes | memoryview) -> tuple[RowFacts | None, pa.RecordBatch]:
     """Return what `read_facts` does of whole content, and the rows for `decode_rows`."""
-    batch = _open(data)
-    return _facts_of(batch.schema), batch
+    metadata, batch = _open(data)
+    return _facts_of(metadata), batch
 
 
 def decode_rows(batch: pa.RecordBatch, rows: Sequence[int] | None = None) -> list[Sample]:
@@ -245,7 +245,7 @@ def _sample(fixed: tuple[Any, ...], columns: Mapping[str, np.ndarray | float]) -
 
 def read_metadata(data: bytes | memoryview) -> dict[str, str]:
     """Return the metadata given to `encode_group`; reads no rows."""
-    pairs = _open(data).schema.metadata.items()
+    pairs = _open(data)[0].items()
     return {key.decode(): value.decode() for key, value in pairs if key not in _RESERVED}
 
 
@@ -260,11 +260,10 @@ def read_facts(source: bytes | memoryview | BlobFile) -> RowFacts | None:
         schema = pa.ipc.read_schema(pa.py_buffer(head)[_MAGIC_BYTES:])
     except (pa.ArrowException, OSError) as error:
         raise InvalidGroupError(f"not an Arrow file: {error}") from error
-    return _facts_of(schema)
+    return _facts_of(_metadata_of(schema))
 
 
-def _facts_of(schema: pa.Schema) -> RowFacts | None:
-    metadata = _metadata_of(schema)
+def _facts_of(metadata: Mapping[bytes, bytes]) -> RowFacts | None:
     facts = metadata.get(FACTS_KEY) or metadata.get(OLD_FACTS_KEY)
     if facts is None:
         return None
@@ -287,15 +286,15 @@ def _read_head(file: BlobFile) -> bytes:
     return head + file.read(len(head), end - len(head)) if end > len(head) else head
 
 
-def _open(source: bytes | memoryview) -> pa.RecordBatch:
+def _open(source: bytes | memoryview) -> tuple[dict[bytes, bytes], pa.RecordBatch]:
     try:
         reader = pa.ipc.open_file(pa.py_buffer(source))
     except (pa.ArrowException, OSError) as error:
         raise InvalidGroupError(f"not an Arrow file: {error}") from error
-    _metadata_of(reader.schema)
+    metadata = _metadata_of(reader.schema)
     if reader.num_record_batches != 1:
         raise InvalidGroupError(f"{reader.num_record_batches} record batches, not one")
-    return reader.get_batch(0)
+    return metadata, reader.get_batch(0)
 
 
 def _metadata_of(schema: pa.Schema) -> dict[bytes, bytes]:

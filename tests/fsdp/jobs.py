@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -248,7 +247,7 @@ def critic(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def replace_columns(row: Row) -> Row:
     """The row with what a critic is to find: one number a token."""
-    return replace(row, columns={"returns": row.columns["advantages"] + 1.0})
+    return row._replace(columns={"returns": row.columns["advantages"] + 1.0})
 
 
 def recomputes(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def test_what_a_teacher_names_is_learned_over_ranks_as_by_one_process(
         assert answer["loss"] == pytest.approx(loss.item(), rel=1e-5)
         assert answer["grad_norm"] == pytest.approx(norm, rel=1e-4)
     other = [
-        replace(row, columns={**row.columns, NAMES: row.columns[NAMES].flip(1)}) for row in rows
+        row._replace(columns={**row.columns, NAMES: row.columns[NAMES].flip(1)}) for row in rows
     ]
     assert divergence_from_teacher(oracle, other).item() != pytest.approx(loss.item(), rel=1e-2)
 

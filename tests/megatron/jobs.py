@@ -563,14 +563,14 @@ def error_of(backend: MegatronBackend, rows: list[Row]) -> str:
 
 
 def renamed(rows: list[Row]) -> list[Row]:
-    return [replace(row, sample_id=f"{row.sample_id}-new") for row in rows]
+    return [row._replace(sample_id=f"{row.sample_id}-new") for row in rows]
 
 
 def with_records(row: Row, replay: RoutingReplay) -> Row:
     """The row with the experts that were recorded for it, all mixture layers on this rank."""
     found = [chunk.records.get(row.sample_id) for chunk in replay._chunks]
     parts = [record.experts for record in found if record is not None]
-    return replace(row, routed_experts=torch.cat(parts, dim=1) if parts else None)
+    return row._replace(routed_experts=torch.cat(parts, dim=1) if parts else None)
 
 
 def publish(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:

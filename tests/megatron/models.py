@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +130,7 @@ def taught_rows(count: int) -> list[Row]:
             f"teacher_top_ids/{count}": ids.int(),
             f"teacher_top_logprobs/{count}": logprobs,
         }
-        rows.append(replace(row, columns={**row.columns, **named}))
+        rows.append(row._replace(columns={**row.columns, **named}))
     return rows
 
 
@@ -162,7 +161,7 @@ def routed_rows() -> list[Row]:
     rows = []
     for index, row in enumerate(make_rows()):
         scores = torch.rand((len(row.token_ids) - index % 2, layers, experts), generator=generator)
-        rows.append(replace(row, routed_experts=scores.topk(choices).indices.to(torch.uint8)))
+        rows.append(row._replace(routed_experts=scores.topk(choices).indices.to(torch.uint8)))
     return rows
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ async def sample(engine: Engine, generation: Generation) -> list[Delta]:
 def followed(row: Row, delta: Delta) -> Row:
     """The row with what was drawn behind it as its response."""
     tokens = torch.cat([row.token_ids, torch.tensor(list(delta.token_ids))])
-    return replace(row, token_ids=tokens, prompt_length=len(row.token_ids))
+    return row._replace(token_ids=tokens, prompt_length=len(row.token_ids))
 
 
 def check(oracle: Oracle, row: Row, layout: str, deltas: Sequence[Delta]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -295,7 +295,7 @@ def _answer_anew(row: Row, step: int) -> Row:
     drawn = torch.randint(STOP, (row.response_length,), generator=generator)
     tokens = row.token_ids.clone()
     tokens[row.prompt_length :][row.loss_mask] = drawn[row.loss_mask]
-    return replace(row, token_ids=tokens)
+    return row._replace(token_ids=tokens)
 
 
 class Oracle:

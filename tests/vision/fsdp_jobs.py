@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def exchange(rows: Sequence[Row]) -> list[Row]:
     for each in map(sorted, by_size.values()):
         others |= dict(zip(each, [*each[1:], each[0]], strict=True))
     return [
-        replace(row, images={digest: others[png] for digest, png in row.images.items()})
+        row._replace(images={digest: others[png] for digest, png in row.images.items()})
         for row in rows
     ]
 
@@ -165,8 +164,7 @@ def roll_out(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]
         samples = await complete(engine, request(asked, images, length=LENGTH, **fields))
         advantages = advantages_of(samples)
         return [
-            replace(
-                followed(asked, delta),
+            followed(asked, delta)._replace(
                 sample_id=f"{asked.group_id}/{index}",
                 loss_mask=torch.ones(len(delta.token_ids), dtype=torch.bool),
                 columns={

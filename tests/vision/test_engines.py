@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,7 +79,7 @@ async def test_engine_trainers_and_transformers_say_the_same(
             blank = {key: torch.zeros(length) for key in row.columns}
             mask = torch.ones(length, dtype=torch.bool)
             rows.append(
-                replace(followed(row, delta), sample_id=name, loss_mask=mask, columns=blank)
+                followed(row, delta)._replace(sample_id=name, loss_mask=mask, columns=blank)
             )
             said[name] = torch.tensor(list(delta.logprobs))
     values = {"model": str(spoken.directory), "store": str(tmp_path), "durable": False}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +109,7 @@ def test_an_image_is_looked_at(model: Model, tmp_path: Path) -> None:
     other = draw_image(model.rules, 9, 2, 3).png
     found = [
         backend.compute_logprobs([[each]], model="policy", temperature=1.0)[row.sample_id]
-        for each in (row, replace(row, images=dict.fromkeys(row.images, other)))
+        for each in (row, row._replace(images=dict.fromkeys(row.images, other)))
     ]
     assert (found[0] - found[1]).abs().max() > 0.01
 
@@ -195,7 +194,7 @@ def test_a_critic_sees(model: Model, tmp_path: Path) -> None:
     other.load_checkpoint(tmp_path / "checkpoint")
     for name, found in other.compute_values([rows]).items():
         assert torch.equal(found, values[name])
-    blind = [replace(row, images=dict.fromkeys(row.images, b"")) for row in rows[:1]]
+    blind = [row._replace(images=dict.fromkeys(row.images, b"")) for row in rows[:1]]
     with pytest.raises(ValueError, match="image"):
         other.compute_values([blind])
 

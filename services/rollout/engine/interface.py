@@ -104,8 +104,7 @@ class Generation:
     processor: str = ""  # digest of the rules by which these were prepared; empty: unknown
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timing:
+class Timing(NamedTuple):
     """Seconds of one sample in the engine; they add up to all of its time there."""
 
     queue: float  # until its prompt was taken up
@@ -154,8 +153,12 @@ class Numbers(Sequence[Any]):
         return found.copy() if copy and found is self.array else found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Delta:
+def as_array(values: Sequence[Any], dtype: type[np.generic]) -> np.ndarray:
+    """`np.asarray`, which takes longer to ask Numbers for theirs."""
+    return np.asarray(values.array if isinstance(values, Numbers) else values, dtype)
+
+
+class Delta(NamedTuple):
     """Tokens added to sample `index` of a request; `finish_reason` only on its last one.
 
     `logprobs` are of the tempered distribution before truncation by top-k and top-p (of
@@ -166,7 +169,7 @@ class Delta:
     every token that the model took in.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # for nobody asks a delta where in it a value is
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     logprobs_t1: Sequence[float]

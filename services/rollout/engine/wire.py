@@ -22,6 +22,7 @@ from services.rollout.engine.interface import (
     ServedWeights,
     Timing,
     TokenScores,
+    as_array,
 )
 from services.rollout.errors import VersionUnavailableError
 from sluice.api.common.v1 import sample_pb2
@@ -236,7 +237,7 @@ def _join(parts: Sequence[Delta]) -> Delta:
 
 def join_numbers(parts: Sequence[Sequence[Any]], dtype: type[np.generic]) -> Numbers:
     """Joins sequences, whether they are arrays or not."""
-    return Numbers(np.concatenate([np.asarray(part, dtype) for part in parts]))
+    return Numbers(np.concatenate([as_array(part, dtype) for part in parts]))
 
 
 def join_experts(earlier: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -113,8 +114,7 @@ class GroupResult:
     trace: trace_pb2.GroupTrace
 
 
-@dataclass(frozen=True)
-class SampleRow:
+class SampleRow(NamedTuple):
     """A trajectory that is to be a sample, and what the reward sees of it.
 
     episode: its index where an episode may have several samples.

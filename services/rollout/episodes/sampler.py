@@ -147,23 +147,23 @@ class PartialSamples:
         """Take what an engine answered for a sample; false when the engine aborted it."""
         asked = self._budget(index)
         if delta.index != index:
-            delta = replace(delta, index=index)
+            delta = delta._replace(index=index)
         whole = _append(self._open.pop(index, None), delta)
         aborted = delta.finish_reason is FinishReason.ABORTED
         chunk_ended = delta.finish_reason is FinishReason.LENGTH and len(delta.token_ids) == asked
         is_full = len(whole.token_ids) >= self._prompt.sampling.max_new_tokens
         if (aborted or chunk_ended) and not is_full:
             if whole.token_ids:
-                self._open[index] = replace(whole, finish_reason=None)
+                self._open[index] = whole._replace(finish_reason=None)
         else:
             reason = FinishReason.LENGTH if aborted else delta.finish_reason
             is_so = whole.finish_reason is reason
-            self._done[index] = whole if is_so else replace(whole, finish_reason=reason)
+            self._done[index] = whole if is_so else whole._replace(finish_reason=reason)
         return not aborted or is_full
 
     def end(self, index: int) -> None:
         """End a sample that cannot grow: no engine has room for one token more."""
-        self._done[index] = replace(self._open.pop(index), finish_reason=FinishReason.LENGTH)
+        self._done[index] = self._open.pop(index)._replace(finish_reason=FinishReason.LENGTH)
 
     def _budget(self, index: int) -> int:
         so_far = self._open.get(index)
@@ -178,9 +178,9 @@ def _append(so_far: Delta | None, more: Delta) -> Delta:
     if not more.token_ids:  # aborted before it sampled anything
         return so_far
     spans = tuple(span.shifted(len(so_far.token_ids)) for span in more.spans)
-    (joined,) = join_deltas([so_far, replace(more, spans=spans)])
+    (joined,) = join_deltas([so_far, more._replace(spans=spans)])
     experts = join_experts(so_far.routed_experts, more.routed_experts)
-    return replace(joined, routed_experts=experts)
+    return joined._replace(routed_experts=experts)
 
 
 class PromptHistory:
@@ -394,11 +394,11 @@ async def _listen(
         async with contextlib.aclosing(stream):
             async for delta in stream:
                 received.append(delta)
-                listener(replace(delta, index=indices[delta.index]))
+                listener(delta._replace(index=indices[delta.index]))
     except RemoteError:
         for delta in join_deltas(received):  # the listener must not get other tokens later
             reason = delta.finish_reason or FinishReason.ABORTED
-            partial.add(indices[delta.index], replace(delta, finish_reason=reason))
+            partial.add(indices[delta.index], delta._replace(finish_reason=reason))
         raise
     return join_deltas(received)
 

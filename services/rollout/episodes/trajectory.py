@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from services.rollout.engine.interface import Delta, FinishReason, Sampling
+from services.rollout.engine.interface import Delta, FinishReason, Sampling, as_array
 from services.rollout.engine.wire import join_experts
 from services.rollout.environments.environment import Response, Reward, Turn
 from sluice.api.rollout.v1 import trace_pb2 as pb
@@ -212,14 +212,14 @@ class Trajectory:
 
     def _token_array(self) -> np.ndarray:
         """int32[length]."""
-        parts = [np.asarray(tokens, dtype=np.int32) for _, tokens in self._parts]
+        parts = [as_array(tokens, np.int32) for _, tokens in self._parts]
         return np.concatenate([_prompt_array(self.prompt_token_ids), *parts])
 
     def _signal(self, values: Sequence[Sequence[float]]) -> np.ndarray:
         """float32[response] from the values of each answer."""
         if len(self._parts) == len(values) == 1:
-            return np.asarray(values[0], dtype=np.float32)
-        arrays = [np.asarray(part, dtype=np.float32) for part in values]
+            return as_array(values[0], np.float32)
+        arrays = [as_array(part, np.float32) for part in values]
         mask = self._mask()
         signal = np.zeros(len(mask), dtype=np.float32)
         if arrays:

@@ -337,9 +337,9 @@ class Generator:
         rest = text.finish()
         if text.stopped or delta is None:
             (joined,) = join_deltas(deltas)
-            delta = replace(joined, finish_reason=FinishReason.STOP)
+            delta = joined._replace(finish_reason=FinishReason.STOP)
         answer = Answer(
-            replace(delta, index=index), text.text, text.stopped, sampling=request.sampling
+            delta._replace(index=index), text.text, text.stopped, sampling=request.sampling
         )
         send(AnswerDelta(index=index, text=rest, delta=no_tokens(index), answer=answer))
         return answer
@@ -369,8 +369,7 @@ def _first(delta: Delta, count: int, offset: int) -> Delta:
         if span.first_token < end
     )
     experts, left_out = delta.routed_experts, len(delta.token_ids) - count
-    return replace(
-        delta,
+    return delta._replace(
         index=0,
         token_ids=delta.token_ids[:count],
         logprobs=delta.logprobs[:count],

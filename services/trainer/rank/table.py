@@ -392,8 +392,7 @@ def _input(row: OwnedRow) -> AdvantageRow:
         group_id=row.group_id,
         loss_mask=row.loss_mask,
         rewards=row.scalars,
-        # an estimator reads one number a token
-        columns={name: values for name, values in row.columns.items() if values.ndim == 1},
+        columns=row.columns,
         episode=int(row.scalars["episode"]) if "episode" in row.scalars else None,
     )
 

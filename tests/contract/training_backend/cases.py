@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,7 @@ def ragged_rows() -> list[Row]:
     rows.append(make_row("a/other-prompt", draw(6), draw(4), seed=99))
     # 70 tokens: more than share one attention call, and longer than all the others
     rows.append(make_row("b/long", prompts["b"], draw(70), seed=98))
-    return [replace(row, loss_weight=1.0 + 0.1 * i) for i, row in enumerate(rows)]
+    return [row._replace(loss_weight=1.0 + 0.1 * i) for i, row in enumerate(rows)]
 
 
 @dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -140,7 +139,7 @@ def test_a_non_finite_norm_skips_the_step(
     poison = {**rows[0].columns, "advantages": torch.full((4,), math.inf)}
     backend = start_backend(qwen3)
     before = published(backend, tmp_path / "before")
-    backend.forward_backward([[replace(rows[0], columns=poison)]], PPO)
+    backend.forward_backward([[rows[0]._replace(columns=poison)]], PPO)
     outcome = step(backend)
     assert outcome.skipped_reason
     assert not math.isfinite(outcome.grad_norm)
@@ -160,7 +159,7 @@ def test_gradients_that_moments_cannot_hold_skip_the_step(
     rows = ragged_rows()
     optim = {"learning_rate": 1e-2, "epsilon": 1e-5, "max_grad_norm": 0.0}
     plain, backend = (start_backend(qwen3, optim=optim) for _ in range(2))
-    backend.forward_backward([[replace(rows[0], loss_weight=1e25)]], PPO)
+    backend.forward_backward([[rows[0]._replace(loss_weight=1e25)]], PPO)
     assert step(backend).skipped_reason
     moved = []
     for index, each in enumerate((plain, backend)):

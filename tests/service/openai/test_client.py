@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,7 +104,7 @@ async def test_a_stream_never_tells_other_log_probabilities_than_the_answer(
 
     async def tempered_only(generation: Generation) -> AsyncIterator[Delta]:
         async for delta in generate(generation):
-            yield replace(delta, logprobs_t1=())
+            yield delta._replace(logprobs_t1=())
 
     request = {
         "model": "policy",

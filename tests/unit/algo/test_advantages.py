@@ -1,5 +1,4 @@
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -80,7 +79,7 @@ def test_fully_masked_empty_and_absent_rows_are_safe(name):
     spec = AdvantageSpec(name=name, whiten=True)
     masked = make_row("a/0", "a", 1.0, mask=torch.zeros(4, dtype=torch.bool))
     empty = make_row("a/1", "a", 0.0, length=0)
-    poisoned = replace(masked, columns={k: v * torch.nan for k, v in masked.columns.items()})
+    poisoned = masked._replace(columns={k: v * torch.nan for k, v in masked.columns.items()})
     columns = compute_advantages([poisoned, empty, make_row("a/2", "a", 3.0)], spec)
     assert torch.equal(columns.advantages[0], torch.zeros(4))
     assert columns.advantages[1].shape == (0,)
@@ -185,7 +184,7 @@ def test_kl_in_reward_is_the_estimator_over_trained_tokens(name):
 
 
 def test_a_lone_episode_of_several_samples_has_no_rloo_baseline():
-    rows = [replace(make_row(f"g/{i}", "g", float(i)), episode=0) for i in range(2)]
+    rows = [make_row(f"g/{i}", "g", float(i))._replace(episode=0) for i in range(2)]
     assert scores(rows, AdvantageSpec(name="rloo")) == [0.0, 0.0]
 
 
@@ -314,19 +313,19 @@ def test_moments_survive_a_mean_far_from_zero():
 def test_bad_rows_are_named():
     row = make_row("a/7", "a", 1.0)
     with pytest.raises(MissingColumnError, match=r"a/7 lacks values"):
-        bare = replace(row, columns={})
+        bare = row._replace(columns={})
         compute_advantages([bare], AdvantageSpec(name="gae"))
     for missing in ("teacher_logprobs", "rollout_logprobs"):
         columns = {k: v for k, v in row.columns.items() if k != missing}
         with pytest.raises(MissingColumnError, match=rf"a/7 lacks {missing}"):
-            compute_advantages([replace(row, columns=columns)], AdvantageSpec(name="distillation"))
+            compute_advantages([row._replace(columns=columns)], AdvantageSpec(name="distillation"))
     with pytest.raises(MissingColumnError, match=r"a/7 lacks reward"):
-        compute_advantages([replace(row, rewards={})], AdvantageSpec(name="grpo"))
+        compute_advantages([row._replace(rewards={})], AdvantageSpec(name="grpo"))
     with pytest.raises(ValueError, match=r"a/7: reward is not finite"):
-        compute_advantages([replace(row, rewards={"reward": math.nan})], AdvantageSpec(name="grpo"))
+        compute_advantages([row._replace(rewards={"reward": math.nan})], AdvantageSpec(name="grpo"))
     with pytest.raises(ValueError, match=r"a/7: values has 3 values for 4"):
         compute_advantages(
-            [replace(row, columns={"values": torch.zeros(3)})], AdvantageSpec(name="gae")
+            [row._replace(columns={"values": torch.zeros(3)})], AdvantageSpec(name="gae")
         )
 
 
@@ -335,22 +334,22 @@ def test_an_episode_counts_once_however_many_samples_it_has(name):
     """The good one gave three samples: counted by row, it would look like the average."""
     single = [make_row("g/0", "g", 1.0), make_row("g/1", "g", 0.0), make_row("g/2", "g", 0.0)]
     fan_out = [
-        *(replace(single[0], sample_id=f"g/{i}", episode=0) for i in range(3)),
-        replace(single[1], sample_id="g/3", episode=1),
-        replace(single[2], sample_id="g/4", episode=2),
+        *(single[0]._replace(sample_id=f"g/{i}", episode=0) for i in range(3)),
+        single[1]._replace(sample_id="g/3", episode=1),
+        single[2]._replace(sample_id="g/4", episode=2),
     ]
     spec = AdvantageSpec(name=name)
     one, several = scores(single, spec), scores(fan_out, spec)
     assert several == pytest.approx([one[0]] * 3 + one[1:], abs=1e-6)
-    by_row = scores([replace(row, episode=None) for row in fan_out], spec)
+    by_row = scores([row._replace(episode=None) for row in fan_out], spec)
     assert by_row != pytest.approx(several, abs=1e-3)
 
 
 def test_samples_of_one_episode_may_be_rewarded_apart():
     rows = [
-        replace(make_row("g/0", "g", 1.0), episode=0),
-        replace(make_row("g/1", "g", 3.0), episode=0),
-        replace(make_row("g/2", "g", 5.0), episode=1),
+        make_row("g/0", "g", 1.0)._replace(episode=0),
+        make_row("g/1", "g", 3.0)._replace(episode=0),
+        make_row("g/2", "g", 5.0)._replace(episode=1),
     ]
     centered = scores(rows, AdvantageSpec(name="grpo", scale_by_std=False))
     assert centered == pytest.approx([1 - 3.5, 3 - 3.5, 5 - 3.5])
@@ -364,7 +363,7 @@ def test_samples_of_one_episode_may_be_rewarded_apart():
 def test_episodes_of_one_mean_do_not_blow_up_what_their_samples_differ_by():
     """A draft that is wrong and a revision that is right, in every episode of the group."""
     rows = [
-        replace(make_row(f"g/{e}{i}", "g", float(i)), episode=e) for e in range(4) for i in range(2)
+        make_row(f"g/{e}{i}", "g", float(i))._replace(episode=e) for e in range(4) for i in range(2)
     ]
     found = scores(rows, AdvantageSpec(name="grpo"))
     assert found == pytest.approx([-0.5 / math.sqrt(1 / 3), 0.5 / math.sqrt(1 / 3)] * 4, rel=1e-5)
@@ -375,7 +374,7 @@ def test_samples_that_got_one_reward_have_no_advantage_at_all(name):
     """No rounding is left over: a row of zeros is not computed."""
     reward = 0.007180650969716157  # five of it by five are another number
     rows = [
-        replace(make_row(f"g/{e}{i}", "g", reward), episode=e) for e in range(3) for i in range(5)
+        make_row(f"g/{e}{i}", "g", reward)._replace(episode=e) for e in range(3) for i in range(5)
     ]
     assert scores(rows, AdvantageSpec(name=name)) == [0.0] * len(rows)
 

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -96,10 +95,10 @@ def test_gpg_makes_up_for_silent_groups():
 
 
 def test_gpg_counts_episodes_not_samples():
-    told_apart = [replace(row, episode=index) for index, row in enumerate(rows_of({"a": [1, 0]}))]
-    in_parts = [replace(row, episode=0) for row in rows_of({"b": [1, 1, 1, 1]})]
+    told_apart = [row._replace(episode=index) for index, row in enumerate(rows_of({"a": [1, 0]}))]
+    in_parts = [row._replace(episode=0) for row in rows_of({"b": [1, 1, 1, 1]})]
     other = [
-        replace(row, episode=0) for row in rows_of({"c": [0]})
+        row._replace(episode=0) for row in rows_of({"c": [0]})
     ]  # 0 is another one in each group
     rows = [*told_apart, *in_parts, *other]
     assert scores(rows, name="gpg") == pytest.approx(

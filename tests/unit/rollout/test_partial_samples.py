@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -114,7 +112,7 @@ def test_an_engine_that_ends_before_the_chunk_is_full_has_no_more_room():
 def with_experts(answer: Delta, context: int, mark: int) -> Delta:
     """Of one layer and one choice, all `mark`."""
     count = context + len(answer.token_ids) - 1
-    return replace(answer, routed_experts=np.full((count, 1, 1), mark, np.int16))
+    return answer._replace(routed_experts=np.full((count, 1, 1), mark, np.int16))
 
 
 @pytest.mark.parametrize(("second", "wanted"), [(2, [1] * 4 + [2] * 2), (None, None)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def critic_rows() -> list[Row]:
             name: torch.randn(row.response_length, generator=generator)
             for name in ("returns", "values")
         }
-        rows.append(replace(row, columns=columns))
+        rows.append(row._replace(columns=columns))
     return rows
 
 

@@ -45,7 +45,7 @@ def places_of(layouts: list[ContextLayout], rows: list[Row], kind: Any) -> torch
     count, numbered = 0, []
     for row in rows:
         numbers = torch.arange(count + 1, count + 1 + len(row.token_ids))
-        numbered.append(Row(**{**vars(row), "token_ids": numbers}))
+        numbered.append(row._replace(token_ids=numbers))
         count += len(numbers)
     found = torch.cat([layout.token_ids for layout in lay_out(numbered, kind, len(layouts))])
     return torch.stack([(found == number).nonzero()[0, 0] for number in range(1, count + 1)])

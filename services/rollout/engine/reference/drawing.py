@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -218,8 +219,7 @@ def _thresholds(
     return values.gather(1, counts - 1).masked_fill_(everything, float("-inf"))
 
 
-@dataclass(frozen=True)
-class Written:
+class Written(NamedTuple):
     """Tokens and log-probabilities of one sample, and the experts of all it drew but the last."""
 
     token_ids: Sequence[int]

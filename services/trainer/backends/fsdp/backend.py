@@ -353,7 +353,7 @@ def _dummy_of(loss: LossSpec) -> Row:
     if not loss.loss.top_count:
         return DUMMY
     ids, _ = top_columns(loss.loss.top_count)
-    return replace(DUMMY, columns={ids: torch.zeros(1, loss.loss.top_count, dtype=torch.int32)})
+    return DUMMY._replace(columns={ids: torch.zeros(1, loss.loss.top_count, dtype=torch.int32)})
 
 
 def _asked_of(loss: LossSpec) -> Asked:
