@@ -8,7 +8,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import grpc
 
@@ -38,8 +38,7 @@ def outcome_of(code: grpc.StatusCode) -> pb.Outcome:
     return _OUTCOMES.get(code, pb.OUTCOME_CLIENT_ERROR)
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(NamedTuple):
     """The right to run one sample on a data-parallel rank of an engine."""
 
     lease_id: int
