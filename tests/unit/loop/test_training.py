@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.loop.training import why_not_active
 from sluice.runtime.wire import timestamp_of
 
 
-def test_a_trainer_that_loads_is_told_with_its_ranks_and_what_they_do() -> None:
+def test_a_trainer_that_loads_is_told_with_its_ranks_and_what_they_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
     trainer = pb.Trainer(state=pb.Trainer.STATE_LOADING)
     assert why_not_active(trainer) == "STATE_LOADING; no rank has reported yet"
     for rank, (activity, age) in enumerate([("loading", 3), ("", 200)]):
