@@ -9,6 +9,7 @@ import re
 import resource
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from rich.console import Console
 
 from sluice.loop.report import RunReport, read_metrics, smoothed
 from sluice.loop.tracking import RowFollower
+from sluice.runtime import waits
 from sluice.runtime.waits import Waits
 from tests.patience import PATIENCE
 
@@ -162,6 +164,7 @@ def test_a_log_tells_what_a_run_without_steps_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sluice.loop.report.QUIET_SECONDS", 0.01)
+    monkeypatch.setattr(waits, "_listed", weakref.WeakSet())  # not what other tests left
     told = threading.Event()
 
     class Said(io.StringIO):
