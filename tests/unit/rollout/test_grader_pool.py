@@ -261,7 +261,8 @@ async def test_what_a_grader_started_ends_though_its_keeper_is_killed(tmp_path: 
     call = asyncio.create_task(runner.reward(deed("stall_with_litter"), ANSWERS))
     await until_marks(tmp_path, 6)
     assert all(folder.exists() for folder in folders(tmp_path))
-    (keeper,) = (each for each in psutil.Process().children() if WORKER_MODULE in each.cmdline())
+    keeper = psutil.Process(pids(tmp_path)[0]).parent()
+    assert keeper is not None and WORKER_MODULE in keeper.cmdline()
     keeper.kill()
     with pytest.raises(GraderCrashedError):
         await call
