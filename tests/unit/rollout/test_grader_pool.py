@@ -184,7 +184,7 @@ async def test_a_reply_that_answers_no_call_ends_its_process(tmp_path: Path, lin
     forged, good = pids(tmp_path)
     assert forged != good
     await environments.close()
-    assert not is_alive(forged)
+    await until_ended(tmp_path)
 
 
 async def test_a_line_between_calls_ends_its_process(
@@ -474,7 +474,7 @@ async def test_idle_processes_are_ended(tmp_path: Path) -> None:
             await asyncio.sleep(0.02)
     await runner.reward(deed("smile"), ANSWERS)
     await environments.close()
-    assert not any(is_alive(pid) for pid in pids(tmp_path))
+    await until_ended(tmp_path)
 
 
 async def test_settings_and_tasks_are_refused_by_key(environments: Environments) -> None:
