@@ -34,7 +34,7 @@ from services.rollout.environments.isolation import (
 )
 from services.rollout.environments.registry import ENVIRONMENTS
 from services.rollout.environments.runner import Environments, PooledRunner, Runner
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, growing
 from tests.unit.rollout import grim
 
 ANSWERS = [Response(text="a"), Response(text="b")]
@@ -393,15 +393,19 @@ async def test_a_start_has_a_deadline_of_its_own_and_says_where_a_call_blocked(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One that is never warm would otherwise have the time of an import for each call."""
-    async with asyncio.timeout(PATIENCE):
-        environments = create_environments(
-            timeout_seconds=0.5, start_seconds=10 * PATIENCE, attempts=1
-        )
-        runner = await grader(environments, marks=str(tmp_path))
-        with pytest.raises(GraderTimeoutError, match=r"`reward` did not answer in 0\.5 s"):
-            await runner.reward(deed("stall"), ANSWERS)
-        await environments.close()
-    assert re.search(r"grim\.py\", line \d+ in reward", capfd.readouterr().err)
+    for seconds in growing(0.5):  # it says so when nearly all of that has passed
+        async with asyncio.timeout(PATIENCE):
+            environments = create_environments(
+                timeout_seconds=seconds, start_seconds=10 * PATIENCE, attempts=1
+            )
+            runner = await grader(environments, marks=str(tmp_path))
+            with pytest.raises(GraderTimeoutError, match=f"`reward` did not answer in {seconds:g}"):
+                await runner.reward(deed("stall"), ANSWERS)
+            await environments.close()
+        said = re.search(r"grim\.py\", line \d+ in reward", capfd.readouterr().err)
+        if said:
+            break
+    assert said
 
 
 async def test_more_slow_graders_than_places_hold_up_no_quick_one(tmp_path: Path) -> None:
