@@ -77,10 +77,11 @@ def test_scrapes_that_come_together_all_show_it(tmp_path: Path) -> None:
 def test_a_file_system_that_hangs_holds_no_scrape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hangs, asked = threading.Event(), []
+    begun, hangs, asked = threading.Event(), threading.Event(), []
 
     def hang(path: Path) -> tuple[int, int]:
         asked.append(path)
+        begun.set()
         assert hangs.wait(PATIENCE)
         return (1, 2)
 
@@ -90,6 +91,7 @@ def test_a_file_system_that_hangs_holds_no_scrape(
     HostCollector({"store": [tmp_path]}, None, registry)
     for _ in range(5):
         assert shown(registry, "sluice_disk_free_bytes", "store") is None
+    assert begun.wait(PATIENCE)
     assert len(asked) == 1  # threads do not pile up
     hangs.set()
     monkeypatch.setattr(host, "ASK_SECONDS", PATIENCE)
