@@ -1,5 +1,6 @@
 """A run over two engines and a router goes on through the death of each, and no charge is left."""
 
+import asyncio
 import os
 import random
 import signal
@@ -10,11 +11,13 @@ import pytest
 
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
+from sluice.client import EngineClient
 from tests.e2e.conftest import start_stack, stop_stack, wait_until
 
 TTL = 3.0
-STEPS = 30  # far more than a run makes between two looks at it
+STEPS = 8
 ENGINE = {"max_running": 8, "max_model_length": 16, "threads": 1, "deterministic": True}
+ENGINES = {"engine-0", "engine-1"}
 KILLED = ("router", "engine-0", "episodes")
 
 
@@ -56,6 +59,12 @@ def kill(stack, name: str) -> None:
     wait_until(lambda: stack.pid(name) != before, what=f"{name} to come back")
 
 
+async def to_each(engines, stack, call) -> None:
+    for name in engines:
+        async with EngineClient(stack.services[name]["address"]) as engine:
+            await call(engine)
+
+
 def finished(training) -> None:
     training.finish()
     steps = Counter(group.consumed_step for group in training.groups("consumed"))
@@ -64,10 +73,13 @@ def finished(training) -> None:
 
 @pytest.mark.parametrize("name", KILLED)
 def test_the_run_goes_on_and_no_charge_is_left(stack, name):
-    training = stack.train(f"killed-{name}", steps=STEPS)
-    training.wait_for_step(2)
+    """It is killed while samples wait in engines, for as long as these are paused."""
+    training = stack.train(f"killed-{name}", steps=STEPS, stops_at=("consumed", 2))
+    with training.held():
+        asyncio.run(to_each(ENGINES, stack, EngineClient.pause))
     wait_until(lambda: charges(stack), what="leases in flight")
     kill(stack, name)
+    asyncio.run(to_each(ENGINES - {name}, stack, EngineClient.resume))
     finished(training)
     assert len(training.rows()) == STEPS
     wait_until(lambda: charges(stack) == 0, TTL + 60, what="the last charge to end")
