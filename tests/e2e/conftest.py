@@ -151,7 +151,7 @@ class Stack:
             "samples_per_group": 4,
             "steps": 4,
             "checkpoint_every": 2,
-            "service_timeout_seconds": 200,
+            "service_timeout_seconds": PATIENCE,
             **changes,
         }
         path = run_dir / "run.yaml"
