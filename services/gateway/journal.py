@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import logging
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -48,6 +49,7 @@ CREATE TABLE IF NOT EXISTS checkpoints (
 CREATE TABLE IF NOT EXISTS samplers (
     id TEXT PRIMARY KEY, session TEXT NOT NULL, created REAL NOT NULL, clients INTEGER NOT NULL,
     about TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS commits (number INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS samplers_of_session ON samplers (session, created);
 CREATE INDEX IF NOT EXISTS models_of_session ON models (session);
 CREATE INDEX IF NOT EXISTS checkpoints_of_model ON checkpoints (model, created);
@@ -90,7 +92,8 @@ class ModelState:
     """Where a model's requests have led. `parts`: passes whose gradients wait for a step.
 
     checkpoint: the one to go back to, `checkpoint_seq` the request that it is of; `owns` it: it is
-    nobody's but the gateway's. lineage: how often the model was brought back.
+    nobody's but the gateway's. unnamed: others that may be in the store, and that are to go.
+    lineage: how often the model was brought back.
     """
 
     done: int = -1
@@ -100,6 +103,7 @@ class ModelState:
     checkpoint_seq: int = -1
     checkpoint_step: int = 0
     owns: bool = False
+    unnamed: tuple[str, ...] = ()
     lineage: int = 0
 
 
@@ -209,6 +213,47 @@ def _in_thread(work: Change[P, T]) -> Awaited[P, T]:
     return call
 
 
+def _change(work: Change[P, T]) -> Awaited[P, T]:
+    """Do it in the journal's thread: all changes, or none."""
+
+    @functools.wraps(work)
+    def together(self: GatewayJournal, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._commit():
+            return work(self, *args, **kwargs)
+
+    return _in_thread(together)
+
+
+class CommitCount:
+    """How many commits a journal has had, in a file beside it.
+
+    SQLite reads a write-ahead log up to the first place that is damaged, and goes back to the
+    commit before that in silence. The count is written behind each commit and left to the system
+    to bring to the disk: it may say less than there were, and never more.
+    """
+
+    def __init__(self, journal: Path) -> None:
+        self.path = journal.with_name(f"{journal.name}.commits")
+        if not journal.exists():
+            self.path.unlink(missing_ok=True)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+
+    def read(self) -> int:
+        """0 where it says nothing, or nothing that was written so."""
+        number, _, digest = os.pread(self._file, 64, 0).decode(errors="replace").partition(" ")
+        return int(number) if digest and digest == _digest(number) else 0
+
+    def write(self, number: int) -> None:
+        text = f"{number:020d}"
+        try:
+            os.pwrite(self._file, f"{text} {_digest(text)}".encode(), 0)
+        except OSError as error:  # the commit stands
+            logger.error("%s: %s", self.path, error)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
 class GatewayJournal:
     """The file. One process has it at a time.
 
@@ -222,6 +267,11 @@ class GatewayJournal:
         self._claim = owned(path.parent, path.name)
         self._claim.__enter__()
         self._path = path
+        try:
+            self._count = CommitCount(path)
+        except OSError as error:
+            self._claim.__exit__(None, None, None)
+            raise ConfigError(f"journal: {path}: {error}") from None
         self._thread = ThreadPoolExecutor(1, "journal")
         try:
             self._db = self._connect()
@@ -240,9 +290,27 @@ class GatewayJournal:
                 self._db.execute("INSERT INTO format VALUES (?)", (FORMAT,))
             elif row["number"] != FORMAT:
                 raise sqlite3.DatabaseError(f"it is of another release: format {row['number']}")
+            self._check_commits()
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter: of its message
+            self._count.close()
             self._claim.__exit__(None, None, None)
             raise ConfigError(f"journal: {path} cannot be read: {error}") from None
+
+    def _check_commits(self) -> None:
+        """Raises DatabaseError for a journal that has had more commits than it has."""
+        row = self._one("SELECT number FROM commits")
+        if row is None:
+            self._db.execute("INSERT INTO commits VALUES (0)")
+        has, had = 0 if row is None else row["number"], self._count.read()
+        if not isinstance(has, int):
+            raise sqlite3.DatabaseError("its number of commits is none")
+        if has < had:
+            raise sqlite3.DatabaseError(
+                f"it went back by {had - has} commits, from {had}: its -wal file is damaged or "
+                f"gone, or it is an older copy. Remove {self._count.path} to go on from there: "
+                "what was answered since is forgotten"
+            )
+        self._count.write(has)
 
     def _connect(self) -> sqlite3.Connection:
         found = sqlite3.connect(
@@ -256,21 +324,25 @@ class GatewayJournal:
         self._thread.shutdown()
         self._read.close()
         self._db.close()
+        self._count.close()
         self._claim.__exit__(None, None, None)
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def _commit(self) -> Iterator[None]:
         """All changes of the block, or none."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
+            count = "UPDATE commits SET number = number + 1 RETURNING number"
+            ((number,),) = self._db.execute(count).fetchall()
         except BaseException:
             if self._db.in_transaction:  # a full disk has rolled back already
                 self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
+        self._count.write(number)
 
-    @_in_thread
+    @_change
     def add_session(self, session: Session) -> None:
         about = _about(session, ("tags", "user_metadata", "display_name"), SESSION_KEY)
         values = (session.id, session.created, session.seen, None, about)
@@ -285,33 +357,40 @@ class GatewayJournal:
         query = "SELECT * FROM sessions ORDER BY created DESC LIMIT ? OFFSET ?"
         return self._whole(self._session, self._all(query, most, behind))
 
-    def silent_sessions(self, since: float) -> list[Session]:
-        """Those that live, without a sign of life since then."""
-        rows = self._all("SELECT * FROM sessions WHERE finished IS NULL AND seen < ?", since)
-        return self._whole(self._session, rows)
+    def session_end(self, session_id: str) -> str | None:
+        """Why a session has ended, whatever else of it is damaged.
 
-    @_in_thread
+        Empty while it lives; None where there is none.
+        """
+        row = self._one("SELECT finished FROM sessions WHERE id = ?", session_id)
+        return None if row is None else str(row["finished"] or "")
+
+    def silent_sessions(self, since: float) -> list[str]:
+        """Those that live, without a sign of life since then."""
+        rows = self._all("SELECT id FROM sessions WHERE finished IS NULL AND seen < ?", since)
+        return [row["id"] for row in rows]
+
+    @_change
     def note_seen(self, session_id: str | None = None) -> None:
         """A sign of life of a session; of none: of all that live."""
         where, more = ("id = ?", (session_id,)) if session_id else ("finished IS NULL", ())
         self._db.execute(f"UPDATE sessions SET seen = ? WHERE {where}", (time.time(), *more))
 
-    @_in_thread
+    @_change
     def finish_session(self, session_id: str, why: str) -> None:
         """The first reason stands."""
         self._db.execute(
             "UPDATE sessions SET finished = ? WHERE id = ? AND finished IS NULL", (why, session_id)
         )
 
-    @_in_thread
+    @_change
     def add_model(self, model: Model, create: TrainingRequest) -> None:
         """With its first request."""
         about = _about(model, (*NUMBERS, "seed", "user_metadata"), MODEL_KEY)
-        state = _sealed(asdict(ModelState()), model.id)
+        state = _sealed(_state_values(ModelState()), model.id)
         values = (model.id, model.session, model.created, model.used, None, about, state)
-        with self._together():
-            self._db.execute("INSERT INTO models VALUES (?, ?, ?, ?, ?, ?, ?)", values)
-            self._add(create)
+        self._db.execute("INSERT INTO models VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+        self._add(create)
 
     def model(self, model_id: str) -> Model | None:
         row = self._one("SELECT * FROM models WHERE id = ?", model_id)
@@ -333,29 +412,47 @@ class GatewayJournal:
     def state(self, model_id: str) -> ModelState:
         row = self._one("SELECT state FROM models WHERE id = ?", model_id)
         assert row is not None, model_id
-        found = self._unsealed(f"the state of model {model_id}", row["state"], model_id)
-        return ModelState(**{**found, "parts": tuple(found["parts"])})
+        what = f"the state of model {model_id}"
+        found = self._unsealed(what, row["state"], model_id)
+        parts = found["parts"]
+        if isinstance(parts, dict):
+            passes = self._passes(model_id, parts["first"], found["done"])
+            if len(passes) != parts["count"]:
+                raise self._damaged(what)
+            parts = passes
+        names = tuple(found.get("unnamed", ()))
+        return ModelState(**{**found, "parts": tuple(parts), "unnamed": names})
 
-    @_in_thread
+    def _passes(self, model_id: str, first: int, last: int) -> list[str]:
+        """The parts that passes have made, as their rows have them."""
+        rows = self._all(
+            "SELECT seq FROM requests WHERE model = ? AND seq BETWEEN ? AND ? "
+            "AND kind = 'forward_backward' AND outcome = 'done' ORDER BY seq",
+            model_id,
+            first,
+            last,
+        )
+        return [str(row["seq"]) for row in rows]
+
+    @_change
     def keep_state(self, model_id: str, state: ModelState) -> None:
         self._keep_state(model_id, state)
 
     def _keep_state(self, model_id: str, state: ModelState) -> None:
-        text = _sealed(asdict(state), model_id)
+        text = _sealed(_state_values(state), model_id)
         self._db.execute("UPDATE models SET state = ? WHERE id = ?", (text, model_id))
 
-    @_in_thread
+    @_change
     def unload(self, model_id: str, why: str) -> None:
         """What was asked of it is forgotten; what was answered stays."""
-        with self._together():
-            self._db.execute(
-                "UPDATE models SET unloaded = ? WHERE id = ? AND unloaded IS NULL", (why, model_id)
-            )
-            self._db.execute(
-                "UPDATE requests SET body = NULL WHERE model = ? AND body NOTNULL", (model_id,)
-            )
+        self._db.execute(
+            "UPDATE models SET unloaded = ? WHERE id = ? AND unloaded IS NULL", (why, model_id)
+        )
+        self._db.execute(
+            "UPDATE requests SET body = NULL WHERE model = ? AND body NOTNULL", (model_id,)
+        )
 
-    @_in_thread
+    @_change
     def add_request(self, request: TrainingRequest) -> None:
         self._add(request)
 
@@ -411,7 +508,7 @@ class GatewayJournal:
         rows = self._all(f"{REQUESTS} AND seq > ? AND seq <= ? ORDER BY seq", model_id, first, last)
         return [each for each in map(self._request, rows) if each.outcome == "done"]
 
-    @_in_thread
+    @_change
     def finish(
         self,
         request: TrainingRequest,
@@ -423,34 +520,31 @@ class GatewayJournal:
         """Keep the answer of a request with all that it changes, at once."""
         told = (request.outcome, request.media, request.answer, _seal_of(request))
         answered = (*told, request.model, request.seq)
-        with self._together():
-            self._db.execute(
-                "UPDATE requests SET outcome = ?, media = ?, answer = ?, seal = ? "
-                "WHERE model = ? AND seq = ?",
-                answered,
-            )
-            self._keep_state(request.model, state)
-            self._db.execute(
-                "UPDATE models SET used = ? WHERE id = ?", (time.time(), request.model)
-            )
-            if checkpoint is not None:
-                self._put_checkpoint(checkpoint)
-            if sampler is not None:
-                self._add_sampler(sampler, "REPLACE")
-            self._db.execute(
-                "UPDATE requests SET body = NULL WHERE model = ? AND body NOTNULL AND seq <= ? "
-                "AND outcome NOTNULL",
-                (request.model, state.checkpoint_seq),
-            )
-            self._db.execute(
-                "UPDATE requests SET body = NULL WHERE model = ? AND seq = ? AND (outcome = "
-                "'failed' OR kind NOT IN ('create', 'forward_backward', 'optim_step', 'load'))",
-                (request.model, request.seq),
-            )
-            self._db.execute(
-                "DELETE FROM requests WHERE model = ? AND seq < ? AND body IS NULL",
-                (request.model, state.done - kept_answers),
-            )
+        self._db.execute(
+            "UPDATE requests SET outcome = ?, media = ?, answer = ?, seal = ? "
+            "WHERE model = ? AND seq = ?",
+            answered,
+        )
+        self._keep_state(request.model, state)
+        self._db.execute("UPDATE models SET used = ? WHERE id = ?", (time.time(), request.model))
+        if checkpoint is not None:
+            self._put_checkpoint(checkpoint)
+        if sampler is not None:
+            self._add_sampler(sampler, "REPLACE")
+        self._db.execute(
+            "UPDATE requests SET body = NULL WHERE model = ? AND body NOTNULL AND seq <= ? "
+            "AND outcome NOTNULL",
+            (request.model, state.checkpoint_seq),
+        )
+        self._db.execute(
+            "UPDATE requests SET body = NULL WHERE model = ? AND seq = ? AND (outcome = "
+            "'failed' OR kind NOT IN ('create', 'forward_backward', 'optim_step', 'load'))",
+            (request.model, request.seq),
+        )
+        self._db.execute(
+            "DELETE FROM requests WHERE model = ? AND seq < ? AND body IS NULL",
+            (request.model, state.done - kept_answers),
+        )
 
     def _put_checkpoint(self, checkpoint: Checkpoint) -> None:
         names = (*NUMBERS, "checkpoint", "version", "digest", "user_metadata")
@@ -467,12 +561,11 @@ class GatewayJournal:
 
     def checkpoint(self, path: str) -> Checkpoint | None:
         """Unless it has expired."""
-        row = self._one(
-            "SELECT * FROM checkpoints WHERE path = ? AND (expires IS NULL OR expires > ?)",
-            path,
-            time.time(),
-        )
-        return None if row is None else self._checkpoint(row)
+        row = self._one("SELECT * FROM checkpoints WHERE path = ?", path)
+        found = None if row is None else self._checkpoint(row)
+        if found is None or (found.expires is not None and found.expires <= time.time()):
+            return None
+        return found
 
     def checkpoints(self, most: int = -1, behind: int = 0) -> list[Checkpoint]:
         """As `sessions`."""
@@ -495,11 +588,11 @@ class GatewayJournal:
         rows = self._all("SELECT * FROM checkpoints WHERE expires <= ?", time.time())
         return self._whole(self._checkpoint, rows)
 
-    @_in_thread
+    @_change
     def set_expiry(self, checkpoint: Checkpoint, expires: float | None) -> None:
         self._put_checkpoint(replace(checkpoint, expires=expires))
 
-    @_in_thread
+    @_change
     def remove_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Forget a path, unless it names another by now."""
         self._db.execute(
@@ -507,7 +600,7 @@ class GatewayJournal:
             (checkpoint.path, checkpoint.created),
         )
 
-    @_in_thread
+    @_change
     def add_sampler(self, sampler: SamplerRecord) -> None:
         """Unless it is there."""
         self._add_sampler(sampler, "IGNORE")
@@ -541,7 +634,7 @@ class GatewayJournal:
         )
         return self._whole(self._sampler, rows)
 
-    @_in_thread
+    @_change
     def join_sampler(self, sampler_id: str) -> int:
         """Return a number that no other client of the sampler has."""
         row = self._one(
@@ -549,6 +642,11 @@ class GatewayJournal:
         )
         assert row is not None, sampler_id
         return int(row["clients"])
+
+    @_in_thread
+    def look(self, read: Callable[[], T]) -> T:
+        """Read many rows while others are answered."""
+        return read()
 
     def _one(self, query: str, *values: Any) -> sqlite3.Row | None:
         row: sqlite3.Row | None = self._read.execute(query, values).fetchone()
@@ -606,6 +704,13 @@ def _new_database() -> sqlite3.Connection:
 def _schema_of(database: sqlite3.Connection) -> list[Any]:
     rows = database.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema ORDER BY name")
     return [tuple(row) for row in rows]
+
+
+def _state_values(state: ModelState) -> dict[str, Any]:
+    """Of parts the first and their number: the rest is in the rows of the passes."""
+    parts = state.parts
+    values = asdict(replace(state, parts=()))
+    return {**values, "parts": {"first": int(parts[0]), "count": len(parts)} if parts else []}
 
 
 def _about(value: Any, names: Sequence[str], key: Sequence[str]) -> str:

@@ -48,6 +48,7 @@ from services.gateway.journal import (
 from services.gateway.requests import LoadWeights, OptimStep, SaveForSampler, SaveWeights
 from services.gateway.samplers import Engines
 from services.gateway.trainer import AdamParams, AdapterTrainer
+from sluice import faults
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.place import directory_of
 from sluice.runtime import waits
@@ -92,7 +93,8 @@ class Done:
     checkpoint: Checkpoint | None = None
     sampler: SamplerRecord | None = None
     error: ServiceError | None = None  # though the state has changed
-    replaced: tuple[str, ...] = ()  # checkpoints that nobody needs once this is kept
+    saved: str = ""  # a checkpoint that has a name once this is kept
+    replaced: tuple[str, ...] = ()  # others that nobody needs then
 
 
 class TrainedModel:
@@ -120,6 +122,7 @@ class TrainedModel:
         self._weights = WeightStore(config.weights_location)
         self._task: asyncio.Task[None] | None = None
         self._failure = ""  # of this process: another one begins with the request again
+        self._is_damaged = False
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"model {self.model.adapter}")
@@ -129,13 +132,14 @@ class TrainedModel:
         """A request that this process cannot do ends its model, and no other."""
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("model %s failed", self.model.id, exc_info=error)
-            why = error if isinstance(error, JournalDamagedError) else "the gateway's log says more"
+            self._is_damaged = isinstance(error, JournalDamagedError)
+            why = error if self._is_damaged else "the gateway's log says more"
             self._failure = f"model {self.model.id} failed: {why}"
             self._answered.set()
 
     def _check_alive(self) -> None:
         if self._failure:
-            raise GoneError(self._failure)
+            raise (JournalDamagedError if self._is_damaged else GoneError)(self._failure)
 
     async def close(self, why: str) -> None:
         """Do no more; who waits for an answer is told why."""
@@ -248,14 +252,13 @@ class TrainedModel:
             before, state = self._state, replace(done.state, done=request.seq)
             if before.checkpoint == state.checkpoint:  # adopted, perhaps, while it was done
                 state = replace(state, owns=before.owns or state.owns)
+            state = _without_names(before, state, done.saved, *done.replaced)
             await self._keep(
                 lambda: self._journal.finish(answered, state, kept, done.checkpoint, done.sampler)
             )
             self._state = state
-        for name in done.replaced:
-            await self._discard(name)
-        if before.owns and before.checkpoint != state.checkpoint:
-            await self._discard(before.checkpoint)
+        if done.saved:
+            await self._tidy()
         self._waiting -= 1
         metrics.WAITING.dec()
         failed = outcome == "failed" or done.error is not None
@@ -458,12 +461,23 @@ class TrainedModel:
             path, "training", body.ttl_seconds, body.user_metadata, checkpoint=saved
         )
         answer = {"path": path, "type": "save_weights"}
-        return Done(state, JSON, _json(answer), checkpoint=checkpoint, replaced=tuple(replaced))
+        return Done(
+            state,
+            JSON,
+            _json(answer),
+            checkpoint=checkpoint,
+            saved=saved,
+            replaced=tuple(replaced),
+        )
 
     async def _save_checkpoint(self, request: TrainingRequest, state: ModelState) -> str:
+        """What it is called is in the journal before it is there."""
         await self._check(state)
         checkpoint_id = f"tinker-{self.model.adapter}-{request.seq}-{secrets.token_hex(4)}"
+        unnamed = (*self._state.unnamed, f"checkpoints/{checkpoint_id}")
+        await self._change_state(unnamed=unnamed)
         saved = await self._trainer.save_checkpoint(checkpoint_id, adapter=self.model.adapter)
+        faults.point("gateway.saved")
         if saved.step != state.step:
             raise LostError(f"the checkpoint is of step {saved.step}, not of {state.step}")
         return str(saved.checkpoint)
@@ -583,25 +597,37 @@ class TrainedModel:
             return
         async with self._keeping:
             before = self._state
-            self._state = replace(
+            after = replace(
                 state,
                 checkpoint=saved,
                 checkpoint_seq=state.done,
                 checkpoint_step=state.step,
                 owns=True,
             )
+            self._state = _without_names(before, after, saved)
             await self._keep(lambda: self._journal.keep_state(self.model.id, self._state))
-        if before.owns:  # nobody else knows of it
-            await self._discard(before.checkpoint)
+        await self._tidy()
 
-    async def _discard(self, checkpoint: str) -> None:
-        """Remove a checkpoint that nothing names any more; what cannot be is told, and left."""
-        loop = asyncio.get_running_loop()
-        removing = loop.run_in_executor(None, remove_checkpoint, self._config, checkpoint)
-        try:
-            await to_its_end(removing)
-        except OSError as error:
-            logger.warning("checkpoint %s stays in the store: %s", checkpoint, error)
+    async def _change_state(self, **changes: Any) -> None:
+        async with self._keeping:
+            self._state = replace(self._state, **changes)
+            await self._keep(lambda: self._journal.keep_state(self.model.id, self._state))
+
+    async def _tidy(self) -> None:
+        """Remove checkpoints that nothing names; what cannot be is told, and tried again.
+
+        Behind another one, that is: the trainer is not writing them any more, nor goes back there.
+        """
+        left = []
+        for name in self._state.unnamed:
+            loop = asyncio.get_running_loop()
+            removing = loop.run_in_executor(None, remove_checkpoint, self._config, name)
+            try:
+                await to_its_end(removing)
+            except OSError as error:
+                left.append(name)
+                logger.warning("checkpoint %s stays in the store: %s", name, error)
+        self._state = replace(self._state, unnamed=tuple(left))  # in the journal with what is next
 
     async def adopt(self, checkpoint: str) -> bool:
         """Take over a checkpoint that nobody else knows of any more, if the model needs it."""
@@ -629,9 +655,8 @@ class TrainedModel:
             if _is_at(found, state) or _is_at(found, further):
                 self._suspect = False
                 return
-        async with self._keeping:
-            self._state = state = replace(self._state, lineage=state.lineage + 1)
-            await self._keep(lambda: self._journal.keep_state(self.model.id, state))
+        await self._change_state(lineage=state.lineage + 1)
+        state = self._state
         metrics.RECOVERIES.inc()
         since = self._journal.done_between(self.model.id, state.checkpoint_seq, state.done)
         since = [each for each in since if each.kind in CHANGING]
@@ -670,6 +695,14 @@ class TrainedModel:
     def _is_created_by_request(self, state: ModelState) -> bool:
         """Whether the requests that are done again begin with the first."""
         return state.checkpoint_seq < 0
+
+
+def _without_names(before: ModelState, after: ModelState, saved: str, *replaced: str) -> ModelState:
+    """What `after` leaves without a name, once `saved` has one."""
+    names = [*before.unnamed, *replaced]
+    if before.owns and before.checkpoint != after.checkpoint:
+        names.append(before.checkpoint)
+    return replace(after, unnamed=tuple(name for name in names if name != saved))
 
 
 CHANGING = ("create", "forward_backward", "optim_step", "load")

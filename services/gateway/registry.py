@@ -20,6 +20,7 @@ from sluice.weights.store import WeightStore
 logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 10.0
+SILENT_LOOKS = 12  # without a word of a session whose samples run: then they are ended
 
 
 class ModelRegistry:
@@ -37,6 +38,8 @@ class ModelRegistry:
         self._models: dict[str, TrainedModel] = {}
         self._beginning = asyncio.Lock()
         self._is_deaf = False  # signs of life came that the journal did not take
+        self._samples: dict[str, set[asyncio.Task[bytes]]] = {}  # that run, by session
+        self._silent: dict[str, int] = {}  # looks since a word of a session whose samples run
         self._weights = WeightStore(config.weights_location)
 
     async def start(self) -> None:
@@ -92,9 +95,32 @@ class ModelRegistry:
             self._is_deaf = True
             raise
 
+    def hear(self, session_id: str) -> None:
+        """A word of a session: somebody is there for its samples."""
+        if session_id in self._samples:
+            self._silent[session_id] = 0
+
+    def add_sample(self, session_id: str, task: asyncio.Task[bytes]) -> None:
+        """What samples for a session ends with it."""
+        running = self._samples.setdefault(session_id, set())
+        running.add(task)
+        self.hear(session_id)
+
+        def ended(task: asyncio.Task[bytes]) -> None:
+            running.discard(task)
+            if not running and self._samples.get(session_id) is running:
+                del self._samples[session_id], self._silent[session_id]
+
+        task.add_done_callback(ended)
+
+    def _end_samples(self, session_id: str) -> None:
+        for task in self._samples.get(session_id, ()):
+            task.cancel()
+
     async def finish_session(self, session_id: str, why: str) -> None:
-        """End a session; its models are unloaded."""
+        """End a session; its models are unloaded, and what samples for it ends."""
         await self.journal.finish_session(session_id, why)
+        self._end_samples(session_id)
         for model in self.journal.models_of(session_id):
             if model.unloaded is None:
                 await self._unload(model, f"its session ended: {why}")
@@ -111,10 +137,9 @@ class ModelRegistry:
             if error.reason != "ADAPTER_NOT_FOUND":
                 logger.warning("model %s is not unloaded yet: %s", model.id, error)
                 return
-        state = self.journal.state(model.id)
         try:
-            if state.owns:
-                await asyncio.to_thread(remove_checkpoint, self._config, state.checkpoint)
+            for name in self._unneeded(model):
+                await asyncio.to_thread(remove_checkpoint, self._config, name)
             for sampler in self.journal.snapshots(model):
                 owner = pin_owner(sampler.id)
                 await asyncio.to_thread(self._weights.unpin, sampler.version, owner)
@@ -122,6 +147,15 @@ class ModelRegistry:
             logger.warning("model %s is not unloaded yet: %s", model.id, error)
             return
         await self.journal.unload(model.id, why)
+
+    def _unneeded(self, model: Model) -> list[str]:
+        """Checkpoints that nobody needs without the model."""
+        try:
+            state = self.journal.state(model.id)
+        except JournalDamagedError as error:
+            logger.error("%s: its checkpoint stays in the store", error)
+            return []
+        return [*state.unnamed, state.checkpoint] if state.owns else [*state.unnamed]
 
     async def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Remove what a path names, unless a model would go back to it, and forget the path.
@@ -154,13 +188,17 @@ class ModelRegistry:
             await self.journal.note_seen()
             self._is_deaf = False
         since = time.time() - self._config.tinker.session_seconds
-        for session in self.journal.silent_sessions(since):
-            logger.warning("session %s sent no sign of life", session.id)
-            await self.finish_session(session.id, "no sign of life")
+        for session_id in self.journal.silent_sessions(since):
+            logger.warning("session %s sent no sign of life", session_id)
+            await self.finish_session(session_id, "no sign of life")
+        for session_id in self._silent:
+            self._silent[session_id] += 1
+            if self._silent[session_id] == SILENT_LOOKS:
+                logger.warning("session %s is silent: what samples for it ends", session_id)
+                self._end_samples(session_id)
         for model in self.journal.loaded_models():
-            session_of = self.journal.session(model.session)
-            if session_of and session_of.finished is not None:
-                await self._unload(model, f"its session ended: {session_of.finished}")
+            if end := self.journal.session_end(model.session):
+                await self._unload(model, f"its session ended: {end}")
         for checkpoint in self.journal.expired_checkpoints():
             try:
                 await self.delete_checkpoint(checkpoint)

@@ -62,6 +62,7 @@ OPEN_PORTS = (
 )
 API = "/api/v1"
 LAST_SEQ = 2**31 - 1
+LONGEST_PAGE = 1000  # entries of a list; its cursor says so
 LEAVE_SECONDS = 0.5  # for what is being answered: who waits for an answer asks again
 SEEN_SECONDS = 10.0  # between two signs of life that are written
 KEY_PREFIX = "tml-"  # the client takes no key without it
@@ -77,6 +78,7 @@ B = TypeVar("B", bound=BaseModel)
 class SamplingRequest:
     """A sampling request that runs, or has been answered."""
 
+    session: str
     task: asyncio.Task[bytes]
 
     @property
@@ -185,8 +187,10 @@ class TinkerServer:
             if request.path != f"{API}/healthz":
                 self._check_key(request)
             response = await handler(request)
-        except (GoneError, JournalDamagedError) as error:
+        except GoneError as error:
             response = ApiError(404, error.reason.lower(), str(error)).response()
+        except JournalDamagedError as error:
+            response = ApiError(410, error.reason.lower(), str(error)).response()
         except NotReadyError as error:
             response = ApiError(503, "not_ready", str(error)).response()
         except sqlite3.OperationalError as error:
@@ -271,17 +275,19 @@ class TinkerServer:
 
     async def _heartbeat(self, request: web.Request) -> web.Response:
         body, _ = await self._parsed(request, requests.OfSession)
-        session = self._journal.session(body.session_id)
-        if session is None or session.finished is not None:
+        if self._journal.session_end(body.session_id) != "":
             raise ApiError(410, "session_finished", "the session has ended")
-        await self._note_seen(session.id)
+        self._registry.hear(body.session_id)
+        await self._note_seen(body.session_id)
         return web.json_response({"type": "session_heartbeat"})
 
     async def _finish_session(self, request: web.Request) -> web.Response:
         body, _ = await self._parsed(request, requests.FinishSession)
-        session = self._known_session(request.match_info["session"])
-        self._seen.pop(session.id, None)
-        await self._registry.finish_session(session.id, str(body.reason.get("type", "success")))
+        session_id, why = request.match_info["session"], str(body.reason.get("type") or "success")
+        if self._journal.session_end(session_id) is None:
+            raise _unknown_session(session_id)
+        self._seen.pop(session_id, None)
+        await self._registry.finish_session(session_id, why)
         return web.json_response({})
 
     async def _note_seen(self, session_id: str) -> None:
@@ -292,7 +298,7 @@ class TinkerServer:
     def _known_session(self, session_id: str) -> Session:
         session = self._journal.session(session_id)
         if session is None:
-            raise GoneError(f"session {session_id[:80]!r} is not known")
+            raise _unknown_session(session_id)
         return session
 
     def _live_session(self, session_id: str) -> Session:
@@ -513,6 +519,7 @@ class TinkerServer:
             if len(self._running) >= self._config.tinker.max_running:
                 raise ApiError(429, "too_many_requests", f"{len(self._running)} requests run")
             self._start_sampling(request_id, digest, sampler, body)
+        self._registry.hear(sampler.session)
         count = min(body.num_samples, self._config.tinker.max_samples)  # no more are answered
         ids = [f"{request_id}:{index}" for index in range(count)]
         return web.json_response({"request_id": request_id, "sample_sequence_ids": ids})
@@ -522,8 +529,9 @@ class TinkerServer:
     ) -> None:
         work = self._answer_sample(sampler, body)
         task = asyncio.create_task(work, name=f"sample {request_id}")
-        entry = self._sampling.add(request_id, digest, SamplingRequest(task))
+        entry = self._sampling.add(request_id, digest, SamplingRequest(sampler.session, task))
         self._running.add(task)
+        self._registry.add_sample(sampler.session, task)
         metrics.SAMPLING.set(len(self._running))
 
         def ended(task: asyncio.Task[bytes]) -> None:
@@ -566,6 +574,7 @@ class TinkerServer:
         return web.Response(body=done.answer, content_type=done.media)
 
     async def _await_sample(self, sampling: SamplingRequest, seconds: float) -> web.Response:
+        self._registry.hear(sampling.session)
         await asyncio.wait([sampling.task], timeout=seconds)
         if not sampling.task.done():
             return _try_again()
@@ -610,15 +619,18 @@ class TinkerServer:
         )
 
     async def _list_sessions(self, request: web.Request) -> web.Response:
-        found = self._journal.sessions(*_page(request, 20))
+        page = _page(request, 20)
+        found = await self._journal.look(lambda: self._journal.sessions(*page))
         return web.json_response({"sessions": [each.id for each in found]})
 
     async def _get_session(self, request: web.Request) -> web.Response:
         session = self._known_session(request.match_info["session"])
+        models = await self._journal.look(lambda: self._journal.models_of(session.id))
+        samplers = await self._journal.look(lambda: self._journal.samplers(session.id))
         return web.json_response(
             {
-                "training_run_ids": [each.id for each in self._journal.models_of(session.id)],
-                "sampler_ids": [each.id for each in self._journal.samplers(session.id)],
+                "training_run_ids": [each.id for each in models],
+                "sampler_ids": [each.id for each in samplers],
                 "user_metadata": _texts(session.user_metadata),
                 "display_name": session.display_name,
             }
@@ -636,7 +648,10 @@ class TinkerServer:
 
     async def _list_runs(self, request: web.Request) -> web.Response:
         limit, offset = _page(request, 20)
-        runs = [self._describe_run(each) for each in self._journal.models(limit, offset)]
+        journal = self._journal
+        runs = await journal.look(
+            lambda: [self._describe_run(each) for each in journal.models(limit, offset)]
+        )
         cursor = {"offset": offset, "limit": limit, "total_count": self._journal.count("models")}
         return web.json_response({"training_runs": runs, "cursor": cursor})
 
@@ -669,12 +684,14 @@ class TinkerServer:
         }
 
     async def _run_checkpoints(self, request: web.Request) -> web.Response:
-        found = self._journal.checkpoints_of(self._known_run(request).id)
-        return web.json_response({"checkpoints": [_describe(each) for each in found]})
+        run, journal = self._known_run(request), self._journal
+        found = await journal.look(lambda: [*map(_describe, journal.checkpoints_of(run.id))])
+        return web.json_response({"checkpoints": found})
 
     async def _list_checkpoints(self, request: web.Request) -> web.Response:
         limit, offset = _page(request, 100)
-        found = [_describe(each) for each in self._journal.checkpoints(limit, offset)]
+        journal = self._journal
+        found = await journal.look(lambda: [*map(_describe, journal.checkpoints(limit, offset))])
         total = self._journal.count("checkpoints")
         cursor = {"offset": offset, "limit": limit, "total_count": total}
         return web.json_response({"checkpoints": found, "cursor": cursor})
@@ -696,6 +713,10 @@ class TinkerServer:
         found, seconds = self._named(request), body.ttl_seconds
         await self._journal.set_expiry(found, None if seconds is None else time.time() + seconds)
         return web.json_response({})
+
+
+def _unknown_session(session_id: str) -> GoneError:
+    return GoneError(f"session {session_id[:80]!r} is not known")
 
 
 def _final(error: Any) -> ApiError:
@@ -726,7 +747,7 @@ def _page(request: web.Request, most: int) -> tuple[int, int]:
         raise RefusedError("limit and offset are numbers") from None
     if limit < 1 or offset < 0:
         raise RefusedError("limit is at least 1, offset at least 0")
-    return min(limit, LAST_SEQ), min(offset, LAST_SEQ)
+    return min(limit, LONGEST_PAGE), min(offset, LAST_SEQ)
 
 
 def _describe(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import tinker
 from tinker import types
 
+from tests.patience import PATIENCE
 from tests.tinker.base import EQUALS_ID, reversed_pair
 from tests.tinker.conftest import Gateway, datum
 
@@ -137,3 +140,38 @@ def test_what_is_not_there_is_no_failure_that_passes(gateway: Gateway) -> None:
     with pytest.raises(tinker.NotFoundError, match="not served here"):
         gateway.rest().publish_checkpoint_from_tinker_path("tinker://a/weights/b").result()
     assert time.monotonic() - began < 60
+
+
+def test_what_is_damaged_in_the_journal_is_told_once_and_for_good(gateway: Gateway) -> None:
+    """Each in the first try, though the client would try again for minutes at a 5xx."""
+    client, service, rest = gateway.begin(), gateway.service(), gateway.rest()
+    state = client.save_state("damaged").result().path
+    weights = client.save_weights_for_sampler("damaged").result().path
+    sampler = service.create_sampling_client(model_path=weights).result()
+    (journal,) = gateway.stack.run_dir.glob("*/journal.sqlite")
+    with sqlite3.connect(journal, PATIENCE) as database:
+        database.execute("UPDATE checkpoints SET about = '{}' WHERE model = ?", (client.model_id,))
+        database.execute("UPDATE samplers SET about = '{}' WHERE id = ?", (sampler_id(sampler),))
+    prompt, one = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
+    asked: list[Callable[[], Any]] = [
+        lambda: rest.get_weights_info_by_tinker_path(state).result(),
+        lambda: rest.delete_checkpoint_from_tinker_path(state).result(),
+        lambda: service.create_sampling_client(model_path=weights).result(),
+        lambda: service.create_training_client_from_state(state).result(),
+        lambda: sampler.sample(prompt, 1, one).result(),
+    ]
+    began = time.monotonic()
+    for ask in asked:
+        with pytest.raises(tinker.APIStatusError, match="is damaged") as caught:
+            ask()
+        assert caught.value.status_code == 410
+        assert caught.value.body["error"]["code"] == "journal_damaged"
+    with pytest.raises(tinker.RequestFailedError, match="is damaged") as failed:
+        client.load_state(state).result()
+    assert failed.value.category == "server"
+    assert time.monotonic() - began < 60  # no retry
+    client.forward([datum(TOKENS)], "cross_entropy").result()
+
+
+def sampler_id(sampler: tinker.SamplingClient) -> str:
+    return str(sampler._sampling_session_id)

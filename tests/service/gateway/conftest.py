@@ -118,6 +118,12 @@ async def place(tmp_path: Path, trainer: RunningTrainer, model: Path) -> Place:
     return Place(parse_config(GatewayConfig, values), trainer)
 
 
+def headers_of(place: Place) -> dict[str, str]:
+    """Of a client's requests."""
+    key = f"tml-{place.trainer.security.token()}"
+    return {"X-API-Key": key, "model": str(place.config.model)}
+
+
 class RunningGateway:
     """One of them, from `start` to `stop`."""
 
@@ -127,12 +133,8 @@ class RunningGateway:
 
     async def start(self) -> Http:
         await self.process.start()
-        headers = {
-            "X-API-Key": f"tml-{self.place.trainer.security.token()}",
-            "model": str(self.place.config.model),
-        }
         self.session = aiohttp.ClientSession()
-        return Http(self.session, self.process.tinker.url, headers)
+        return Http(self.session, self.process.tinker.url, headers_of(self.place))
 
     async def stop(self) -> None:
         await self.session.close()

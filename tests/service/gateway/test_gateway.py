@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
+import signal
 import sqlite3
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,13 +17,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
 import numpy as np
 import psutil
 import pytest
 
 from services.gateway.config import GatewayConfig
 from services.gateway.journal import GatewayJournal
+from services.gateway.registry import SILENT_LOOKS
 from services.gateway.trainer import AdapterTrainer
+from sluice import faults
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.common.v1.wait_service_pb2 import ListWaitsRequest, Wait
 from sluice.config import ConfigError
@@ -26,8 +34,8 @@ from sluice.runtime.waits import listed_in
 from sluice.runtime.wire import seconds_of
 from sluice.weights.store import WeightStore
 from tests.patience import PATIENCE
-from tests.service.gateway.conftest import Http, Place, RunningGateway
-from tests.service.trainer.harness import make_group
+from tests.service.gateway.conftest import Http, Place, RunningGateway, headers_of
+from tests.service.trainer.harness import await_address, make_group
 
 
 async def trained(place: Place) -> list[tuple[int, list[str]]]:
@@ -290,18 +298,20 @@ async def test_models_outlive_a_checkpoint_that_cannot_be_removed(
 
         await take_steps(3)  # behind the second one it saved where to go back to
         (first,) = set(store.glob("*")) - before
-        break_directory(first)
+        aways = {first: break_directory(first)}
         await take_steps(2)
         assert f"checkpoint checkpoints/{first.name} stays in the store" in caplog.text
         (second,) = set(store.glob("*")) - before - {first}
-        away = break_directory(second)
+        aways[second] = break_directory(second)
         running.process.journal._db.execute("UPDATE sessions SET seen = 1")
         await registry.look()
-        assert f"model {model} is not unloaded yet" in caplog.text
-        second.unlink()
-        away.rename(second)
-        await registry.look()
-        assert not second.exists()
+        for broken, away in aways.items():
+            assert f"model {model} is not unloaded yet" in caplog.text
+            assert registry.journal.loaded_models()
+            broken.unlink()
+            away.rename(broken)
+            await registry.look()
+            assert not broken.exists()
         assert not registry.journal.loaded_models()
     finally:
         await running.stop()
@@ -622,7 +632,7 @@ async def test_a_model_that_is_damaged_in_the_journal_costs_no_other(
     http = await second.start()
     try:
         status, answer = await http.step(models[0], 3)
-        assert (status, answer["error"]["code"]) == (404, "journal_damaged")
+        assert (status, answer["error"]["code"]) == (410, "journal_damaged")
         assert models[0] in answer["error"]["message"]
         assert f"{place.config.journal} is damaged" in caplog.text
         await second.process.registry.look()
@@ -631,6 +641,162 @@ async def test_a_model_that_is_damaged_in_the_journal_costs_no_other(
         assert (await http.result(stepped["request_id"]))["metrics"]["step"] == 2
     finally:
         await second.stop()
+
+
+async def test_whoever_asks_for_a_damaged_row_is_told_so_for_good(place: Place, http: Http) -> None:
+    model = await http.begin()
+    session = model.split(":")[0]
+    sampler = {"session_id": session, "sampling_session_seq_id": 0}
+    _, made = await http.post(
+        "create_sampling_session", {**sampler, "base_model": http.headers["model"]}
+    )
+    saved = {"model_id": model, "seq_id": 1, "path": "kept", "ttl_seconds": 3600}
+    _, future = await http.post("save_weights", saved)
+    path = (await http.result(future["request_id"]))["path"]
+    with sqlite3.connect(place.config.journal, PATIENCE) as database:
+        database.execute("UPDATE checkpoints SET expires = 1")  # it was not to go by now
+        database.execute("UPDATE samplers SET about = replace(about, 'seal', 'seam')")
+        database.execute("UPDATE sessions SET about = '[]'")
+    lora = {"base_model": http.headers["model"], "lora_config": {"rank": 2}}
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("weights_info", {"tinker_path": path}),
+        ("create_sampling_session", {**sampler, "model_path": path}),
+        ("create_model", {"session_id": session, "model_seq_id": 1, **lora}),
+        ("join_sampling_session", {"sampling_session_id": made["sampling_session_id"]}),
+    ]
+    for call, body in asked:
+        status, answer = await http.post(call, body)
+        assert (status, answer["error"]["code"]) == (410, "journal_damaged"), call
+    run = f"{http.url}/api/v1/training_runs/{model}"
+    async with http.session.delete(f"{run}/checkpoints/weights/kept", headers=http.headers) as told:
+        assert told.status == 410
+
+
+async def test_a_session_that_is_damaged_in_the_journal_is_heard_and_ends(place: Place) -> None:
+    running = RunningGateway(place)
+    http = await running.start()
+    registry = running.process.registry
+    try:
+        models = [await http.begin() for _ in range(2)]
+        with sqlite3.connect(place.config.journal, PATIENCE) as database:
+            database.execute("UPDATE sessions SET about = '[]'")
+            change = "UPDATE models SET state = '[]' WHERE id = ?"
+            database.execute(change, (models[1],))
+        for model in models:
+            status, _ = await http.post("session_heartbeat", {"session_id": model.split(":")[0]})
+            assert status == 200
+        await registry.look()
+        await http.pass_of(models[0], 1)
+        _, stepped = await http.step(models[0], 2, learning_rate=1e-3)
+        assert (await http.result(stepped["request_id"]))["metrics"]["step"] == 1
+        status, _ = await http.post(f"sessions/{models[0].split(':')[0]}/finish", {})
+        assert status == 200
+        assert len(await trained(place)) == 1
+        running.process.journal._db.execute("UPDATE sessions SET seen = 1")
+        await registry.look()
+        assert await trained(place) == []
+        assert not registry.journal.loaded_models()
+        status, _ = await http.post("session_heartbeat", {"session_id": models[1].split(":")[0]})
+        assert status == 410
+    finally:
+        await running.stop()
+
+
+@contextlib.contextmanager
+def gateway_process(config: Path, armed: Path) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.gateway", "--config", str(config)],
+        env={**os.environ, faults.VARIABLE: str(armed)},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_a_checkpoint_is_known_of_wherever_a_gateway_is_killed(
+    place: Place, tmp_path: Path
+) -> None:
+    store, file = place.trainer.store / "checkpoints", tmp_path / "gateway.yaml"
+    address, armed = tmp_path / "address.json", tmp_path / "faults"
+    values = place.config.model_dump(mode="json")
+    values["server"]["address_file"] = str(address)
+    file.write_text(json.dumps(values))
+    faults.arm(armed, "gateway.saved")
+    before = set(store.glob("*"))
+    with gateway_process(file, armed) as doomed:
+        await asyncio.to_thread(await_address, doomed, address)
+        url = json.loads(address.read_text())["tinker_url"]
+        async with aiohttp.ClientSession() as session:
+            http = Http(session, url, headers_of(place))
+            model = await http.begin()
+            saving = {"model_id": model, "seq_id": 1, "path": "kept"}
+            _, saved = await http.post("save_weights", saving)
+        assert await asyncio.to_thread(doomed.wait, PATIENCE) == -signal.SIGKILL
+    assert len(set(store.glob("*")) - before) == 1
+    running = RunningGateway(place)
+    http = await running.start()
+    try:
+        path = (await http.result(saved["request_id"]))["path"]
+        async with asyncio.timeout(PATIENCE):
+            while len(left := set(store.glob("*")) - before) > 1:
+                await asyncio.sleep(0.01)
+        found = running.process.journal.checkpoint(path)
+        assert found is not None
+        assert [f"checkpoints/{each.name}" for each in left] == [found.checkpoint]
+    finally:
+        await running.stop()
+
+
+async def sampler_of(http: Http) -> str:
+    """A sampler of the base, of a session of its own."""
+    _, session = await http.post("create_session", {"tags": [], "type": "create_session"})
+    of = {"session_id": session["session_id"], "sampling_session_seq_id": 0}
+    _, sampler = await http.post(
+        "create_sampling_session", {**of, "base_model": http.headers["model"]}
+    )
+    return str(sampler["sampling_session_id"])
+
+
+def sample_body(sampler: str) -> dict[str, Any]:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
+    return {"sampling_session_id": sampler, "seq_id": 1, "prompt": prompt, "sampling_params": {}}
+
+
+@pytest.mark.parametrize("leaves", ["says so", "is silent"])
+async def test_a_client_that_has_left_holds_no_place_of_others(place: Place, leaves: str) -> None:
+    place.config = with_tinker(place, max_running=1)
+    running = RunningGateway(place)
+    http = await running.start()  # no engine answers: samples run until they are ended
+    try:
+        first, second = [await sampler_of(http) for _ in range(2)]
+        _, future = await http.post("asample", sample_body(first))
+        status, _ = await http.post("asample", sample_body(second))
+        assert status == 429
+        session = first.split(":")[0]
+        await running.process.registry.look()
+        status, _ = await http.post("retrieve_future", {"request_id": future["request_id"]})
+        assert status == 408  # it is heard, and its sample goes on
+        if leaves == "says so":
+            await http.post(f"sessions/{session}/finish", {})
+        else:
+            for _ in range(SILENT_LOOKS):
+                await running.process.registry.look()
+        status, _ = await http.post("retrieve_future", {"request_id": future["request_id"]})
+        assert status == 410  # a client that comes back asks for it again
+        status, _ = await http.post("asample", sample_body(second))
+        assert status == 200
+    finally:
+        await running.stop()
+
+
+async def test_pages_are_so_long_at_most(place: Place, http: Http) -> None:
+    for what in ("training_runs", "checkpoints"):
+        url = f"{http.url}/api/v1/{what}?limit=5000&offset=3"
+        async with http.session.get(url, headers=http.headers) as told:
+            cursor = (await told.json())["cursor"]
+        assert cursor == {"offset": 3, "limit": 1000, "total_count": 0}
 
 
 async def test_an_answer_that_is_damaged_in_the_journal_is_not_given(

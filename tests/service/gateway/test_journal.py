@@ -77,7 +77,8 @@ async def test_what_is_behind_a_checkpoint_is_kept_no_longer_than_its_answer(
         if seq:
             await journal.add_request(request)
         behind = seq - seq % 20
-        state = ModelState(done=seq, step=seq // 2, parts=("1", "2"), checkpoint_seq=behind)
+        parts = (str(seq),) if seq % 2 else ()
+        state = ModelState(done=seq, step=seq // 2, parts=parts, checkpoint_seq=behind)
         await journal.finish(with_answer(request, "done", "application/json", b"{}"), state, KEPT)
         needed = journal.done_between(MODEL.id, behind, seq)
         assert [each.seq for each in needed] == list(range(behind + 1, seq + 1))
@@ -116,7 +117,7 @@ async def written(path: Path) -> None:
         model=MODEL.id, seq=0, kind="create", digest=digest_of(BODY), body=BODY
     )
     await journal.add_model(MODEL, create)
-    state = ModelState(done=0, step=3, parts=("1",), checkpoint="checkpoints/c")
+    state = ModelState(done=0, step=3, checkpoint="checkpoints/c")
     named = {"adapter": "s-0", "rank": 2, "alpha": 32.0, "targets": ("q_proj",)}
     times = {"created": 1.0, "expires": 4e9}
     checkpoint = Checkpoint(path=PATH, model=MODEL.id, kind="training", **times, **named)
@@ -227,6 +228,85 @@ async def test_a_request_takes_the_same_work_however_many_are_kept(tmp_path: Pat
         took[seq] = work.count
     assert took[600] <= 2 * took[60]
     journal.close()
+
+
+async def test_a_pass_takes_the_same_room_however_many_wait_for_a_step(tmp_path: Path) -> None:
+    journal = GatewayJournal(tmp_path / "journal.sqlite")
+    journal._db.execute("PRAGMA synchronous = OFF")
+    journal._db.execute("PRAGMA wal_autocheckpoint = 0")
+    create = TrainingRequest(model=MODEL.id, seq=0, kind="create", digest="0", body=b"{}")
+    await journal.add_model(MODEL, create)
+    size = dict[int, int]()
+    state = ModelState(done=0)
+    for seq in range(1, 1201):
+        kind = "forward" if seq % 2 else "forward_backward"  # as of a loss of the client's own
+        request = replace(create, seq=seq, kind=kind)
+        await journal.add_request(request)
+        parts = state.parts if seq % 2 else (*state.parts, str(seq))
+        state = replace(state, done=seq, parts=parts)
+        answered = with_answer(request, "done", "application/json", b"{}")
+        await journal.finish(answered, state, KEPT)
+        size[seq] = size_of(tmp_path / "journal.sqlite-wal")
+    assert size[1200] - size[1000] <= 1.1 * (size[300] - size[100])
+    assert journal.state(MODEL.id) == state
+    with sqlite3.connect(tmp_path / "journal.sqlite") as database:
+        database.execute("UPDATE requests SET outcome = 'failed' WHERE seq = 700")
+    with pytest.raises(JournalDamagedError, match="state of model"):
+        journal.state(MODEL.id)
+    journal.close()
+
+
+def size_of(file: Path) -> int:
+    return file.stat().st_size
+
+
+def copy_of(journal: Path, name: str) -> Path:
+    """Its files as a process that was killed leaves them."""
+    folder = journal.parent / name
+    folder.mkdir()
+    for file in journal.parent.glob(f"{journal.name}*"):
+        if not file.name.endswith("-shm"):
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder / journal.name
+
+
+async def test_a_journal_that_went_back_is_refused(tmp_path: Path) -> None:
+    """SQLite reads a write-ahead log up to the first place that is damaged, and says nothing."""
+    path = tmp_path / "journal.sqlite"
+    journal = GatewayJournal(path)
+    for number in range(5):
+        await journal.add_session(Session(id=f"s{number}", created=1.0, seen=1.0))
+    early = copy_of(path, "early")
+    await journal.add_session(Session(id="late", created=1.0, seen=1.0))
+    names = ("whole", "flipped", "cut", "header", "without", "alone", "unread")
+    copies = {name: copy_of(path, name) for name in names}
+    journal.close()
+
+    def log(name: str) -> Path:
+        return copies[name].with_name("journal.sqlite-wal")
+
+    data = log("flipped").read_bytes()
+    log("flipped").write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    log("cut").write_bytes(data[:-1])
+    log("header").write_bytes(b"?" + data[1:])
+    log("without").unlink()
+    commits = f"{path.name}.commits"
+    (copies["alone"].parent / commits).unlink()
+    (copies["unread"].parent / commits).write_bytes(b"no number")
+    for name in ("flipped", "cut", "header", "without"):
+        with pytest.raises(ConfigError, match=r"went back.*\.commits"):
+            GatewayJournal(copies[name])
+        copies[name].with_name(commits).unlink()  # to go on from there
+        GatewayJournal(copies[name]).close()
+    for name in ("whole", "alone", "unread"):
+        again = GatewayJournal(copies[name])
+        assert again.session("late")
+        again.close()
+    copies["whole"].write_bytes(early.read_bytes())
+    with pytest.raises(ConfigError, match="went back"):
+        GatewayJournal(copies["whole"])
+    copies["whole"].unlink()
+    GatewayJournal(copies["whole"]).close()  # begun anew
 
 
 async def test_a_page_takes_the_same_work_however_many_there_are(tmp_path: Path) -> None:
