@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sluice.samples.sample import MOST_TOP
 
 LARGEST_SEED = 2**63 - 1
-LARGEST_NUMBER = 2**31 - 1  # of a rank, or of tokens
+LARGEST_NUMBER = 2**31 - 1  # of a rank, of tokens, or of a model of a session
 LONGEST_SECONDS = 100 * 365 * 24 * 3600  # that anything is kept for: dates end with the year 9999
 
 
@@ -47,7 +47,7 @@ class OptimizerConfig(BaseModel):
 
 class CreateModel(Body):
     session_id: str
-    model_seq_id: int = Field(ge=0)
+    model_seq_id: int = Field(ge=0, le=LARGEST_NUMBER)
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: AskedLora | None = None
@@ -94,7 +94,7 @@ class LoadWeights(Body):
     model_id: str | None = None
     seq_id: int | None = Field(None, ge=1)
     session_id: str | None = None
-    model_seq_id: int | None = Field(None, ge=0)
+    model_seq_id: int | None = Field(None, ge=0, le=LARGEST_NUMBER)
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
     path: str

@@ -406,9 +406,9 @@ class TinkerServer:
         """Takes a request whatever else is wrong with it: those behind it wait for its place."""
         data = await self._body(request)
         values = read_json(data)
-        if not isinstance(values, dict) or not isinstance(values.get("seq_id"), int):
+        if not isinstance(values, dict) or type(values.get("seq_id")) is not int:
             kind.model_validate(values)
-            raise RefusedError("seq_id is missing")
+            raise RefusedError("seq_id is missing, or no whole number")
         return await self._submit(str(values.get("model_id")), values["seq_id"], name, data)
 
     async def _submit(self, model_id: str, seq: int, kind: str, data: bytes) -> web.Response:

@@ -77,6 +77,11 @@ async def test_places_that_are_none(http: Http) -> None:
         assert status == 400
         status, _ = await http.post("retrieve_future", {"request_id": f"{model}:{2**31 + place}"})
         assert status in (400, 404)
+    for no_number in (True, False, 1.0, "1", None):
+        status, _ = await http.post("optim_step", {"model_id": model, "seq_id": no_number})
+        assert status == 400
+    _, passed = await http.pass_of(model, 1)
+    assert await http.result(passed["request_id"])
 
 
 async def test_a_wrong_request_keeps_its_place_and_no_more(place: Place, http: Http) -> None:
