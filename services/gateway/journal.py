@@ -335,11 +335,11 @@ class GatewayJournal:
             yield
             count = "UPDATE commits SET number = number + 1 RETURNING number"
             ((number,),) = self._db.execute(count).fetchall()
+            self._db.execute("COMMIT")
         except BaseException:
             if self._db.in_transaction:  # a full disk has rolled back already
                 self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
         self._count.write(number)
 
     @_change
