@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterator
+import os
+import pty
+import re
+import sys
+import tty
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -43,3 +48,34 @@ def test_a_traceback_is_indented_under_its_record(output: io.StringIO) -> None:
     assert len(rest) >= 3
     assert all(line.startswith("  ") for line in rest)
     assert not any(sign in line for line in rest for sign in "\0\x1b\r")
+
+
+def _raw_terminal() -> tuple[int, int]:
+    reader, writer = pty.openpty()
+    tty.setraw(writer)  # a line ends in one byte
+    return reader, writer
+
+
+@pytest.mark.parametrize("open_pair", [os.pipe, _raw_terminal])
+def test_a_log_that_nobody_reads_holds_up_nobody_and_tells_what_it_lacks(
+    open_pair: Callable[[], tuple[int, int]], output: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = open_pair()
+    with os.fdopen(reader, "rb", buffering=0) as log, os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        logs.configure()
+        logging.getLogger().handlers[0].setFormatter(logging.Formatter("%(message)s"))
+        logged = 0
+        for _ in range(2000):
+            logging.getLogger("tests").warning("x" * 199)
+            logged += 200
+        assert os.get_blocking(writer), "others who write there do not expect it"
+        os.set_blocking(reader, False)
+        found = log.read(1_000_000) or b""
+        while not found.endswith(b"read again\n"):
+            logging.getLogger("tests").warning("read again")
+            logged += len("read again\n")
+            found += log.read(1_000_000) or b""
+    note = re.search(rb"\n\[(\d+) bytes of the log are left out here.*\]\n", found)
+    assert note is not None
+    assert len(found) - len(note[0]) + int(note[1]) == logged

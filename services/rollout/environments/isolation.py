@@ -29,6 +29,7 @@ from services.rollout.environments.environment import (
     UserCode,
 )
 from sluice.durable import scratch
+from sluice.logs import Output
 from sluice.runtime.errors import DeadlineError, ServiceError
 from sluice.runtime.processes import end_marked
 
@@ -76,18 +77,18 @@ class _Printed:
         self._began = -math.inf
         self._room = self._left_out = 0
         self._last = b""
+        self._log = Output(sys.stderr)
 
     def take(self, text: bytes) -> None:
         if time.monotonic() - self._began >= PRINTED_SECONDS:
             self.tell()
             self._began, self._room = time.monotonic(), PRINTED_BYTES
-        passed, rest = text[: self._room], text[self._room :]
-        self._room -= len(passed)
-        self._left_out += len(rest)
-        self._last = (self._last + rest)[-LAST_BYTES:]
-        if passed:
-            with contextlib.suppress(OSError):  # a full disk must not stop the reading
-                os.write(sys.stderr.fileno(), passed)
+        count = 0
+        with contextlib.suppress(OSError):  # a full disk must not stop the reading
+            count = self._log.put(text[: self._room]) if self._room else 0
+        self._room -= count
+        self._left_out += len(text) - count
+        self._last = (self._last + text[count:])[-LAST_BYTES:]
 
     def tell(self) -> None:
         """Say how much was left out since the last time, and how it ended."""

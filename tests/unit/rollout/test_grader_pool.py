@@ -147,6 +147,20 @@ async def test_the_log_has_a_part_of_what_graders_print_and_how_much_is_left_out
     assert found[-1][1].endswith("end")
 
 
+async def test_a_log_that_nobody_reads_holds_up_no_grader(
+    environments: Environments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb"), os.fdopen(writer, "w") as stream:
+        stream.write("x" * 65536)  # what a pipe holds
+        stream.flush()
+        monkeypatch.setattr(sys, "stderr", stream)
+        runner = await grader(environments)
+        for _ in range(3):
+            assert values_of(await runner.reward(deed("print", size=10_000), ANSWERS)) == [1.0, 1.0]
+        await environments.close()
+
+
 async def test_a_service_whose_package_was_replaced_is_told_to_restart(
     environments: Environments, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from services.rollout.errors import EngineFailedError
 from sluice import platform
 from sluice.address import plain_host
 from sluice.config import ConfigError
+from sluice.logs import has_file
 from sluice.runtime.recovery import NotReadyError, wait_until_ready
 
 MODULE = "sglang.launch_server"
@@ -259,7 +260,7 @@ class ServerProcess:
             str(os.getpid()),
             *command,
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=sys.stderr.fileno() if _has_file(sys.stderr) else asyncio.subprocess.DEVNULL,
+            stdout=sys.stderr.fileno() if has_file(sys.stderr) else asyncio.subprocess.DEVNULL,
             env={**os.environ, **self.launch.environment},
             start_new_session=True,
         )
@@ -320,12 +321,3 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)  # also what has lost its parent
         await self._process.wait()
-
-
-def _has_file(stream: object) -> bool:
-    """Whether a stream has a descriptor; captured ones of test runners have none."""
-    try:
-        stream.fileno()  # type: ignore[attr-defined]
-    except (AttributeError, OSError, ValueError):
-        return False
-    return True
