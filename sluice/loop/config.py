@@ -344,6 +344,12 @@ class RunConfig(CommonRunConfig):
     )
     groups_per_step: int = Field(8, gt=0)
     samples_per_group: int = Field(8, gt=1)
+    max_dropped_in_a_row: int | None = Field(
+        None,
+        gt=0,
+        description="Failed groups without one that finished, until the run ends; None is "
+        "4 * groups_per_step, from 8 to 64.",
+    )
     filters: tuple[FilterConfig, ...] = Field(
         (), description="A group that one rejects is replaced by another."
     )

@@ -546,7 +546,8 @@ class RolloutDispatcher:
         self._changed.set()
         if self._dropped_in_a_row >= self._config.dropped_in_a_row:
             raise RolloutFailedError(
-                f"{self._dropped_in_a_row} groups in a row were dropped, the last one: {reason}"
+                f"{self._dropped_in_a_row} groups in a row were dropped (max_dropped_in_a_row), "
+                f"the last one: {reason}"
             )
 
 

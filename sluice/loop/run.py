@@ -711,7 +711,8 @@ class TrainingRun(TrainerRun[RunConfig]):
                 max_staleness=self.config.max_staleness,
                 attempts=self.config.group_attempts,
                 outage_seconds=self.config.service_timeout_seconds,
-                dropped_in_a_row=max(8, min(64, 4 * self.config.groups_per_step)),
+                dropped_in_a_row=self.config.max_dropped_in_a_row
+                or max(8, min(64, 4 * self.config.groups_per_step)),
                 filtered_in_a_row=self.config.max_filtered_in_a_row,
                 over_sampling=self.config.over_sampling,
                 drops_surplus=self.config.surplus == "drop",
