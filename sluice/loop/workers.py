@@ -262,7 +262,8 @@ def _typed_loss(client: RolloutClient) -> Iterator[None]:
     try:
         yield
     except RemoteError as error:
-        if not is_passing(error) and error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+        is_busy = error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and not error.is_too_large
+        if not is_busy and not is_passing(error):
             raise
         message = f"episode worker {client.address}: {error}"
         raise WorkerLostError(message, error.retry_seconds) from error

@@ -14,6 +14,7 @@ from grpc_status import rpc_status
 from sluice.logs import printable
 
 DOMAIN = "sluice"
+TOO_LARGE = "MESSAGE_TOO_LARGE"
 
 # A status travels as a header, and clients refuse more than 8 KiB of those.
 MESSAGE_BYTES = 1000
@@ -158,6 +159,11 @@ class RemoteError(Exception):
         self.code, self.reason, self.message, self.metadata = code, reason, message, metadata
         self.retry_seconds = retry_seconds
 
+    @property
+    def is_too_large(self) -> bool:
+        """Whether a request or an answer is larger than a message may be, and would be again."""
+        return self.reason == TOO_LARGE
+
 
 def error_from_status(status: status_pb2.Status) -> RemoteError:
     """The error that a google.rpc.Status describes."""
@@ -224,7 +230,11 @@ def typed_errors() -> Iterator[None]:
         code, details = error.code(), error.details() or ""
         if has_lost_status(error):
             code, details = grpc.StatusCode.UNKNOWN, "the answer of the server was lost"
-        raise RemoteError(code, _reason_of(code, details), details, {}) from None
+        # grpc itself refuses messages beyond its limit, and knows no reasons
+        too_large = code is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than" in details
+        if too_large:
+            details += ", the server's server.max_message_bytes"
+        raise RemoteError(code, TOO_LARGE if too_large else "", details, {}) from None
 
 
 def has_lost_status(error: grpc.aio.AioRpcError) -> bool:
@@ -235,9 +245,3 @@ def has_lost_status(error: grpc.aio.AioRpcError) -> bool:
     """
     lost = "Internal error from Core"
     return error.code() is grpc.StatusCode.INTERNAL and error.details() == lost
-
-
-def _reason_of(code: grpc.StatusCode, details: str) -> str:
-    """grpc itself refuses messages beyond its limit, and knows no reasons."""
-    too_large = code is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than" in details
-    return "MESSAGE_TOO_LARGE" if too_large else ""

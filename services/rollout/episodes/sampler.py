@@ -52,12 +52,14 @@ _NEW_SHARE = 0.5  # of the latest group in the mean; the policy changes from epo
 class EngineError(ServiceError):
     """Engines refused or were lost as often as is allowed, or the router refuses for good.
 
-    Code and reason are those of the last refusal.
+    Code and reason are those of the last refusal; what is too large for a message was asked wrongly.
     """
 
     def __init__(self, error: RemoteError, attempts: int) -> None:
         super().__init__(str(error), attempts=attempts, **error.metadata)
-        self.code, self.reason = error.code, error.reason or "ENGINE_LOST"
+        too_large = error.is_too_large  # grpc's code is that of servers with much to do
+        self.code = grpc.StatusCode.INVALID_ARGUMENT if too_large else error.code
+        self.reason = error.reason or "ENGINE_LOST"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -454,4 +456,6 @@ def _parts_of(leases: Mapping[int, Lease], partial: PartialSamples) -> list[_Par
 
 def is_retried(error: RemoteError) -> bool:
     """Says whether another engine, or the same one later, may do what this one refused."""
+    if error.is_too_large:
+        return False
     return error.code in RETRIED or error.reason in RETRIED_REASONS

@@ -406,6 +406,19 @@ async def test_environments_are_listed_with_their_settings(refusing: Any) -> Non
     assert schema["additionalProperties"] is False
 
 
+async def test_an_answer_beyond_the_size_of_messages_is_asked_for_once(
+    store: Store, models: Models
+) -> None:
+    server = {"drain_seconds": 0.2, "max_message_bytes": 4096}
+    async with running_episodes(store, models.first, split=True, server=server) as episodes:
+        request = rollout_request(copy_rows(1), sample_count=64, max_new_tokens=48)
+        failed = await episodes.failed(request)
+    error = error_from_status(failed["g0"].error)
+    assert (error.code.name, error.reason) == ("INVALID_ARGUMENT", "MESSAGE_TOO_LARGE")
+    assert "server.max_message_bytes" in error.message
+    assert error.metadata["attempts"] == "1"
+
+
 async def test_a_full_worker_refuses_and_recovers(store: Store, models: Models) -> None:
     async with running_episodes(
         store, models.first, max_open_groups=4, max_open_rollouts=2

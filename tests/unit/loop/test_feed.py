@@ -40,6 +40,7 @@ class Episodes(pb_grpc.RolloutServiceServicer, router_grpc.RouterServiceServicer
         self.issued: list[str] = []
         self.breaks = 0  # streams that end in an error after their first group
         self.refuses = False
+        self.refusal = ""  # of grpc's own
         self.worker_count = 1
         self.lists = 0  # of workers that were asked for
         self.pace: random.Random | None = None  # groups take their time, in any order
@@ -58,6 +59,8 @@ class Episodes(pb_grpc.RolloutServiceServicer, router_grpc.RouterServiceServicer
         if self.refuses:
             raise InvalidFieldError("environment.name", "is unknown")
         self.requests.append(request.request_id)
+        if self.refusal:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, self.refusal)
         version, groups = self.version, list(request.groups)
         if self.pace is not None:
             self.pace.shuffle(groups)
@@ -312,6 +315,15 @@ async def test_engines_that_stay_away_end_the_run(world):
     world.episodes.failing = {f"g{i:07}": 99 for i in range(4)}
     with pytest.raises(RolloutFailedError, match="nothing went on"):
         await step(world, feed, 0)
+    await feed.close()
+
+
+async def test_a_call_beyond_the_size_of_messages_ends_the_run_at_once(world):
+    feed = world.feed(outage_seconds=PATIENCE)
+    world.episodes.refusal = "Received message larger than max (5 vs. 4)"
+    with pytest.raises(RolloutFailedError, match=r"MESSAGE_TOO_LARGE.*server\.max_message_bytes"):
+        await step(world, feed, 0)
+    assert len(world.episodes.requests) == 1
     await feed.close()
 
 
