@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from services.rollout.engine.interface import PauseMode
+from services.rollout.engine.sglang.client import SglangClient, SGLangRefusedError
 from services.rollout.engine.sglang.engine import SglangEngine
 from services.rollout.errors import EngineFailedError
 from sluice.weights.store import StoredVersion
@@ -25,6 +26,21 @@ from tests.sglang_servers import PYTHON
 def family(pids: list[int]) -> list[psutil.Process]:
     processes = [psutil.Process(pid) for pid in pids]
     return [*processes, *(child for p in processes for child in p.children(recursive=True))]
+
+
+async def test_the_key_of_a_server_is_asked_for_and_on_no_command_line(
+    models: tuple[Model, Model], launch: Start
+) -> None:
+    key = "not: 'for' \"others\""
+    engine = await launch(model=str(models[0].directory), sglang={"api_key": key})
+    (sample,) = await complete(engine, request_of("a", [1, 2]))
+    assert sample.token_ids
+    lines = [word for process in family(engine.pids) for word in process.cmdline()]
+    assert not [word for word in lines if key in word]
+    stranger = SglangClient(engine._replica._servers.url)
+    with pytest.raises(SGLangRefusedError, match="401"):
+        await stranger.post("/generate", {}, PATIENCE)
+    await stranger.close()
 
 
 async def restarted(engine: SglangEngine) -> None:
@@ -93,6 +109,7 @@ async def test_weights_committed_while_the_server_is_away_are_those_it_comes_bac
 OWNER = """
 import asyncio, sys
 from pathlib import Path
+from services.rollout.engine.sglang.client import SglangClient, SGLangRefusedError
 from services.rollout.engine.sglang.engine import SglangEngine
 from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.config import SglangConfig

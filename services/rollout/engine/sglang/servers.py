@@ -23,10 +23,12 @@ from services.rollout.errors import EngineFailedError
 from sluice import platform
 from sluice.address import plain_host
 from sluice.config import ConfigError
+from sluice.durable import scratch
 from sluice.logs import has_file
 from sluice.runtime.recovery import NotReadyError, wait_until_ready
 
 MODULE = "sglang.launch_server"
+KEY_FLAG, CONFIG_FLAG = "--api-key", "--config"
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"  # what SGLang itself asks for, and our stand-ins too
 CPU_TOKENS = 65536  # of the cache, where nobody says otherwise: host memory is shared with others
 
@@ -239,12 +241,14 @@ class ServerProcess:
     """Owns a server and its children, which end with it; also when this process is killed.
 
     The server leads a process group of its own. Its output goes where this process's errors go.
+    Its key is on no command line, which every user of the host sees.
     """
 
     def __init__(self, launch: Launch, stop_seconds: float) -> None:
         self.launch = launch
         self._stop_seconds = stop_seconds
         self._process: asyncio.subprocess.Process | None = None
+        self._files = contextlib.ExitStack()
 
     @property
     def pid(self) -> int:
@@ -253,7 +257,7 @@ class ServerProcess:
 
     async def spawn(self) -> None:
         """Starts it. Raises OSError."""
-        command = self.launch.command
+        command = self._without_key()
         self._process = await asyncio.create_subprocess_exec(
             command[0],
             str(SHIM),
@@ -265,6 +269,17 @@ class ServerProcess:
             start_new_session=True,
         )
         logger.info("%s server starts at %s", self.launch.role, self.launch.url)
+
+    def _without_key(self) -> Sequence[str]:
+        """The command line, its key in a file; SGLang reads one file, which may be the user's."""
+        command = self.launch.command
+        if KEY_FLAG not in command or CONFIG_FLAG in command:
+            return command
+        at = command.index(KEY_FLAG)
+        file = self._files.enter_context(scratch("sluice-sglang-")) / "key.yaml"
+        file.touch(mode=0o600)
+        file.write_text(json.dumps({KEY_FLAG.removeprefix("--"): command[at + 1]}))
+        return (*command[:at], CONFIG_FLAG, str(file), *command[at + 2 :])
 
     async def start(self, answers: Callable[[], Awaitable[bool]], seconds: float) -> None:
         """Starts it and waits until it `answers`. Raises EngineFailedError after ending it."""
@@ -293,6 +308,7 @@ class ServerProcess:
         except BaseException:
             await self.stop()
             raise
+        self._files.close()
 
     async def wait(self) -> int:
         """Waits for the end; returns the exit status."""
@@ -316,6 +332,7 @@ class ServerProcess:
 
     async def kill(self) -> None:
         """Sends SIGKILL to the whole group; returns when the server has ended."""
+        self._files.close()
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
