@@ -310,33 +310,44 @@ def _versions(row: dict[str, Any]) -> str:
     return str(first) if first == last else f"{first}..{last}"
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl; damaged lines, such as a last one cut off by a crash, are left out."""
-    rows, _ = _parse(run_dir / "metrics.jsonl")
+def read_metrics(run_dir: Path, recent: int | None = None) -> list[dict[str, Any]]:
+    """Rows of metrics.jsonl; damaged lines, such as a last one cut off by a crash, are left out.
+
+    Of the steps before so many `recent` ones, those alone that were skipped.
+    """
+    rows, _ = _parse(run_dir / "metrics.jsonl", recent)
     return rows
 
 
-def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
+def _parse(path: Path, recent: int | None = None) -> tuple[list[dict[str, Any]], int]:
     """The rows of a file, and how many of its lines are none; a last one cut off is not counted.
 
     What follows a row with a digest has one too.
     """
     if not path.exists():
         return [], 0
-    *lines, last = path.read_bytes().split(b"\n")
-    rows, damaged, is_sealed = [], 0, False
-    for line in (*lines, last):
+    data = path.read_bytes()
+    sealed = data.find(ROW_SEAL)
+    first_sealed = data.count(b"\n", 0, sealed) if sealed >= 0 else len(data)
+    lines = data.split(b"\n")
+    rows, damaged, steps = [], 0, 0
+    for index in reversed(range(len(lines))):
+        line = lines[index]
+        is_old = recent is not None and steps >= recent
+        if is_old and b'"skipped": []' in line and b'"score"' not in line:
+            continue
         try:
-            row = json.loads(unseal_row(line, has_digest=is_sealed), parse_int=_whole)
+            row = json.loads(unseal_row(line, has_digest=index > first_sealed), parse_int=_whole)
             if not isinstance(row, dict) or "step" not in row:
                 raise ValueError("no row")
             if any(key in row and not isinstance(row[key], kind) for key, kind in _KINDS.items()):
                 raise ValueError("no number, or no name")
         except (ValueError, RecursionError):
-            damaged += line is not last
+            damaged += index < len(lines) - 1
         else:
             rows.append(row)
-            is_sealed = is_sealed or ROW_SEAL in line
+            steps += "score" not in row
+    rows.reverse()
     return rows, damaged
 
 

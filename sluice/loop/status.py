@@ -127,7 +127,7 @@ def _finite(value: Any) -> Any:
 def _run_status(run_dir: Path, events: list[dict[str, Any]]) -> dict[str, Any] | None:
     """None where there are services and no run yet. Raises ConfigError."""
     try:
-        rows = read_metrics(run_dir)
+        rows = read_metrics(run_dir, recent=CURVE)
     except OSError as error:
         raise ConfigError(f"status: {run_dir}: {error.strerror}") from None
     if not rows and not events:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import socket
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from rich.console import Console
 
 from sluice.config import ConfigError, parse_config
+from sluice.durable import encode_row
 from sluice.loop.journal import RunJournal, read_journal
 from sluice.loop.report import RunReport, duration_text, seconds_left
 from sluice.loop.screen import curve, number_text, plain_text, status_screen
@@ -131,6 +133,25 @@ async def test_a_service_is_asked_for_by_its_name_in_a_services_json(tmp_path: P
         assert [service["address"] for service in found["services"]] == ["127.0.0.1:9"]
     with pytest.raises(ConfigError, match="has no second, or several; known: first, trainer"):
         await read_status(f"{services}#second", PATIENT)
+
+
+async def test_of_a_long_run_all_is_counted_and_little_held(tmp_path: Path) -> None:
+    begun(tmp_path, steps=5000).__exit__(None, None, None)
+    numbers = {f"metric_{number}": number / 7 for number in range(50)}
+    rows = [
+        row(step, skipped=["NaN"] if step % 100 == 0 else [], **numbers) for step in range(1, 3001)
+    ]
+    rows.insert(7, {"step": 7, "evaluation": "", "dataset": "old", "score": 0.5})
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b"".join(encode_row(each) + b"\n" for each in rows))
+    tracemalloc.start()
+    run = (await read_status(str(tmp_path), PATIENT))["run"]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (run["step"], run["skipped_steps"]) == (3000, 30)
+    assert run["scores"] == {"old": {"score": 0.5, "step": 7}}
+    assert run["rewards"] == [0.25 * step for step in range(2961, 3001)]
+    assert peak < 3 * file.stat().st_size
 
 
 async def test_a_note_at_no_time_is_shown(tmp_path: Path) -> None:
