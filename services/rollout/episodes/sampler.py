@@ -52,7 +52,7 @@ _NEW_SHARE = 0.5  # of the latest group in the mean; the policy changes from epo
 class EngineError(ServiceError):
     """Engines refused or were lost as often as is allowed, or the router refuses for good.
 
-    Code and reason are those of the last refusal; what is too large for a message was asked wrongly.
+    Code and reason are those of the last refusal; what no message can hold was asked wrongly.
     """
 
     def __init__(self, error: RemoteError, attempts: int) -> None:
