@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import sqlite3
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
@@ -434,7 +435,16 @@ class LedgerDamagedError(Exception):
     """A ledger cannot be read at all; the message names it."""
 
 
-def read_groups(run_dir: Path) -> tuple[list[LedgerGroup], int]:
+class SeenGroup(NamedTuple):
+    """What is shown of a group: a run has a million of them."""
+
+    group_id: str
+    state: str
+    consumed_step: int | None
+    blob: BlobReference | None
+
+
+def read_groups(run_dir: Path) -> tuple[list[SeenGroup], int]:
     """Groups of a run by position, and how many rows are damaged and left out; changes nothing.
 
     No groups where there is no ledger. Raises LedgerDamagedError.
@@ -445,23 +455,41 @@ def read_groups(run_dir: Path) -> tuple[list[LedgerGroup], int]:
     # no lock and no shared memory are made for a file that nobody writes
     alone = not path.with_name(path.name + "-wal").exists()
     uri = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if alone else ''}"
-    groups, damaged = list[LedgerGroup](), 0
+    groups, damaged = list[SeenGroup](), 0
     try:
         with closing(sqlite3.connect(uri, uri=True, timeout=5)) as database, _damage():
-            database.row_factory = sqlite3.Row
-            names = ", ".join(_columns()["groups"])
-            sealed = SEAL in _names(database, "groups")
-            query = f"SELECT {names}{f', {SEAL}' if sealed else ''} FROM groups ORDER BY position"
-            for row in database.execute(query):
-                values = tuple(row)
-                seal = values[-1] if sealed else None
-                if seal is not None and seal != _row_digest(*values[:-1]):
+            names = _columns()["groups"]
+            seal = SEAL if SEAL in _names(database, "groups") else "NULL"
+            query = f"SELECT {seal}, {', '.join(names)} FROM groups ORDER BY position"
+            name, state, step, digest, size = (
+                names.index(each)
+                for each in ("group_id", "state", "consumed_step", "blob_digest", "blob_size")
+            )
+            states: dict[str, str] = {}  # each is held once
+            for written, *values in database.execute(query):
+                if written is not None and written != _row_digest(*values):
                     damaged += 1
-                else:
-                    groups.append(_group_from_row(row))
+                    continue
+                blob = None
+                if values[digest] is not None:
+                    blob = BlobReference(values[digest], values[size])
+                became = states.setdefault(values[state], values[state])
+                groups.append(SeenGroup(values[name], became, values[step], blob))
     except (sqlite3.Error, TypeError) as error:
         raise LedgerDamagedError(f"{path} cannot be read: {error}") from None
     return groups, damaged
+
+
+def groups_of(run_dir: Path, warn: Callable[[str], None]) -> list[SeenGroup] | None:
+    """The same; None where nothing can be read. `warn` is told of damage."""
+    try:
+        groups, damaged = read_groups(run_dir)
+    except LedgerDamagedError as error:
+        warn(str(error))
+        return None
+    if damaged:
+        warn(f"the ledger has {damaged} damaged rows, which are left out")
+    return groups
 
 
 def _columns() -> dict[str, list[str]]:

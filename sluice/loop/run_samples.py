@@ -20,7 +20,7 @@ import xxhash
 
 from sluice.durable import replace_file
 from sluice.loop.config import TraceConfig
-from sluice.loop.ledger import LedgerDamagedError, LedgerGroup, read_groups
+from sluice.loop.ledger import LedgerGroup, SeenGroup, groups_of
 from sluice.place import Place, StoreCacheConfig
 from sluice.samples.arrow import InvalidGroupError, decode_group, encode_group, read_metadata
 from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, read_blob
@@ -153,12 +153,17 @@ class SeenSample:
 
 
 def load_samples(
-    run_dir: Path, store: Place, steps: range | None, warn: Callable[[str], None]
+    run_dir: Path,
+    store: Place,
+    steps: range | None,
+    warn: Callable[[str], None],
+    groups: Sequence[SeenGroup] | None = None,
 ) -> Iterator[SeenSample]:
     """Samples of a run: those kept with what the trainer knew, then those of the store, each with
     the latest steps first. Those that the trainer has not seen come last.
 
-    `warn` is told of files and blobs that are damaged or gone. Nothing is changed.
+    `warn` is told of files and blobs that are damaged or gone. Nothing is changed. `groups`: those
+    of the ledger, where it was read before.
     """
     told, kept = set[str](), list[Path]()
     try:
@@ -172,15 +177,9 @@ def load_samples(
         for seen in _kept(path, step, warn):
             told.add(seen.sample.group_id)
             yield seen
-    try:
-        groups, damaged = read_groups(run_dir)
-    except LedgerDamagedError as error:
-        warn(str(error))
-        return
-    if damaged:
-        warn(f"the ledger has {damaged} damaged rows, which are left out")
+    found = groups_of(run_dir, warn) if groups is None else groups
     gone, broken = 0, list[str]()
-    for group in sorted(groups, key=lambda group: -(group.consumed_step or 0)):
+    for group in sorted(found or (), key=lambda group: -(group.consumed_step or 0)):
         if group.blob is None or group.group_id in told:
             continue
         if steps is not None and (group.consumed_step is None or group.consumed_step not in steps):

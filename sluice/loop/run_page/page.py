@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import resources
 from itertools import islice
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 
 from sluice.config import ConfigError
 from sluice.loop.journal import BACK, END, NOTE, START, read_journal
-from sluice.loop.ledger import LedgerDamagedError, read_groups
+from sluice.loop.ledger import SeenGroup, groups_of
 from sluice.loop.report import read_metrics, tokens_per_second
 from sluice.loop.run_samples import SeenSample, image_of, load_samples, pieces_of
 from sluice.loop.status import is_directory, life_of
@@ -86,6 +87,11 @@ class SeenRun:
     def start(self) -> dict[str, Any]:
         """The last start; empty where none is recorded."""
         return next((event for event in reversed(self.events) if event["event"] == START), {})
+
+    @cached_property
+    def groups(self) -> list[SeenGroup] | None:
+        """Those of its ledger; None where that cannot be read."""
+        return groups_of(self.run_dir, self.warnings.append)
 
     @property
     def store(self) -> Place:
@@ -308,14 +314,9 @@ def _summary(run: SeenRun, seconds: float) -> dict[str, Any]:
 
 
 def _group_counts(run: SeenRun) -> str:
-    try:
-        groups, damaged = read_groups(run.run_dir)
-    except LedgerDamagedError as error:
-        run.warnings.append(str(error))
+    if run.groups is None:
         return "-"
-    if damaged:
-        run.warnings.append(f"the ledger has {damaged} damaged rows, which are left out")
-    counts = Counter(group.state for group in groups)
+    counts = Counter(group.state for group in run.groups)
     return ", ".join(f"{count} {state}" for state, count in counts.most_common()) or "-"
 
 
@@ -383,7 +384,8 @@ class _SampleBook:
         self._tokens, self._image_bytes, self._most = 0, 0, most
 
     def add(self, index: int, run: SeenRun, tokenizer: TextTokenizer | None, share: int) -> None:
-        seen = load_samples(run.run_dir, run.store, None, run.warnings.append)
+        groups = run.groups or ()
+        seen = load_samples(run.run_dir, run.store, None, run.warnings.append, groups)
         if share <= 0:
             return
         for sample in islice(seen, share):

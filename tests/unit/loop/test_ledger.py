@@ -3,12 +3,13 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.loop.ledger import Ledger, LedgerGroup
+from sluice.loop.ledger import Ledger, LedgerGroup, read_groups
 from sluice.samples.blobs import BlobReference
 from tests.patience import PATIENCE
 
@@ -321,3 +322,18 @@ def test_going_back_takes_the_work_of_what_goes_back_however_long_the_run_was(tm
     add(range(50, 2000))
     assert work(2000) <= 2 * few
     ledger.close()
+
+
+def test_the_groups_of_a_run_take_few_bytes_each_to_look_at(ledger, tmp_path):
+    with ledger.transaction():
+        ledger.issue([(i, f"g{i}") for i in range(4, 2000)], step=0)
+        for position in range(2000):
+            ledger.generated(made(position))
+    read_groups(tmp_path)
+    tracemalloc.start()
+    groups, damaged = read_groups(tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (len(groups), damaged) == (2000, 0)
+    assert (groups[7].group_id, groups[7].blob) == ("g7", made(7).blob)
+    assert peak < 400 * len(groups)
