@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import uvloop
@@ -21,13 +22,23 @@ async def serve(config: RolloutConfig) -> int:
     return 1 if process.failure or process.server.failed else 0
 
 
+def output_of(config: RolloutConfig) -> contextlib.AbstractContextManager[None]:
+    """Has what is printed where environments run in the log, within bounds."""
+    if "episodes" not in config.roles:
+        return contextlib.nullcontext()
+    from services.rollout.environments.isolation import bounded_output  # no engine needs it
+
+    return bounded_output()
+
+
 def main() -> int:
     logs.configure()
     try:
         config = load_config(RolloutConfig)
         if "engine" in config.roles and config.engine.backend != "sglang":
             platform.current()  # before anything imports torch, which a broken plug-in breaks
-        return uvloop.run(serve(config))
+        with output_of(config):
+            return uvloop.run(serve(config))
     except (ConfigError, DirectoryError, platform.PlatformError) as error:
         print(f"services.rollout: {error}", file=sys.stderr)
         return 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import logging
 import math
@@ -14,8 +15,8 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from typing import IO, Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
@@ -32,6 +33,9 @@ from sluice.durable import scratch
 from sluice.logs import Output
 from sluice.runtime.errors import DeadlineError, ServiceError
 from sluice.runtime.processes import end_marked
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +74,10 @@ class _GraderCall:
 
 
 class _Printed:
-    """Passes on what the processes of an environment print, as much as a log may hold of it."""
+    """Passes on what code of users prints, as much as a log may hold of it."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, who: str) -> None:
+        self._who = who
         self._began = -math.inf
         self._room = self._left_out = 0
         self._last = b""
@@ -94,9 +98,41 @@ class _Printed:
         """Say how much was left out since the last time, and how it ended."""
         if self._left_out:
             last = self._last.decode(errors="replace")
-            message = "environment %s printed %d bytes more, left out here; the last of them: %s"
-            logger.warning(message, self._path, self._left_out, last)
+            message = "%s printed %d bytes more, left out here; the last of them: %s"
+            logger.warning(message, self._who, self._left_out, last)
         self._left_out, self._last = 0, b""
+
+
+class _PrintedFile(io.RawIOBase):
+    """Takes what is printed in this process."""
+
+    def __init__(self, printed: _Printed) -> None:
+        self._printed = printed
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return sys.stderr.fileno()  # for programs that are started with it
+
+    def write(self, data: ReadableBuffer) -> int:
+        text = bytes(data)
+        self._printed.take(text)
+        return len(text)
+
+
+@contextlib.contextmanager
+def bounded_output() -> Iterator[None]:
+    """Has in the log of this process what code of users prints in it, in whatever thread."""
+    printed = _Printed("code in this process")
+    file = io.BufferedWriter(_PrintedFile(printed))
+    text = io.TextIOWrapper(file, "utf-8", "backslashreplace", line_buffering=True)
+    try:
+        with contextlib.redirect_stdout(text):
+            yield
+    finally:
+        text.flush()
+        printed.tell()
 
 
 class _Grader:
@@ -251,7 +287,7 @@ class GraderPool:
 
     def __init__(self, name: str, path: str, config: GraderPoolConfig) -> None:
         self._name, self._path, self._config = name, path, config
-        self._printed = _Printed(path)
+        self._printed = _Printed(f"environment {path}")
         self._slots = asyncio.Semaphore(config.size)
         self._slow_count = 0  # calls that have given their slot away
         self._overdue: list[Callable[[], None]] = []  # of calls that may not yet, in order

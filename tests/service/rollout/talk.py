@@ -63,8 +63,9 @@ class StallingEnvironment(TalkEnvironment):
 
 
 class StrictEnvironment(TalkEnvironment):
-    """Refuses every task."""
+    """Refuses every task, and prints as much as its row says."""
 
     @classmethod
     def check(cls, settings: Any, request: TaskRequest) -> None:
+        print("x" * int((request.row or {}).get("print", 0)))
         raise TaskError("row.prompt", "is refused by now")

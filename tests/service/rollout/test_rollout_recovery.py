@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -28,6 +29,7 @@ from sluice.client import (
 )
 from sluice.samples.blobs import BlobReference, BlobStore
 from tests.patience import PATIENCE
+from tests.service.rollout import talk
 from tests.service.rollout.harness import (
     Models,
     Store,
@@ -133,12 +135,14 @@ async def episode_process(
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, RolloutClient]]:
     """An episode worker in a process of its own."""
     file = log.with_suffix(".json")
+    environments = {"grim": grim.PATH, "strict": talk.STRICT}
     with log.open("w") as stderr:
         worker = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "services.rollout", "--roles", '["episodes"]'),
             *("--router", router, "--store", str(store.root), "--tokenizer", str(model)),
-            *("--episodes.environments", json.dumps({"grim": grim.PATH})),
+            *("--episodes.environments", json.dumps(environments)),
             *("--server.address_file", str(file), "--server.drain_seconds", "0.2"),
+            stdout=stderr,
             stderr=stderr,
         )
     try:
@@ -162,6 +166,24 @@ def is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+async def test_the_log_has_a_part_of_what_is_printed_in_the_worker_and_how_much_is_left_out(
+    store: Store, models: Models, tmp_path: Path
+) -> None:
+    log = tmp_path / "worker.log"
+    row = {"print": 1_000_000}
+    async with running_router() as router, contextlib.AsyncExitStack() as stack:
+        episodes = episode_process(store, models.first, router.server.address, log)
+        _, client = await stack.enter_async_context(episodes)
+        call = client.rollout(rollout_request([row] * 3, environment="strict"))
+        assert [event.failed.error.code async for event in call] == [3] * 3
+        await stack.aclose()
+    text = log.read_text()
+    assert len(text) < 200_000
+    left_out = sum(map(int, re.findall(r" printed (\d+) bytes more", text)))
+    assert 2_800_000 < left_out < 3_000_003
+    assert "x" * 10_000 in text
 
 
 async def test_a_worker_killed_in_the_middle_is_followed_by_another(
