@@ -42,10 +42,10 @@ class GatewayProcess:
 
     async def start(self) -> None:
         """Open the ports. Raises ConfigError."""
+        await self.registry.start()  # first: a model that is not there yet would be told as gone
         await self.tinker.start()
         self.server.further_addresses["tinker_url"] = self.tinker.url
         await self.server.start()
-        await self.registry.start()
         self._tasks = [
             asyncio.create_task(self.registry.sweep(), name="sweep"),
             asyncio.create_task(self._leave(), name="leave"),

@@ -117,6 +117,37 @@ async def test_a_gateway_goes_on_where_another_ended(place: Place) -> None:
         await second.stop()
 
 
+async def test_whoever_asks_while_a_gateway_starts_is_told_of_no_model_that_it_is_gone(
+    place: Place,
+) -> None:
+    first = RunningGateway(place)
+    http = await first.start()
+    model = await http.begin()
+    await first.stop()
+    place.config = with_tinker(place, port=urlsplit(http.url).port)
+    second = RunningGateway(place)
+    with sqlite3.connect(place.config.journal, PATIENCE, isolation_level=None) as other:
+        other.execute("BEGIN IMMEDIATE")  # the start takes its time
+        with listed_in(second.process.server.waits):
+            starting = asyncio.create_task(second.start())
+        async with asyncio.timeout(PATIENCE), aiohttp.ClientSession() as session:
+            asking = asyncio.create_task(first_answer(replace(http, session=session), model))
+            while not await listed(second, str(place.config.journal)):
+                await asyncio.sleep(0.01)
+            other.execute("COMMIT")
+            assert (await asking)[0] == 200
+    await starting
+    await second.stop()
+
+
+async def first_answer(http: Http, model: str) -> tuple[int, Any]:
+    """To a client that asks again and again, from before the port is open."""
+    while True:
+        with contextlib.suppress(aiohttp.ClientConnectionError):
+            return await http.post("retrieve_future", {"request_id": f"{model}:0"})
+        await asyncio.sleep(0.01)
+
+
 async def test_what_the_trainer_lost_is_made_again(place: Place, http: Http) -> None:
     model, seq = await http.begin(), 0
     for _ in range(3):  # of which two are in a checkpoint
