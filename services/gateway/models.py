@@ -486,6 +486,9 @@ class TrainedModel:
         body = SaveForSampler.model_validate_json(request.body or b"")
         if body.kind != "snapshot":
             raise RefusedError(f"kind {body.kind!r} is not served here: snapshots alone are")
+        sampler_id = f"{self.model.session}:sample:{body.sampling_session_seq_id}"
+        if body.path is None and self._journal.sampler(sampler_id) is not None:
+            raise RefusedError(taken_sampler(body.sampling_session_seq_id))
         await self._check(state)
         published = await self._trainer.publish(self.model.adapter, self._id(request, state))
         if published.step != state.step:
@@ -508,7 +511,7 @@ class TrainedModel:
         if body.sampling_session_seq_id is None:
             raise RefusedError("path, or sampling_session_seq_id, is missing")
         sampler = SamplerRecord(
-            id=f"{self.model.session}:sample:{body.sampling_session_seq_id}",
+            id=sampler_id,
             session=self.model.session,
             created=time.time(),
             adapter=self.model.adapter,
@@ -723,6 +726,10 @@ def find_training(journal: GatewayJournal, path: str) -> Checkpoint:
             f"path {path[:300]!r} has weights to sample from: of save_state are those to train on"
         )
     return checkpoint
+
+
+def taken_sampler(number: int | None) -> str:
+    return f"sampling_session_seq_id {number} was that of another sampler"
 
 
 def pin_owner(name: str) -> str:

@@ -34,7 +34,7 @@ from services.gateway.journal import (
     TrainingRequest,
     digest_of,
 )
-from services.gateway.models import PROTO
+from services.gateway.models import PROTO, taken_sampler
 from services.gateway.registry import ModelRegistry
 from services.gateway.samplers import Engines, Samplers
 from sluice.runtime.errors import RemoteError, ServiceError
@@ -467,6 +467,8 @@ class TinkerServer:
         known = self._journal.sampler(sampler_id)
         if known is None:
             await self._journal.add_sampler(self._new_sampler(sampler_id, session, body))
+        elif known.path != body.model_path or (known.version and known.path is None):
+            raise RefusedError(taken_sampler(body.sampling_session_seq_id))
         return web.json_response(
             {"type": "create_sampling_session", "sampling_session_id": sampler_id}
         )

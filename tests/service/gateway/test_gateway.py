@@ -491,6 +491,30 @@ async def test_sampling_beyond_any_room_is_refused_before_any_is_taken(
     assert why in str(answer["error"])
 
 
+async def test_a_sampler_keeps_the_weights_that_it_was_made_of(http: Http) -> None:
+    model = await http.begin()
+    of = {"session_id": model.split(":")[0], "sampling_session_seq_id": 0}
+    base = {**of, "base_model": http.headers["model"]}
+    _, named = await http.post(
+        "save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": "x"}
+    )
+    path = (await http.result(named["request_id"]))["path"]
+    answers = [await http.post("create_sampling_session", base) for _ in range(2)]
+    assert answers[0] == answers[1]
+    status, answer = await http.post("create_sampling_session", {**of, "model_path": path})
+    assert (status, answer["error"]["code"]) == (400, "refused")
+    body = {"model_id": model, "seq_id": 2, "sampling_session_seq_id": 0}
+    _, saved = await http.post("save_weights_for_sampler", body)
+    told = await http.result(saved["request_id"])
+    assert told["category"] == "user"
+    assert "sampling_session_seq_id 0 was that of another" in told["error"]
+    sampler = answers[0][1]["sampling_session_id"]
+    async with http.session.get(
+        f"{http.url}/api/v1/samplers/{sampler}", headers=http.headers
+    ) as found:
+        assert (await found.json())["model_path"] is None
+
+
 async def test_names_may_be_as_long_as_is_said(place: Place, http: Http) -> None:
     model = await http.begin()
     for seq, name in enumerate(("x" * 256, "é" * 256), 1):
