@@ -360,7 +360,7 @@ class TrainedModel:
         return done
 
     async def _forward(self, request: TrainingRequest, state: ModelState) -> Done:
-        asked = parse_pass(request.body or b"")
+        asked = await asyncio.to_thread(parse_pass, request.body or b"")
         await self._check(state)
         batch = await self._upload(request, asked.samples)
         try:
@@ -372,7 +372,7 @@ class TrainedModel:
         return Done(state, PROTO, encode_output(logprobs, {"loss:sum": total}))
 
     async def _forward_backward(self, request: TrainingRequest, state: ModelState) -> Done:
-        asked, part = parse_pass(request.body or b""), str(request.seq)
+        asked, part = await asyncio.to_thread(parse_pass, request.body or b""), str(request.seq)
         batch = await self._upload(request, asked.samples)
         try:
             loss = await self._trainer.add_gradients(
