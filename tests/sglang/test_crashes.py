@@ -109,7 +109,6 @@ async def test_weights_committed_while_the_server_is_away_are_those_it_comes_bac
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from services.rollout.engine.sglang.client import SglangClient, SGLangRefusedError
 from services.rollout.engine.sglang.engine import SglangEngine
 from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.config import SglangConfig

@@ -160,8 +160,10 @@ class Talking:
                 self.say()
 
         repeating = asyncio.create_task(repeat())
-        yield
-        repeating.cancel()
+        try:
+            yield
+        finally:
+            repeating.cancel()
 
     async def until(self, incarnation: int) -> None:
         async with asyncio.timeout(PATIENCE):

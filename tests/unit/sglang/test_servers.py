@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -12,6 +15,7 @@ import pytest
 
 from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.sglang.group import ServerGroup
+from services.rollout.engine.sglang.servers import Launch, ServerProcess
 from services.rollout.errors import EngineFailedError
 from sluice.config import parse_config
 from tests.patience import PATIENCE, told_late
@@ -106,3 +110,40 @@ async def test_who_is_called_off_while_ending_a_server_leaves_it_to_the_next(
         await servers.stop()
     assert not psutil.pid_exists(pid)
     assert not servers.pids
+
+
+def with_key(program: str, key: str) -> ServerProcess:
+    command = (program, "--api-key", key, "--last")
+    return ServerProcess(Launch(role="regular", url="http://127.0.0.1:9", command=command), 1.0)
+
+
+async def test_a_key_is_in_a_file_of_its_user_and_gone_with_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program, told = tmp_path / "python", tmp_path / "told"
+    program.write_text(
+        f"#!{sys.executable}\nimport json, pathlib, sys\nfile = pathlib.Path(sys.argv[-2])\n"
+        "found = [sys.argv[-1], file.read_text(), file.stat().st_mode & 0o777]\n"
+        f"pathlib.Path({str(told)!r}).write_text(json.dumps([sys.argv, *found]))\n"
+    )
+    program.chmod(0o755)
+    key = "not: 'for' \"others\""
+    server = with_key(str(program), key)
+    await server.spawn()
+    assert await asyncio.wait_for(server.wait(), PATIENCE) == 0
+    await server.kill()
+    words, *found = json.loads(told.read_text())
+    assert key not in words
+    assert found == ["--last", json.dumps({"api-key": key}), 0o600]
+    assert sorted(os.listdir(tmp_path)) == ["python", "told"]
+
+
+async def test_a_server_that_cannot_be_started_leaves_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    server = with_key(str(tmp_path / "python"), "secret")
+    with pytest.raises(FileNotFoundError):
+        await server.spawn()
+    assert not os.listdir(tmp_path)

@@ -257,26 +257,28 @@ class ServerProcess:
 
     async def spawn(self) -> None:
         """Starts it. Raises OSError."""
-        command = self._without_key()
-        self._process = await asyncio.create_subprocess_exec(
-            command[0],
-            str(SHIM),
-            str(os.getpid()),
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=sys.stderr.fileno() if has_file(sys.stderr) else asyncio.subprocess.DEVNULL,
-            env={**os.environ, **self.launch.environment},
-            start_new_session=True,
-        )
+        with contextlib.ExitStack() as files:
+            command = self._without_key(files)
+            self._process = await asyncio.create_subprocess_exec(
+                command[0],
+                str(SHIM),
+                str(os.getpid()),
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sys.stderr.fileno() if has_file(sys.stderr) else asyncio.subprocess.DEVNULL,
+                env={**os.environ, **self.launch.environment},
+                start_new_session=True,
+            )
+            self._files = files.pop_all()
         logger.info("%s server starts at %s", self.launch.role, self.launch.url)
 
-    def _without_key(self) -> Sequence[str]:
+    def _without_key(self, files: contextlib.ExitStack) -> Sequence[str]:
         """The command line, its key in a file; SGLang reads one file, which may be the user's."""
         command = self.launch.command
         if KEY_FLAG not in command or CONFIG_FLAG in command:
             return command
         at = command.index(KEY_FLAG)
-        file = self._files.enter_context(scratch("sluice-sglang-")) / "key.yaml"
+        file = files.enter_context(scratch("sluice-sglang-")) / "key.yaml"
         file.touch(mode=0o600)
         file.write_text(json.dumps({KEY_FLAG.removeprefix("--"): command[at + 1]}))
         return (*command[:at], CONFIG_FLAG, str(file), *command[at + 2 :])
