@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -117,7 +118,8 @@ class Episode:
         """
         self._environment = environment
         self.home = asyncio.get_running_loop()
-        self.index, self.task, self.tokenizer, self.images = index, task, tokenizer, images
+        self.index, self.tokenizer, self.images = index, tokenizer, images
+        self.task = deepcopy(task)  # what code of users changes in it is no other episode's
         self.group_id, self.prompt_token_ids = prompt.group_id, prompt.token_ids
         self.max_new_tokens = prompt.sampling.max_new_tokens
         self.sampling, self.sample_count = prompt.sampling, prompt.sample_count
@@ -231,7 +233,7 @@ async def take_steps(
     Returns what the reward is to see. An answer that was cut off ends the episode.
     """
     conversation, turns = Conversation(episode.task), list[Turn]()
-    state: Mapping[str, Any] = episode.task.state
+    state: Mapping[str, Any] = deepcopy(episode.task.state)
     last = trajectory.answers[-1]
     text = episode.text_of(last)
     images = episode.images

@@ -153,6 +153,28 @@ class Odd(Environment):
         return rewards[self._flaw]
 
 
+class Counting(Odd):
+    """Counts turns in the very task and state that it is given: two of them, or fewer."""
+
+    def make_task(self, request: TaskRequest) -> Task:
+        return Task(prompt="1=", state={"turns": 0})
+
+    def step(self, task: Task, state: Mapping[str, Any], response: Response) -> Step:
+        for counts in (task.state, state):
+            counts["turns"] += 1  # type: ignore[index]
+        return Step(text="7=", state=state, done=state["turns"] == 2)
+
+    def reward(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
+        return [Reward(reward=float(r.state["turns"]) + task.state["turns"]) for r in responses]
+
+
+async def counting(episode: Episode) -> list[Trajectory]:
+    (trajectory,) = await one(episode)
+    episode.task.state["asked"] = episode.task.state.get("asked", 0) + 1  # type: ignore[index]
+    trajectory.reward = Reward(reward=float(episode.task.state["asked"]))
+    return [trajectory]
+
+
 async def failures(episodes: Episodes, request: Any) -> dict[str, tuple[str, str]]:
     """Reason and message by group; all must fail."""
     async with asyncio.timeout(PATIENCE):
@@ -215,6 +237,27 @@ async def test_an_environment_in_the_worker_fails_its_groups_by_name(
         assert len(await episodes.finished(rollout_request(copy_rows(1)))) == 1
     for found, text in failed.values():
         assert found == reason and message in text
+
+
+async def test_what_an_episode_changes_in_place_is_no_other_episode_s(
+    store: Store, models: Models
+) -> None:
+    """In the worker itself all episodes of a group begin with one task."""
+    async with running_episodes(store, models.first, **ALLOWED) as episodes:
+        counted = await episodes.finished(
+            rollout_request(
+                copy_rows(1),
+                environment=f"{HERE}:Counting",
+                settings={"flaw": ""},
+                sample_count=16,
+                max_new_tokens=50,
+            )
+        )
+        settings = {"generate": f"{HERE}:counting"}
+        asked = await episodes.finished(rollout_request(copy_rows(1), settings=settings))
+    turns = [sample.columns["reward"] for sample in store.samples(counted["g0"])]
+    assert max(turns) == 2 and turns.count(2.0) > 1
+    assert [sample.columns["reward"] for sample in store.samples(asked["g0"])] == [1.0] * 4
 
 
 @pytest.mark.parametrize(
