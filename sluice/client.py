@@ -645,9 +645,14 @@ class RolloutClient(Client):
         return list(response.cancelled_group_ids)
 
     async def list_environments(self) -> list[rollout_pb.Environment]:
-        request = rollout_pb.ListEnvironmentsRequest()
-        response = await self._call(self.stub.ListEnvironments, request)
-        return list(response.environments)
+        return list((await self._describe()).environments)
+
+    async def vocabulary(self) -> str:
+        """Digest of what prompts are encoded with; empty where nobody can say."""
+        return (await self._describe()).vocabulary
+
+    async def _describe(self) -> rollout_pb.ListEnvironmentsResponse:
+        return await self._call(self.stub.ListEnvironments, rollout_pb.ListEnvironmentsRequest())
 
 
 class RouterClient(Client):

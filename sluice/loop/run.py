@@ -67,6 +67,7 @@ from sluice.loop.training import (
 from sluice.loop.workers import EpisodeWorkers, Task, build_request, check_teachers, teacher_of
 from sluice.place import place_of, within
 from sluice.runtime.recovery import NotReadyError, wait_until_ready
+from sluice.samples.vocabulary import check_same
 
 if TYPE_CHECKING:
     from sluice.loop.run_archive import RunArchive  # nobody else needs obstore
@@ -116,8 +117,8 @@ class TrainerRun(ABC, Generic[C]):
         """
         config = self.config
         check_ledger(self.ledger, latest_run_checkpoint(self._run_checkpoints))
-        await wait_for_trainer(self.trainer, config.service_timeout_seconds)
-        await self._check_services()
+        trainer = await wait_for_trainer(self.trainer, config.service_timeout_seconds)
+        await self._check_services(trainer)
         self._retained = Retention(
             config.retention,
             config.store_place,
@@ -156,7 +157,7 @@ class TrainerRun(ABC, Generic[C]):
         """Other services by name that use the store; the caller closes the clients."""
         return {}
 
-    async def _check_services(self) -> None:
+    async def _check_services(self, trainer: trainer_pb.Trainer) -> None:
         """Waits for other services. Raises ConfigError for those that cannot do their part."""
 
     @abstractmethod
@@ -523,11 +524,12 @@ class TrainingRun(TrainerRun[RunConfig]):
             await self.critic.close()
         await super().close()
 
-    async def _check_services(self) -> None:
-        await self.workers.refresh()
+    async def _check_services(self, trainer: trainer_pb.Trainer) -> None:
+        for address, vocabulary in (await self.workers.vocabularies()).items():
+            check_same(f"tokenizer: the episode worker {address}", vocabulary, trainer.vocabulary)
         await self._teachers.check(self.trainer, self.report.note)
         if self.config.weight_transport == "collective":
-            self._write_behind = (await self.trainer.get()).write_behind
+            self._write_behind = trainer.write_behind
         if self.config.deterministic:
             if self._write_behind:
                 raise ConfigError(

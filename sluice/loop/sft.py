@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 
 from sluice import faults
+from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.config import ConfigError
 from sluice.loop.config import AlgorithmConfig, RowsConfig, SftConfig
 from sluice.loop.ledger import LedgerGroup
@@ -27,6 +28,7 @@ from sluice.samples.blobs import open_blobs
 from sluice.samples.chat_template import ChatTemplate, ChatTemplateError
 from sluice.samples.sample import Sample
 from sluice.samples.tokenizer import TextTokenizer
+from sluice.samples.vocabulary import check_same, vocabulary_digest
 
 if TYPE_CHECKING:
     from sluice.loop.run_archive import RunArchive  # nobody else needs obstore
@@ -278,6 +280,13 @@ class SftRun(TrainerRun[SftConfig]):
         self._blobs = open_blobs(config.store_place, config.store_cache)
         self._algorithm = AlgorithmConfig(loss=config.loss)
         self._published = False
+
+    async def _check_services(self, trainer: trainer_pb.Trainer) -> None:
+        check_same(
+            f"tokenizer: {self.config.tokenizer}",
+            vocabulary_digest(self.config.tokenizer),
+            trainer.vocabulary,
+        )
 
     async def train(self) -> None:
         """All steps that are left, a last run checkpoint, and the weights published."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import ClientCache, EngineClient, RemoteError, RouterClient, TrainerClient
-from sluice.config import ConfigError
 from sluice.loop import trace
 from sluice.loop.config import RunConfig
 from sluice.loop.ledger import LedgerGroup
@@ -16,6 +15,7 @@ from sluice.runtime.recovery import NotReadyError, wait_until_ready
 from sluice.runtime.security import SecurityConfig
 from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import top_columns
+from sluice.samples.vocabulary import check_same
 
 COLUMN = "teacher_logprobs"
 ATTEMPTS = 5  # of a teacher that is lost meanwhile
@@ -128,11 +128,7 @@ class Teachers:
         own = (await wait_for_trainer(student, seconds)).vocabulary
         for name in self._config.teachers:
             theirs = await self._vocabulary(name)
-            if own and theirs and own != theirs:
-                raise ConfigError(
-                    f"teachers.{name}: has another vocabulary than the trainer (digests {theirs} "
-                    f"and {own}): its log-probs would be of other tokens"
-                )
+            check_same(f"teachers.{name}:", theirs, own)
             if not (own and theirs):
                 who = f"teacher {name}" if own else "the trainer"
                 note(f"{who} has no tokenizer.json: whether vocabularies agree is not known")

@@ -303,6 +303,21 @@ class EpisodeWorkers:
         self._worker_count = len(addresses)
         return addresses
 
+    async def vocabularies(self) -> dict[str, str]:
+        """Returns digests of what the workers encode prompts with, of those that answer.
+
+        Waits for the first worker. Raises NoWorkerError.
+        """
+        found = {}
+        for address in await self.refresh():
+            try:
+                found[address] = await self._clients[address].vocabulary()
+            except RemoteError as error:
+                if not is_passing(error):
+                    raise
+                logger.warning("episode worker %s was not asked for its tokens: %s", address, error)
+        return found
+
     async def _addresses(self) -> list[str]:
         workers = await self._list()
         active = [w.address for w in workers if w.state == router_pb.ENGINE_STATE_ACTIVE]

@@ -8,6 +8,8 @@ from typing import Any
 
 import xxhash
 
+from sluice.config import ConfigError
+
 
 def vocabulary_digest(directory: Path) -> str:
     """Returns a digest of the tokens by id, added ones too; empty where there is no fast tokenizer.
@@ -20,6 +22,15 @@ def vocabulary_digest(directory: Path) -> str:
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return ""  # who encodes texts refuses the file by name
     return xxhash.xxh3_128_hexdigest(json.dumps(sorted(tokens.items())).encode())
+
+
+def check_same(who: str, theirs: str, own: str) -> None:
+    """Raises ConfigError for another vocabulary than the trainer's, where both are known."""
+    if own and theirs and own != theirs:
+        raise ConfigError(
+            f"{who} has another vocabulary than the trainer's model (digests {theirs} and {own}): "
+            "the same ids are other tokens"
+        )
 
 
 def _tokens(tokenizer: Any) -> dict[int, str]:

@@ -130,6 +130,19 @@ def test_other_rows_are_no_continuation(folder: Path, whole: str) -> None:
     assert "another rows.file, rows_per_step, seed or tokenizer" in again.stderr
 
 
+def test_a_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = build_tiny_qwen3(tmp_path / "other", 0)
+    document = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = document["model"]["vocab"]
+    vocabulary["0"], vocabulary["1"] = vocabulary["1"], vocabulary["0"]
+    (other / "tokenizer.json").write_text(json.dumps(document))
+    (other / "chat_template.jinja").write_text(TEMPLATE)
+    refused = run(folder, "other-tokens", tokenizer=str(other))
+    assert refused.returncode == 2, refused.stderr
+    assert "has another vocabulary than the trainer's model" in " ".join(refused.stderr.split())
+    assert not read_metrics(folder / "other-tokens" / "run")
+
+
 def test_adapters_learn_and_another_run_begins_at_them(folder: Path, whole: str) -> None:
     rank = {"rank": 8}
     first = run(folder, "adapters", lora=rank)

@@ -1,4 +1,4 @@
-"""Teachers of both kinds in real runs: killed, and of another vocabulary."""
+"""Teachers of both kinds in real runs: killed, and who has another vocabulary than the trainer."""
 
 import json
 import math
@@ -60,16 +60,37 @@ def test_teachers_that_are_killed_miss_no_row(taught: Stack) -> None:
         assert held == [group.environment == "early"] * len(samples)
 
 
-def test_a_teacher_of_another_vocabulary_is_refused_before_anything_runs(
-    tmp_path: Path, taught: Stack
-) -> None:
-    model = build_tiny_qwen3(tmp_path / "model", 3)
-    tokenizer = (model / "tokenizer.json").read_text()
-    document = json.loads(tokenizer)
+def build_swapped(directory: Path) -> Path:
+    """A model for which 0 and 1 are each other's tokens."""
+    model = build_tiny_qwen3(directory, 3)
+    document = json.loads((model / "tokenizer.json").read_text())
     vocabulary = document["model"]["vocab"]
     vocabulary["0"], vocabulary["1"] = vocabulary["1"], vocabulary["0"]
     (model / "tokenizer.json").write_text(json.dumps(document))
-    engine = {**ENGINE, "model": str(model)}
+    return model
+
+
+def test_a_worker_whose_tokenizer_is_another_model_s_is_refused_before_anything_runs(
+    tmp_path: Path,
+) -> None:
+    config = {"tokenizer": str(build_swapped(tmp_path / "other")), "engine": ENGINE}
+    stack = start_stack(tmp_path / "stack", rollout={"kind": "rollout", "config": config})
+    try:
+        training = stack.train("odd")
+        output, _ = training.process.communicate()
+        assert training.process.returncode == 2, output
+        told = " ".join(output.split())
+        assert "tokenizer: the episode worker" in told
+        assert "has another vocabulary than the trainer's model" in told
+        assert not training.groups("issued")
+    finally:
+        stop_stack(stack)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused_before_anything_runs(
+    tmp_path: Path, taught: Stack
+) -> None:
+    engine = {**ENGINE, "model": str(build_swapped(tmp_path / "model"))}
     asked = {"roles": ["engine"], "engine_id": "odd-0", "pool": "odd", "engine": engine}
     stack = start_stack(tmp_path / "stack", odd={"kind": "rollout", "config": asked})
     try:

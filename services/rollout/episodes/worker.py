@@ -62,6 +62,7 @@ from sluice.runtime.waits import Waits
 from sluice.runtime.wire import evaluation_report
 from sluice.samples.blobs import Blobs, open_blobs
 from sluice.samples.tokenizer import TextTokenizer
+from sluice.samples.vocabulary import vocabulary_digest
 
 logger = logging.getLogger(__name__)
 
@@ -306,8 +307,9 @@ async def _rollout_of(entry: _OpeningRollout) -> Rollout:
 class RolloutServicer(pb_grpc.RolloutServiceServicer):
     """Serves one episode worker."""
 
-    def __init__(self, rollouts: Rollouts, environments: Environments) -> None:
+    def __init__(self, rollouts: Rollouts, environments: Environments, vocabulary: str) -> None:
         self._rollouts, self._environments = rollouts, environments
+        self._vocabulary = vocabulary
 
     async def Rollout(
         self, request: pb.RolloutRequest, context: Any
@@ -353,7 +355,7 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
         for name in self._environments.names:
             schema = json.dumps(self._environments.settings_schema(name))
             environments.append(pb.Environment(name=name, settings_schema=schema))
-        return pb.ListEnvironmentsResponse(environments=environments)
+        return pb.ListEnvironmentsResponse(environments=environments, vocabulary=self._vocabulary)
 
 
 class EpisodeWorker:
@@ -394,7 +396,8 @@ class EpisodeWorker:
         )
         tools = GroupTools(self.tokenizer, self.sampler, self._spool, waits, self.images)
         self._rollouts = Rollouts(episodes, self._environments, tools)
-        self.servicer = RolloutServicer(self._rollouts, self._environments)
+        vocabulary = vocabulary_digest(config.tokenizer_directory)
+        self.servicer = RolloutServicer(self._rollouts, self._environments, vocabulary)
 
     async def drain(self, seconds: float) -> None:
         """Let rollouts end for so long; the rest goes on at another worker."""

@@ -208,7 +208,9 @@ class Environment(_message.Message):
     def __init__(self, name: _Optional[str] = ..., settings_schema: _Optional[str] = ...) -> None: ...
 
 class ListEnvironmentsResponse(_message.Message):
-    __slots__ = ("environments",)
+    __slots__ = ("environments", "vocabulary")
     ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FIELD_NUMBER: _ClassVar[int]
     environments: _containers.RepeatedCompositeFieldContainer[Environment]
-    def __init__(self, environments: _Optional[_Iterable[_Union[Environment, _Mapping]]] = ...) -> None: ...
+    vocabulary: str
+    def __init__(self, environments: _Optional[_Iterable[_Union[Environment, _Mapping]]] = ..., vocabulary: _Optional[str] = ...) -> None: ...
