@@ -55,7 +55,10 @@ def _read_parquet(path: Path) -> list[tuple[str, Any]]:
     # what is damaged may also be no text, or no date
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise PromptFileError(f"{path}: not Parquet: {error}") from None
-    return [(f"{path}: row {number}", _as_json(row)) for number, row in enumerate(rows, 1)]
+    return [
+        (f"{path}: row {number}", {key: _as_json(value) for key, value in row.items()})
+        for number, row in enumerate(rows, 1)
+    ]
 
 
 def _as_json(value: Any) -> Any:
@@ -63,8 +66,17 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, bytes):
         return data_url(value)
     if isinstance(value, dict):
-        return {key: _as_json(each) for key, each in value.items()}
+        return {key: _as_json(each) for key, each in value.items() if _is_there(value, key)}
     return [_as_json(each) for each in value] if isinstance(value, list) else value
+
+
+def _is_there(struct: Mapping[str, Any], key: str) -> bool:
+    """Every struct has the keys of all its column's, null where it lacks one.
+
+    Chat templates would write those, or take a message for a call. A message's content is there.
+    """
+    is_content = key == "content" and isinstance(struct.get("role"), str)
+    return struct[key] is not None or is_content
 
 
 def check_carried(where: str, row: Mapping[str, Any]) -> None:

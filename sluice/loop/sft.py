@@ -223,7 +223,8 @@ class ConversationRows:
 
     def _tokenise(self, row: Mapping[str, Any]) -> list[MaskedTokens]:
         if row.get("messages"):
-            return mask_conversation(self._tokenizer, row["messages"], row.get("tools"))
+            tools = row.get("tools") or None  # as rollouts show them
+            return mask_conversation(self._tokenizer, row["messages"], tools)
         return [mask_answer(self._tokenizer, row["prompt"], row["answer"])]
 
 
@@ -240,6 +241,9 @@ def _check(where: str, row: Mapping[str, Any]) -> None:
         return
     if not isinstance(messages, list):
         raise PromptFileError(f"{where}: messages must be a list")
+    tools = row.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise PromptFileError(f"{where}: tools must be a list of objects, not a text of one")
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise PromptFileError(f"{where}: messages[{number}] needs a role")

@@ -229,7 +229,7 @@ def teacher_of(config: RunConfig, share: EnvironmentShare, task: Task) -> str:
     if not config.teachers:
         return ""
     name = share.teacher
-    if isinstance(task, Mapping) and "teacher" in task:
+    if isinstance(task, Mapping) and task.get("teacher") is not None:
         name = str(task["teacher"])
     if name not in config.teachers:
         what = f"names the teacher {name!r}" if name else "names no teacher"

@@ -16,8 +16,29 @@ from sluice.loop.row_files import PromptFileError
 from sluice.loop.sft import ConversationRows
 from sluice.samples.arrow import decode_group
 from sluice.samples.tokenizer import TextTokenizer
+from tests.unit.samples.test_conversations import make_tokenizer
 
 ROWS: list[dict[str, Any]] = [{"prompt": f"{i}=", "answer": f"{i}{i}"} for i in range(7)]
+
+
+def tool(name: str, argument: str) -> dict[str, Any]:
+    properties = {argument: {"type": "integer"}}
+    return {"name": name, "parameters": {"type": "object", "properties": properties}}
+
+
+TOOLS = [tool("add", "number"), tool("write", "content")]
+CALL: list[dict[str, Any]] = [
+    {"role": "user", "content": "1"},
+    {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {"n": 2}}]},
+    {"role": "tool", "content": "3", "name": "add"},
+    {"role": "assistant", "content": "3"},
+]
+CALLING = (  # as templates of Llama (a key that is there) and of DeepSeek (a content that is none)
+    "{% if tools is not none %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
+    "{% for m in messages %}{{ m.role }}:"
+    "{% if 'tool_calls' in m %}{{ m.content is none }}{{ m.tool_calls | tojson }}"
+    "{% else %}{{ m.content }}{% endif %};{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +73,15 @@ def test_steps_depend_on_seed_and_file_alone(tokenizer: TextTokenizer, tmp_path:
     assert load(tokenizer, tmp_path / "rows.parquet").step(4).digest == first.step(4).digest
 
 
+def test_a_conversation_of_parquet_says_what_it_says_in_jsonl(tmp_path: Path) -> None:
+    """Each struct of Parquet has the keys of all others, null where it lacks one."""
+    tokenizer = make_tokenizer(tmp_path, CALLING)
+    rows = [{"messages": CALL, "tools": TOOLS}, {"messages": CALL[:1] + CALL[3:], "tools": []}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    wanted = load(tokenizer, write(tmp_path / "rows.jsonl", rows)).step(0)
+    assert load(tokenizer, tmp_path / "rows.parquet").step(0).digest == wanted.digest
+
+
 def test_samples_are_valid_rows_of_a_blob(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     rows = load(tokenizer, write(tmp_path / "rows.jsonl", ROWS)).step(1)
     samples = decode_group(rows.data)
@@ -68,6 +98,8 @@ def test_samples_are_valid_rows_of_a_blob(tokenizer: TextTokenizer, tmp_path: Pa
         ([], "must be an object"),
         ({"prompt": "1="}, "give `messages`, or `prompt` and `answer`"),
         ({"messages": "hello"}, "must be a list"),
+        ({"messages": CALL, "tools": json.dumps(TOOLS)}, "tools must be a list of objects"),
+        ({"messages": CALL, "tools": TOOLS[0]}, "tools must be a list of objects"),
         ({"messages": [{"content": "1"}]}, r"messages\[0\] needs a role"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\] needs a content"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "must be one text"),

@@ -58,11 +58,11 @@ def test_a_row_far_down_that_names_no_teacher_is_found_before_anything_runs(tmp_
     rows = [{"prompt": "1=", "answer": "1"}] * 500
     path = tmp_path / "rows.jsonl"
     config = parse(**DISTIL, teachers=ONE)
-    for last in ({}, {"teacher": "bgi"}):
+    for last in ({}, {"teacher": None}, {"teacher": "bgi"}):
         written = [*rows, {**rows[0], **last}]
         path.write_text("".join(json.dumps(row) + "\n" for row in written))
         source = load_prompts(PromptsConfig(file=path), 0)
-        if not last:
+        if not last.get("teacher"):
             check_teachers(config, config.shares[""], source)
             continue
         with pytest.raises(ConfigError, match="names the teacher 'bgi'"):
