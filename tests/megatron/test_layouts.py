@@ -320,6 +320,7 @@ def test_biases_of_routers_stay_float32_in_a_bfloat16_model(
         ({"rope_interleave": False}, "rope_interleave"),
         ({"norm_topk_prob": False}, "norm_topk_prob"),
         ({"num_experts_per_tok": 6}, "not two a group"),
+        ({"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, "num_experts_per_tok is 1"),
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
             "mscale",

@@ -42,6 +42,9 @@ DEEP = {
 }
 DEEP_DENSE = replace(DENSE, settings={**DENSE.settings, **DEEP}, of="deep")
 DEEP_NEXT = replace(NEXT, settings={**NEXT.settings, **DEEP, "mlp_only_layers": [1]}, of="deep")
+ONE_KEY_HEAD = replace(  # that tensor ranks share
+    DENSE, settings={**DENSE.settings, "num_key_value_heads": 1}, of="one-key-head"
+)
 SCATTERED = {"tensor": 2, "sequence_parallel": True}
 OTHERS = [
     BY_NAME[name]
@@ -76,6 +79,8 @@ LAYOUTS = [
     pytest.param(DENSE, 2, SCATTERED, id="dense-TP2+SP"),
     pytest.param(DENSE, 2, {"pipeline": 2}, id="dense-PP2"),
     pytest.param(DENSE, 2, {}, id="dense-DP2"),
+    pytest.param(ONE_KEY_HEAD, 2, {"tensor": 2}, id="one-key-head-TP2"),
+    pytest.param(ONE_KEY_HEAD, 2, SCATTERED, id="one-key-head-TP2+SP", marks=fast),
     pytest.param(NEXT, 1, {}, id="next-single"),
     pytest.param(NEXT, 2, SCATTERED, id="next-TP2+SP", marks=fast),
     pytest.param(NEXT, 2, {"pipeline": 2}, id="next-PP2"),

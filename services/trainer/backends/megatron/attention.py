@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch.nn.attention.bias import causal_lower_right
@@ -117,6 +119,20 @@ class PackAttention(MegatronModule):  # type: ignore[misc]
             key, value = key.index_select(0, pack.keys), value.index_select(0, pack.keys)
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         return kernel(query[:, 0], key[:, 0], value[:, 0], pack.rows, scale, None)[:, None]
+
+
+class GatedSelfAttention(SelfAttention):  # type: ignore[misc]
+    """Megatron's attention with a gate of its output, under any count of tensor ranks.
+
+    Where several share a key head it gives each its own queries, but the gates of all of them.
+    """
+
+    def get_query_key_value_tensors(self, *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        query, key, value, gate = super().get_query_key_value_tensors(*args, **options)
+        heads = query.shape[2]
+        sharing = gate.shape[2] // heads  # ranks of one key head
+        own = parallel_state.get_tensor_model_parallel_rank() % sharing
+        return query, key, value, gate.narrow(2, own * heads, heads)
 
 
 class EnginePackAttention(MegatronModule):  # type: ignore[misc]

@@ -27,7 +27,11 @@ from megatron.core.transformer.transformer_layer import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from services.trainer.backends.megatron.attention import EnginePackAttention, PackAttention
+from services.trainer.backends.megatron.attention import (
+    EnginePackAttention,
+    GatedSelfAttention,
+    PackAttention,
+)
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.delta_net import WIDE, DeltaNet, delta_net_spec
 from services.trainer.backends.megatron.head import OutputHead, place_value_head
@@ -238,6 +242,8 @@ def _adapt_layer(layer: Any, config: TransformerConfig, transformer_engine: bool
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if config.attention_output_gate and not linear:
+        layer.self_attention.module = GatedSelfAttention
     if layer.mlp.module is MoELayer:
         # Checkpoints keep the names of TransformerEngine's layers. There the norm is fused into
         # the first linear layer, except before experts, where the stock table is wrong.

@@ -340,6 +340,11 @@ def _experts(source: ModelSource, config: MegatronConfig) -> dict[str, Any]:
     shape, hf_config = source.shape, source.hf_config
     if not shape.experts:
         return {"moe_token_dispatcher_type": "alltoall"}  # dense models need it to vary lengths
+    if hf_config.num_experts_per_tok == 1 and getattr(hf_config, "norm_topk_prob", True):
+        # One weight, normalised, is 1. Megatron has a sigmoid as it is, and refuses a softmax.
+        raise UnsupportedFeatureError(
+            "routers that normalise choose two experts or more: num_experts_per_tok is 1"
+        )
     return {
         "num_moe_experts": shape.experts,
         "moe_ffn_hidden_size": shape.moe_ffn,
