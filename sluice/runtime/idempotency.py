@@ -113,6 +113,16 @@ async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*running, return_exceptions=True)
 
 
+async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Runs what must not be left half done: cancelled, it is waited for before that is raised."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Runs all at once; the results in order. A failure or a cancellation ends the others too."""
     tasks = [asyncio.create_task(part) for part in work]

@@ -28,6 +28,7 @@ from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.client import RemoteError
 from sluice.durable import naming
 from sluice.place import is_bucket
+from sluice.runtime.idempotency import to_its_end
 from sluice.runtime.waits import Waits
 from sluice.weights.adapter import AdapterSpec, digest_base
 from sluice.weights.checkpoint import companion_files
@@ -231,12 +232,7 @@ class Publisher:
                 await (await ranks.run_behind(pb.FollowResponse(write_weights=command)))
                 faults.point("weights.written")
                 # A thread that is cancelled goes on, and an abort beside it would do damage.
-                fulfilling = asyncio.ensure_future(asyncio.to_thread(self._store.fulfil, staging))
-                try:
-                    record = await asyncio.shield(fulfilling)
-                except asyncio.CancelledError:
-                    await asyncio.wait([fulfilling])
-                    raise
+                record = await to_its_end(asyncio.to_thread(self._store.fulfil, staging))
         except BaseException as error:
             logger.error("weight version %d is lost: %s", staging.version, error)
             await self._lose(staging)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import psutil
@@ -10,12 +11,15 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import Engine, Generation, PauseMode, Sampling
+from services.rollout.engine.reference.engine import ReferenceEngine
 from services.rollout.errors import DigestMismatchError, NotQuietError, NoWeightsError
 from sluice.durable import scratch
 from sluice.weights.store import StoredVersion, WeightStore
 from tests.contract.engine.cases import SIZES, Model, StartEngine
 from tests.imported import import_checkpoint
+from tests.patience import PATIENCE
 
 PROMPT = [1, 2, 3, 10]
 
@@ -87,6 +91,32 @@ async def test_the_models_own_weights_are_read_again(
     await engine.resume()
     assert engine.status().base == base
     assert await greedy(engine, "after") == before
+
+
+async def test_whoever_has_an_engine_sleep_and_goes_away_costs_it_no_base(
+    qwen3: Model,
+) -> None:
+    """A loop may be killed while its engines fall asleep; what is prepared then is waited for."""
+    engine = ReferenceEngine(EngineConfig(model=str(qwen3.directory), threads=1))
+    await engine.start()
+    before, base = await greedy(engine, "before"), engine.status().base
+    await engine.pause(PauseMode.WAIT)
+    prepared = threading.Event()
+    engine._loader.submit(prepared.wait)
+    falling = asyncio.create_task(engine.sleep())
+    async with asyncio.timeout(PATIENCE):
+        while not engine.status().asleep:
+            await asyncio.sleep(0)
+        falling.cancel()
+        await asyncio.sleep(0)
+        prepared.set()
+        with pytest.raises(asyncio.CancelledError):
+            await falling
+    await engine.wake()
+    await engine.resume()
+    assert engine.status().base == base
+    assert await greedy(engine, "after") == before
+    await engine.close()
 
 
 async def test_memory_is_free_meanwhile(start_seeded_engine: StartEngine, tmp_path: Path) -> None:

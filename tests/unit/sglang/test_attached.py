@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -47,6 +47,8 @@ class Recorded:
         self.messages: list[dict[str, Any]] = []
         self.goes_on = asyncio.Event()  # until when /generate says no more than its messages
         self.goes_on.set()
+        self.holds = ""  # a path: it does what is asked there, and answers once it is let
+        self.came, self.let = asyncio.Event(), asyncio.Event()
         self.answers = {
             "/server_info": {**SERVER, "dtype": "float32", **server},
             "/openapi.json": openapi(),
@@ -67,6 +69,9 @@ class Recorded:
             events = [*map(json.dumps, self.messages), "[DONE]"]
             body = "".join(f"data: {event}\n\n" for event in events).encode()
             await self.goes_on.wait()
+        if path == self.holds:
+            self.came.set()
+            await self.let.wait()
         writer.write(
             b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
             + f"Content-Length: {len(body)}\r\n\r\n".encode()
@@ -317,3 +322,65 @@ async def test_small_changes_may_be_lost_where_a_server_narrows_weights_itself(
         else:
             await engine.commit(new.version, PauseMode.WAIT)
             assert engine.status().version == new.version
+
+
+async def given_up(recorded: Recorded, path: str, work: Coroutine[Any, Any, object]) -> None:
+    """Has the caller go away once the server is at what it was asked for, which it then ends."""
+    recorded.holds = path
+    recorded.came.clear()
+    recorded.let.clear()
+    task = asyncio.create_task(work)
+    async with asyncio.timeout(PATIENCE):
+        await recorded.came.wait()
+        task.cancel()
+        await asyncio.sleep(0)
+        recorded.let.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    recorded.holds = ""
+
+
+async def test_a_commit_whose_caller_goes_away_is_one_all_the_same(
+    record: StoredVersion, tmp_path: Path
+) -> None:
+    """The server has the weights: under the number before they would be told, and share prompts."""
+    recorded = Recorded()
+    async with attached(tmp_path, recorded) as engine:
+        await engine.prepare(record.version, record.digest, record.directory)
+        commit = engine.commit(record.version, PauseMode.IN_PLACE)
+        await given_up(recorded, "/update_weights_from_disk", commit)
+        assert engine.status().version == record.version
+        assert recorded.asked[-1] == "/continue_generation"
+        assert engine.status().restorable_version == record.version
+        await ask_once(engine, recorded)
+        assert recorded.bodies[-1]["extra_key"] == f"{record.version}:{record.digest}"
+
+
+async def ask_once(engine: SglangEngine, recorded: Recorded) -> None:
+    meta = {"output_token_logprobs": [[-1.0, 3, None]], "prompt_tokens": 1, "completion_tokens": 1}
+    recorded.messages = [
+        {"output_ids": [3], "meta_info": meta | {"finish_reason": {"type": "length"}}}
+    ]
+    await asyncio.wait_for(ask(engine), PATIENCE)
+
+
+async def test_pauses_and_sleep_whose_caller_goes_away_are_known(
+    record: StoredVersion, tmp_path: Path
+) -> None:
+    """What the server does of them is done here too, or it would be left asleep, or paused."""
+    recorded = Recorded(enable_memory_saver=True)
+    async with attached(tmp_path, recorded) as engine:
+        await engine.prepare(record.version, record.digest, record.directory)
+        await given_up(recorded, "/pause_generation", engine.pause(PauseMode.WAIT))
+        await given_up(recorded, "/continue_generation", engine.resume())
+        await ask_once(engine, recorded)
+        await engine.pause(PauseMode.WAIT)
+        assert recorded.asked[-1] == "/pause_generation"
+        await given_up(recorded, "/release_memory_occupation", engine.sleep())
+        assert engine.status().asleep
+        await given_up(recorded, "/resume_memory_occupation", engine.wake())
+        await engine.wake()
+        assert recorded.asked.count("/resume_memory_occupation") == 1
+        await engine.commit(record.version, PauseMode.IN_PLACE)
+        await engine.resume()
+        await ask_once(engine, recorded)

@@ -55,6 +55,7 @@ from services.rollout.errors import (
 from sluice import platform
 from sluice.priority import lower_priority
 from sluice.runtime.errors import ServiceError
+from sluice.runtime.idempotency import to_its_end
 from sluice.weights.manifest import Manifest, ShardFile
 from sluice.weights.transfer.group import Receiver
 from sluice.weights.transfer.plan import Membership
@@ -451,8 +452,10 @@ class ReferenceEngine(Engine):
         return time.monotonic() - began, gone
 
     async def sleep(self) -> None:
-        if self._core.asleep:
-            return
+        if not self._core.asleep:
+            await to_its_end(self._sleep())
+
+    async def _sleep(self) -> None:
         base = self._core.base
         freed = await self._thread.call(self._core.sleep)
         await self._load(lambda: None)  # what was being prepared is by now
@@ -463,9 +466,11 @@ class ReferenceEngine(Engine):
         await self._load(partial(self._free, freed))
 
     async def wake(self) -> None:
+        if self._core.asleep:
+            await to_its_end(self._wake())
+
+    async def _wake(self) -> None:
         """Weights of `config.model`, which adapters are put on, are read again if they served."""
-        if not self._core.asleep:
-            return
         if (base := self._base_asleep) is not None:
             path = Path(self._config.model or "")
             read = self._opening(path)

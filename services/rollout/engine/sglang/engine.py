@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -62,6 +62,7 @@ from services.rollout.errors import (
 )
 from sluice.api.rollout.v1 import engine_node_service_pb2_grpc as pb_grpc
 from sluice.runtime.errors import QueueFullError, ServiceError
+from sluice.runtime.idempotency import to_its_end
 from sluice.weights.checkpoint import CheckedShards
 from sluice.weights.manifest import Manifest, ShardFile
 from sluice.weights.transfer.plan import HANDLES, Membership
@@ -113,8 +114,7 @@ class SglangEngine(Engine):
                 await self._replica.take_over(model)
             else:
                 await self._replica.launch(model)
-            self._settle(model)
-            self._restorable = model
+            self._serve(model)
         self._keeper = asyncio.create_task(self._keep(), name="sglang")
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
@@ -198,13 +198,16 @@ class SglangEngine(Engine):
             self._paused = mode
             self._gate.shut()
             await self._drain(mode)
-            await self._replica.pause()
+            await to_its_end(self._replica.pause())
 
     async def resume(self) -> None:
         async with self._changing:
-            self._paused = None
-            await self._replica.resume()
-            self._gate.open()
+            await to_its_end(self._resume())
+
+    async def _resume(self) -> None:
+        self._paused = None
+        await self._replica.resume()
+        self._gate.open()
 
     async def prepare(self, version: int, digest: str, directory: Path) -> None:
         began = time.monotonic()
@@ -257,11 +260,9 @@ class SglangEngine(Engine):
                     self._check_fits(self._serving, new)
                 if not self._replica.is_up:
                     self._pause_seconds = await self._timed(self._replica.launch(new))
+                    self._serve(new)
                 else:
-                    async with self._still(mode):
-                        await self._swap(new)
-                self._settle(new)
-            self._restorable = new
+                    await self._still(mode, partial(self._swap, new))
             return self._pause_seconds
 
     async def _commit_adapter(self, adapter: DiskAdapter, mode: PauseMode) -> float:
@@ -277,12 +278,12 @@ class SglangEngine(Engine):
             finally:
                 self._gate.open()
         else:
-            await self._replica.serve_adapter(adapter)
+            await to_its_end(self._replica.serve_adapter(adapter))
         return self._pause_seconds
 
     async def _abort_and_serve(self, adapter: DiskAdapter) -> None:
         await self._drain(PauseMode.ABORT)
-        await self._replica.serve_adapter(adapter)
+        await to_its_end(self._replica.serve_adapter(adapter))
 
     def check_incoming(self, manifest: Manifest) -> None:
         if manifest.adapter is not None:
@@ -308,20 +309,23 @@ class SglangEngine(Engine):
                 "have it read versions from memory of the host"
             )
         async with self._changing:
-            await self._replica.join(groups, seconds)
+            await to_its_end(self._replica.join(groups, seconds))
 
     async def receive(self, incoming: IncomingWeights) -> None:
         end = time.monotonic() + incoming.seconds
         self.check_incoming(incoming.manifest)
+        async with self._changing:
+            await self._still(incoming.mode, partial(self._receive, incoming, end))
+
+    async def _receive(self, incoming: IncomingWeights, end: float) -> None:
         assert self._serving is not None
-        async with self._changing, self._still(incoming.mode):
-            try:
-                await self._replica.receive(incoming, end)
-            except ServiceError:
-                await self._go_back()
-                raise
-            self._serving = self._serving.renamed(incoming.manifest)
-            self._replica.serving = (self._serving.version, self._serving.digest)
+        try:
+            await self._replica.receive(incoming, end)
+        except ServiceError:
+            await self._go_back()
+            raise
+        self._serving = self._serving.renamed(incoming.manifest)
+        self._replica.serving = (self._serving.version, self._serving.digest)
 
     def status(self) -> EngineStatus:
         serves = self._replica.is_up and not (self._is_blank or self._is_reviving)
@@ -367,17 +371,23 @@ class SglangEngine(Engine):
             if self._paused is None or self._load.inside:
                 raise NotQuietError("pause the engine, by abort or after its requests, to sleep")
             self._replica.check_sleep()
-            if self._replica.is_up:
-                await self._replica.release_memory()
-                self._has_released = True
-            self._is_asleep = self._is_blank = True
+            await to_its_end(self._sleep())
+
+    async def _sleep(self) -> None:
+        if self._replica.is_up:
+            await self._replica.release_memory()
+            self._has_released = True
+        self._is_asleep = self._is_blank = True
 
     async def wake(self) -> None:
         async with self._changing:
             if self._is_asleep:
-                if self._has_released:
-                    await self._replica.resume_memory()
-                self._is_asleep = self._has_released = False
+                await to_its_end(self._wake())
+
+    async def _wake(self) -> None:
+        if self._has_released:
+            await self._replica.resume_memory()
+        self._is_asleep = self._has_released = False
 
     def services(self) -> Sequence[EngineService]:
         if self._replica.nodes is None:
@@ -415,24 +425,30 @@ class SglangEngine(Engine):
         if self._is_reviving or not self._replica.is_up:
             raise EngineFailedError("SGLang is being restarted")
 
-    @contextlib.asynccontextmanager
-    async def _still(self, mode: PauseMode) -> AsyncIterator[None]:
-        """Stops decoding for the block; the time counts as a pause. A paused engine stays so."""
+    async def _still(self, mode: PauseMode, change: Callable[[], Awaitable[None]]) -> None:
+        """Stops decoding for a change; the time counts as a pause. A paused engine stays so.
+
+        Whoever asks may give up until decoding has stopped: the server makes a change that it was
+        asked for whoever waits, and what it serves then must be known here.
+        """
         self._gate.shut()
         try:
             if self._paused is None:
                 await self._drain(mode)
-            began = time.monotonic()
-            await self._replica.pause()
-            try:
-                yield
-            finally:
-                if self._paused is None and self._replica.is_up:
-                    await self._replica.resume()
-                self._pause_seconds = time.monotonic() - began
+            await to_its_end(self._change(change))
         finally:
             if self._paused is None and self._serving is not None:
                 self._gate.open()
+
+    async def _change(self, change: Callable[[], Awaitable[None]]) -> None:
+        began = time.monotonic()
+        await self._replica.pause()
+        try:
+            await change()
+        finally:
+            if self._paused is None and self._replica.is_up:
+                await self._replica.resume()
+            self._pause_seconds = time.monotonic() - began
 
     async def _drain(self, mode: PauseMode) -> None:
         """Waits for, or ends, what has a slot, as `mode` says; waits where nothing can be held."""
@@ -454,6 +470,11 @@ class SglangEngine(Engine):
         except ServiceError:
             await self._go_back()
             raise
+        self._serve(version)
+
+    def _serve(self, version: DiskVersion) -> None:
+        self._settle(version)
+        self._restorable = version
 
     async def _go_back(self) -> None:
         """Serves the last version that is on the disk of this host, or nothing."""
