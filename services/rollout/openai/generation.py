@@ -20,6 +20,7 @@ from services.rollout.episodes.images import Images
 from services.rollout.episodes.sampler import Sampler, SamplingPrompt
 from sluice.client import new_request_id
 from sluice.runtime.idempotency import all_of
+from sluice.samples.messages import text_of
 from sluice.samples.sample import MediaSpan
 from sluice.samples.tokenizer import TextTokenizer, off_loop
 
@@ -146,6 +147,7 @@ class ToolCalls:
     def restore(self, message: Mapping[str, Any], recorded: Mapping[str, str]) -> Mapping[str, Any]:
         """Returns a message whose calls were found here as it was sampled; any other as it is.
 
+        So is one that its caller has rewritten: a call left out, say, or other arguments.
         recorded: further texts, by the id of a call.
         """
         calls = message.get("tool_calls")
@@ -153,10 +155,30 @@ class ToolCalls:
             return message
         ids = [str(call.get("id")) for call in calls]
         texts = {recorded.get(call_id) or self._texts.get(call_id) for call_id in ids}
-        if len(texts) != 1 or None in texts:
+        if len(texts) != 1:
             return message
         (text,) = texts
+        if text is None or not _is_said(text, message, calls):
+            return message
         return {"role": message.get("role"), "content": text}
+
+
+def _is_said(text: str, message: Mapping[str, Any], calls: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a message says what was sampled; what stands before its calls may be left out."""
+    before, _, _ = text.partition(OPEN)
+    if (content := text_of(message).strip()) and content != before.strip():
+        return False
+    try:
+        sent = [(call["function"]["name"], _arguments_of(call)) for call in calls]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return False
+    return sent == [(call.name, call.arguments) for call in parse_calls(text)]
+
+
+def _arguments_of(call: Mapping[str, Any]) -> Any:
+    """Returns the arguments of a call that a caller sent; some send them as they read them."""
+    arguments = call["function"]["arguments"]
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
 class CallFilter:

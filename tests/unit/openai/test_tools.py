@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -47,6 +48,41 @@ def test_calls_that_come_back_are_the_text_as_it_was_sampled() -> None:
     assert tools.restore(foreign, {}) == foreign
     mixed = {"role": "assistant", "tool_calls": [*calls, *foreign["tool_calls"]]}
     assert tools.restore(mixed, {}) == mixed
+
+
+@pytest.mark.parametrize(
+    ("change", "is_same"),
+    [
+        ({}, True),
+        ({"content": None}, True),
+        ({"content": [{"type": "text", "text": "I add.\n"}]}, True),
+        ({"content": "I subtract."}, False),
+        ({"calls": 1}, False),
+        ({"arguments": '{"b": 2,"a": 1}'}, True),
+        ({"arguments": {"a": 1, "b": 2}}, True),
+        ({"arguments": '{"a": 1, "b": 3}'}, False),
+        ({"arguments": '{"a": 1, "b": '}, False),
+        ({"arguments": "[" * 100_000}, False),
+        ({"arguments": None}, False),
+        ({"name": "subtract"}, False),
+    ],
+)
+def test_a_call_that_its_caller_has_rewritten_is_not_the_one_that_was_sampled(
+    change: dict[str, Any], is_same: bool
+) -> None:
+    """The model would read, and the next turn be trained on, what nobody sent."""
+    tools = ToolCalls()
+    add = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    text = f"I add.\n{add}\n{CALL}"
+    said, calls = tools.split(text)
+    sent = {
+        "role": "assistant",
+        "content": change.get("content", said),
+        "tool_calls": calls[: change.get("calls", 2)],
+    }
+    calls[0]["function"] |= {k: v for k, v in change.items() if k in ("name", "arguments")}
+    restored = {"role": "assistant", "content": text}
+    assert tools.restore(sent, {}) == (restored if is_same else sent)
 
 
 parts = st.lists(
