@@ -146,7 +146,10 @@ def _file_of(image: bytes | Image.Image) -> bytes:
 
 
 class _Catching(AbstractContextManager["_Catching"]):
-    """Keeps what a function raises, whatever its library calls it: the model gets to read it."""
+    """Keeps what a function raises, whatever its library calls it: the model gets to read it.
+
+    That a library would end the program (`sys.exit` of argparse) is no reason to end this one.
+    """
 
     raised = ""
 
@@ -156,7 +159,7 @@ class _Catching(AbstractContextManager["_Catching"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        if not isinstance(error, Exception):
+        if error is None:
             return False
         self.raised = f"{type(error).__name__}: {error}"
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,6 +50,8 @@ def calculate(expression: str) -> Any:
         return found
     if expression == "library":
         raise LibraryError("no such table")
+    if expression == "exit":
+        sys.exit("usage: calculate N")
     return eval(expression, {"__builtins__": {}})
 
 
@@ -146,6 +149,7 @@ def test_what_no_reader_of_json_takes_is_an_error_not_a_crash(body: str) -> None
         ("pi", "NameError"),
         ("1/0", "ZeroDivisionError"),
         ("library", "LibraryError: no such table"),
+        ("exit", "SystemExit: usage: calculate N"),
         ("loop", "ValueError"),
         ("{(1,): 2}", "TypeError"),
     ],
