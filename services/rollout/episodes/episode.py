@@ -181,7 +181,7 @@ class Episode:
         try:
             (delta,) = await self._sampler.sample(prompt)
         except EngineError as error:
-            if error.reason != "PROMPT_TOO_LONG" or not trajectory.response:
+            if error.reason != "PROMPT_TOO_LONG" or trajectory.last_token is None:
                 raise
             trajectory.end_full()
             return ""
@@ -250,7 +250,7 @@ async def take_steps(
             break
         conversation.check(step)
         shown = await images.show(step.messages, len(trajectory.media))
-        last_token = trajectory.response[-1] if trajectory.response else None
+        last_token = trajectory.last_token
         encode = partial(conversation.encode, episode.tokenizer, text, last_token, step)
         ids = await off_loop(conversation.length(step), encode)
         passage = images.images.expand(ids, shown)

@@ -238,8 +238,8 @@ class SampleImages:
 
     def ends(self, trajectory: Trajectory) -> bool:
         """Whether the model drew a placeholder: nothing is there to see, and nothing can follow."""
-        response = trajectory.response
-        return bool(response) and self.images.ends(response[-1])
+        last = trajectory.last_token
+        return last is not None and self.images.ends(last)
 
 
 NO_IMAGES = SampleImages(Images(ImageReader()))

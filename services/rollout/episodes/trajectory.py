@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -134,7 +135,12 @@ class Trajectory:
     @property
     def response(self) -> tuple[int, ...]:
         """What follows the prompt."""
-        return tuple(token for _, tokens in self._parts for token in tokens)
+        return tuple(chain.from_iterable(tokens for _, tokens in self._parts))
+
+    @property
+    def last_token(self) -> int | None:
+        """Of the response; None where there is none."""
+        return next((tokens[-1] for _, tokens in reversed(self._parts) if len(tokens)), None)
 
     @property
     def token_ids(self) -> tuple[int, ...]:

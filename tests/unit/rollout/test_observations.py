@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -16,6 +17,7 @@ from services.rollout.engine.wire import VersionBounds
 from services.rollout.environments.environment import Response, Reward, Step, Task, TaskError
 from services.rollout.environments.runner import InlineRunner
 from services.rollout.episodes.episode import Conversation, Episode, take_steps
+from services.rollout.episodes.images import NO_IMAGES
 from services.rollout.episodes.sampler import SamplingPrompt
 from services.rollout.episodes.trajectory import Trajectory
 from sluice.runtime.waits import Waits
@@ -225,6 +227,25 @@ def test_an_observation_nobody_answered_is_left_out() -> None:
     trajectory.end_full()
     sample = row(trajectory)
     assert sample.token_ids.tolist() == [7, 1, 2] and sample.finish_reason == "length"
+
+
+class Walked(tuple[int, ...]):
+    """Tells when somebody goes over all of its tokens."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("went over every token")
+
+
+def test_whether_an_answer_may_be_followed_is_told_by_its_last_token() -> None:
+    """Of a conversation of 100,000 tokens each turn would otherwise cost a hundredth second."""
+    trajectory = Trajectory([7])
+    assert trajectory.last_token is None and not NO_IMAGES.ends(trajectory)
+    for tokens in (Walked([1, 2]), np.array([3, 4], np.int32), Walked([5, 6])):
+        trajectory.add_observation([8])
+        trajectory.add_sampled(answer(0)._replace(token_ids=tokens))
+    assert trajectory.last_token == 6 and not NO_IMAGES.ends(trajectory)
+    trajectory.add_observation([])
+    assert trajectory.last_token == 6
 
 
 class Lecture(TalkEnvironment):
