@@ -93,7 +93,8 @@ def said(text: str, **choice: Any) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "text", ["Score: 1e400", "Score: 0x5", "Score: 5,5", "Score: 1_0", "Score: 9th"]
+    "text",
+    ["Score: 1e400", "Score: 0x5", "Score: 5,5", "Score: 1_0", "Score: 9th", "Score:\n* 8 of 9"],
 )
 async def test_a_judge_that_says_half_a_number_says_none(text: str) -> None:
     async with answering(headed(said(text))) as url:
@@ -110,6 +111,10 @@ async def test_a_judge_that_says_half_a_number_says_none(text: str) -> None:
         ("Score: 7.", "stop", 0.7),
         ("Score: 7/10", "length", 0.7),
         ("Score: 7\nfor", "length", 0.7),
+        ("**Score:** 7", "stop", 0.7),
+        ("**Score: 7**", "stop", 0.7),
+        ("Score: **7.5** of 10", "length", 0.75),
+        ("Score: **1", "length", None),
     ],
 )
 async def test_a_judge_that_is_cut_off_in_its_number_says_none(

@@ -28,7 +28,8 @@ from sluice.runtime.idempotency import all_of
 from sluice.samples.messages import text_of
 
 KEY = "JUDGE_API_KEY"  # set where the worker runs: no request carries a secret
-_NUMBER = re.compile(r"\s*(-?\d+(?:\.\d+)?)(?!\w|[.,]\d)")  # whole: no 1 of 1e3, no 5 of 5,5
+# Whole: no 1 of 1e3, no 5 of 5,5. Many judges write in bold: **Score:** 5, or Score: **5**.
+_NUMBER = re.compile(r"\s*(?:\*\*\s*)?(-?\d+(?:\.\d+)?)(?!\w|[.,]\d)")
 FIELDS = frozenset({"question", "answer", "response"})
 PROMPT = """Question:
 {question}
