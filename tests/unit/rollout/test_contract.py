@@ -50,8 +50,9 @@ def test_what_ships_keeps_to_it() -> None:
     tools = {"tools": {"add": "tests.unit.rollout.test_tools:add"}}
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     check_environment(ENVIRONMENTS["tools"], tools, [ROW], answers=[call])
-    for reward in ("exact_match", "f1", "choice", "math"):
-        check_environment(ENVIRONMENTS["prompts"], {"reward": reward}, [ROW])
+    letter = TaskRequest(row={"prompt": "1+1=", "answer": "B"})
+    for reward, row in (("exact_match", ROW), ("f1", ROW), ("choice", letter), ("math", ROW)):
+        check_environment(ENVIRONMENTS["prompts"], {"reward": reward}, [row])
     check_reward("tests.unit.rollout.test_graders:longest", {"bonus": 2.0}, [Task(prompt="x")])
 
 

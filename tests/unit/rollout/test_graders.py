@@ -147,6 +147,26 @@ def test_choice_knows_the_letters_of_the_task() -> None:
     assert graded("choice", "(e)", ["E", "D"], letters="ABCDE") == [1, 0]
 
 
+@pytest.mark.parametrize(
+    ("name", "answers", "values"),
+    [
+        ("choice", ["E"], {}),
+        ("choice", ["3"], {}),
+        ("choice", ["B) Paris"], {}),
+        ("choice", ["A", ""], {}),
+        ("exact_match", [" "], {"boxed": True}),
+        ("f1", ["Paris", ""], {"answer_tag": "answer"}),
+    ],
+)
+def test_a_task_whose_answer_nobody_or_silence_would_give_is_refused(
+    name: str, answers: list[str], values: dict[str, Any]
+) -> None:
+    task = Task(answer=answers[0], state={"answers": answers})
+    with pytest.raises(TaskError, match=r"is none of the letters ABCD|is empty") as caught:
+        graded(name, task, ["", "C"], **values)
+    assert caught.value.key == "row.answer"
+
+
 def test_math_compares_values() -> None:
     texts = [r"It is $\frac{2}{4}$.", "0.5", r"so \boxed{1/2}", "1/3", "no idea", ""]
     assert graded("math", r"\frac{1}{2}", texts) == [1, 1, 1, 0, 0, 0]

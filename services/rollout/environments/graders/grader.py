@@ -19,6 +19,7 @@ from services.rollout.environments.environment import (
     Reward,
     SettingError,
     Task,
+    TaskError,
     TextTokenizer,
     rewards_from,
 )
@@ -85,6 +86,16 @@ class AnswerSettings(Config):
         if self.answer_tag:
             return last_tagged(text, self.answer_tag).strip()
         return (last_boxed(text) if self.boxed else text).strip()
+
+    def right(self, task: Task) -> Sequence[str]:
+        """Returns all right answers, stripped.
+
+        Raises TaskError for an empty one where a mark is named: to leave it out would be right.
+        """
+        answers = [answer.strip() for answer in answers_of(task)]
+        if "" in answers and (self.answer_tag or self.boxed):
+            raise TaskError("row.answer", "is empty, and so is what has no mark of an answer")
+        return answers
 
 
 def answers_of(task: Task) -> Sequence[str]:

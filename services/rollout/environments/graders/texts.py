@@ -14,6 +14,7 @@ from services.rollout.environments.environment import (
     Reward,
     SettingError,
     Task,
+    TaskError,
     TextTokenizer,
 )
 from services.rollout.environments.graders.grader import AnswerSettings, Grader, answers_of, exact
@@ -35,7 +36,7 @@ class ExactMatch(Grader):
     _settings: ExactMatchSettings
 
     def grade(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
-        right = {self._fold(answer.strip()) for answer in answers_of(task)}
+        right = {self._fold(answer) for answer in self._settings.right(task)}
         answers = [self._settings.find(response.text) for response in responses]
         return [exact(self._fold(text) in right) for text in answers]
 
@@ -53,7 +54,7 @@ class F1(Grader):
     _settings: AnswerSettings
 
     def grade(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
-        wanted = [words(answer) for answer in answers_of(task)]
+        wanted = [words(answer) for answer in self._settings.right(task)]
         rewards = []
         for response in responses:
             found = words(self._settings.find(response.text))
@@ -71,10 +72,12 @@ class ChoiceSettings(AnswerSettings):
 class Choice(Grader):
     """Reads a letter, as in GPQA: the last of `answer ... X`, else the only letter.
 
-    `the answer is B`, `Answer: (B)`, `(B)`, `B.` are all B. No letter, or two, is no answer.
+    `the answer is B`, `Answer: (B)`, `(B)`, `B.` are all B. No letter, or two, is no answer. A
+    task whose own answer is none of the letters is refused: nobody could be right.
     """
 
     settings_type = ChoiceSettings
+    _settings: ChoiceSettings
 
     def __init__(self, settings: ChoiceSettings, tokenizer: TextTokenizer | None = None) -> None:
         super().__init__(settings)
@@ -89,6 +92,9 @@ class Choice(Grader):
 
     def grade(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
         right = {answer.strip().strip("().").upper() for answer in answers_of(task)}
+        if others := right - {*self._settings.letters}:
+            letters = self._settings.letters
+            raise TaskError("row.answer", f"{min(others)[:80]!r} is none of the letters {letters}")
         return [exact(self.find(response.text) in right) for response in responses]
 
     def find(self, text: str) -> str:
