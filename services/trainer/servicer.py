@@ -669,6 +669,7 @@ def describe(trainer: Trainer) -> pb.Trainer:
         asleep=state.asleep is not None,
         write_behind=trainer.config.transfer.write_behind,
         promised_version=trainer.publisher.promised,
+        max_row_tokens=trainer.max_row_tokens,
         adapters=[describe_adapter(policy) for policy in state.adapters.values()],
     )
     if state.weights is not None:

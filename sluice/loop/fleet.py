@@ -218,6 +218,18 @@ class EngineFleet:
                     "set engine.deterministic"
                 )
 
+    async def longest_sample(self, wait_seconds: float) -> int:
+        """Tokens that a sample may have, by the engines at hand; waits for the first of them."""
+        longest = 0
+        for engine in await self._wait("an engine", self._list_some, wait_seconds):
+            try:
+                described = await self._clients[engine.address].get()
+            except RemoteError as error:
+                logger.warning("engine %s: %s", engine.engine_id, error)
+                continue
+            longest = max(longest, described.max_model_length)
+        return longest
+
     async def addresses(self) -> dict[str, str]:
         """By name where the engines are that the router knows now."""
         return {f"engine {each.engine_id}": each.address for each in await self._list_alive()}

@@ -57,6 +57,7 @@ from sluice.loop.training import (
     TrainerLostError,
     TrainerRecovery,
     Work,
+    check_lengths,
     check_step,
     is_checkpoint_lost,
     layout_of,
@@ -527,6 +528,7 @@ class TrainingRun(TrainerRun[RunConfig]):
     async def _check_services(self, trainer: trainer_pb.Trainer) -> None:
         for address, vocabulary in (await self.workers.vocabularies()).items():
             check_same(f"tokenizer: the episode worker {address}", vocabulary, trainer.vocabulary)
+        await self._check_lengths(trainer)
         await self._teachers.check(self.trainer, self.report.note)
         if self.config.weight_transport == "collective":
             self._write_behind = trainer.write_behind
@@ -537,6 +539,18 @@ class TrainingRun(TrainerRun[RunConfig]):
                     "that a crash may cost groups; set it to false, or weight_transport: store"
                 )
             await self.fleet.check_deterministic(self.config.service_timeout_seconds)
+
+    async def _check_lengths(self, trainer: trainer_pb.Trainer) -> None:
+        """Notes trainers that may be given longer samples than they take. Raises ConfigError."""
+        seconds = self.config.service_timeout_seconds
+        trainers = {"trainer": trainer}
+        if self.critic is not None:
+            trainers["critic"] = await wait_for_trainer(self.critic.client, seconds)
+        longest = await self.fleet.longest_sample(seconds)
+        response = max(s.sampling.max_new_tokens for s in self._shares.values() if s.sampling)
+        for who, described in trainers.items():
+            if why := check_lengths(who, described, longest, response):
+                self.report.note(why)
 
     async def _store_clients(self) -> dict[str, Client]:
         security = self.config.security

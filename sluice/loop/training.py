@@ -127,6 +127,24 @@ async def wait_for_trainer(client: TrainerClient, seconds: float) -> pb.Trainer:
     return await wait_until_ready(what, lambda: active_trainer(client), seconds, TrainerBrokenError)
 
 
+def check_lengths(who: str, trainer: pb.Trainer, longest: int, response: int) -> str:
+    """Says why a sample of engines that go to `longest` tokens may end the run; empty: none may.
+
+    Raises ConfigError where a `response` as long as the run asks for would, whatever its prompt.
+    """
+    limit = trainer.max_row_tokens
+    if not limit or longest <= limit:
+        return ""
+    remedy = (
+        f"raise its max_tokens_per_micro_batch, set its oversize_policy, or set "
+        f"engine.max_model_length to {limit}"
+    )
+    takes = f"the {who} takes {limit} tokens of a sample at most"
+    if response >= limit:
+        raise ConfigError(f"sampling.max_new_tokens: {response}, and {takes}: {remedy}")
+    return f"{takes}, and engines go to {longest}: a longer one ends the run; {remedy}"
+
+
 class TrainerRecovery:
     """Does work on a trainer; where the trainer is lost on the way, does `restore` instead."""
 

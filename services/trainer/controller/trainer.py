@@ -32,7 +32,7 @@ from services.trainer.controller.state import TrainerState, Turns
 from services.trainer.controller.uploads import TrainerBatches
 from services.trainer.rows import read_shape
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
-from sluice.balance.planner import GroupTooLargeError
+from sluice.balance.planner import GroupTooLargeError, OversizePolicy
 from sluice.runtime.errors import InvalidFieldError
 from sluice.runtime.waits import Waits
 from sluice.samples.vocabulary import vocabulary_digest
@@ -67,6 +67,13 @@ class Trainer:
         )
         self.adapters = TrainerAdapters(config, state, ranks, self.batches, turns)
         self.sleep = TrainerSleep(state, ranks, self.checkpoints, turns)
+
+    @property
+    def max_row_tokens(self) -> int:
+        """Return how long a row may be; 0 where any is taken, or before the mesh is known."""
+        limits = self._planner.limits
+        is_known = self.ranks.state == trainer_pb.Trainer.STATE_ACTIVE
+        return limits.cap if is_known and limits.oversize is OversizePolicy.ERROR else 0
 
     async def start(self, controller: str) -> None:
         """Launch the ranks and wait until they are active or have failed."""

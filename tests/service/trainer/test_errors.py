@@ -165,6 +165,7 @@ async def test_rows_that_do_not_fit(client: TrainerClient) -> None:
     oversize = replace(first, token_ids=long, prompt_length=5, columns={})
     error = await refusal(client.upload_batch("bad", 1, samples=[oversize]))
     assert_is(error, INVALID, "OVERSIZE_SAMPLE", sample_id="bad/0", length="20000", cap="16384")
+    assert (await client.get()).max_row_tokens == 16384
     error = await refusal(client.upload_batch("bad", 2, samples=[first, first]))
     assert_is(error, INVALID, "INVALID_FIELD", field="sample_id", sample_id="bad/0")
     error = await refusal(client.upload_batch("bad", 3, samples=group))
