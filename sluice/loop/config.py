@@ -184,7 +184,7 @@ class EvaluationSetConfig(Config):
     sampling: SamplingConfig | None = Field(
         None, description="What it leaves out is that of training."
     )
-    groups: int = Field(64, gt=0)
+    groups: int = Field(64, gt=0, description="All, where there are fewer prompts.")
     samples: int = Field(1, gt=0)
     pass_at: tuple[int, ...] = ()
     pass_threshold: float = 1.0
@@ -223,6 +223,16 @@ class EvaluationConfig(Config):
         for name in self.datasets:
             if not PLAIN_NAME.fullmatch(name):
                 raise ValueError(f"datasets.{name}: {PLAIN_NAME_RULE}")
+        return self
+
+    @model_validator(mode="after")
+    def _is_measured_on_the_way(self) -> EvaluationConfig:
+        for name, data in self.datasets.items():
+            if data.stop_at_score is not None and not self.every_steps:
+                raise ValueError(
+                    f"datasets.{name}.stop_at_score: has no effect with every_steps 0, which "
+                    "scores before and after the run only"
+                )
         return self
 
 
@@ -465,6 +475,13 @@ class RunConfig(CommonRunConfig):
         if data.sampling is None:
             return training.model_copy(update=GREEDY)
         return data.sampling.over(training)
+
+    def timeout_of(self, data: EvaluationSetConfig) -> float:
+        """Seconds of a group of a data set: as long as its environment has in training."""
+        own = None
+        if isinstance(data.environment, str):
+            own = self.environments[data.environment].group_timeout_seconds
+        return own or self.group_timeout_seconds
 
     def environment_of(self, data: EvaluationSetConfig) -> EnvironmentConfig:
         """The environment that scores a data set."""

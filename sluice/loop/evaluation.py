@@ -213,9 +213,8 @@ class EvaluationLane:
             tasks = [(group.group_id, group.task) for group in groups]
             return build_evaluation(config, data, tasks, versions, trial)
 
-        tasks = [
-            _HeldOutTask(f"eval-{step}-{name}-{i}", source.task(i)) for i in range(data.groups)
-        ]
+        count = min(data.groups, source.count)  # or some would be scored twice, others once
+        tasks = [_HeldOutTask(f"eval-{step}-{name}-{i}", source.task(i)) for i in range(count)]
         calls = [
             RolloutCall(
                 self._workers,

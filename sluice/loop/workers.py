@@ -176,7 +176,7 @@ def build_evaluation(
         _group(config, name, f"eval-{name.split('-', 2)[2]}", task, data.samples)  # without step
         for name, task in tasks
     ]
-    environment, seconds = config.environment_of(data), config.group_timeout_seconds
+    environment, seconds = config.environment_of(data), config.timeout_of(data)
     return pb.EvaluateRequest(
         rollout=_request(environment, config.sampling_of(data), versions, groups, seconds, trial),
         pass_at=data.pass_at,

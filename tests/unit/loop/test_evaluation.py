@@ -7,6 +7,7 @@ from collections import Counter
 import grpc
 import pytest
 
+from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
 from sluice.api.router.v1 import router_service_pb2 as router_pb
@@ -16,7 +17,7 @@ from sluice.config import ConfigError, parse_config
 from sluice.loop.config import RunConfig
 from sluice.loop.evaluation import EvaluationError, EvaluationLane
 from sluice.loop.report import RunReport
-from sluice.loop.workers import EpisodeWorkers
+from sluice.loop.workers import EpisodeWorkers, build_evaluation
 from sluice.runtime.errors import InvalidFieldError
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import Server, ServerConfig
@@ -155,6 +156,48 @@ async def test_every_data_set_has_its_own_sampling_and_its_row(world) -> None:
     assert (rows[1]["weight_version"], rows[1]["version_min"], rows[1]["version_max"]) == (3, 3, 3)
 
 
+async def test_no_task_is_scored_twice_where_there_are_fewer_than_groups(world) -> None:
+    lane = world.lane({"few": {"prompts": {"index_count": 3}}})  # and 64 groups by default
+    async with asyncio.timeout(PATIENCE):
+        await lane.measure("before", 0, 3)
+    (request,) = world.episodes.requests
+    assert sorted(group.index for group in request.rollout.groups) == [0, 1, 2]
+    (row,) = world.rows()
+    assert row["groups"] == 3
+    assert row["score"] == pytest.approx(1 / 3), "one of three tasks passes"
+
+
+def test_a_group_has_as_long_as_its_environment_gives_it_in_training() -> None:
+    share = {"prompts": {"index_count": 3}, "environment": {"name": "train"}}
+    data = {"prompts": {"index_count": 3}, "environment": "slow"}
+    config = parse_config(
+        RunConfig,
+        {
+            "run_dir": "run",
+            "trainer": "t:1",
+            "router": "r:1",
+            "environments": {"slow": {**share, "group_timeout_seconds": 900}, "quick": share},
+            "sampling": {"max_new_tokens": 5},
+            "group_timeout_seconds": 60,
+            "evaluation": {
+                "datasets": {
+                    "slow": data,
+                    "quick": {**data, "environment": "quick"},
+                    "other": {**data, "environment": {"name": "own"}},
+                }
+            },
+        },
+    )
+    assert config.evaluation is not None
+    seconds = {
+        name: build_evaluation(
+            config, each, [("eval-0-x-0", 0)], engine_pb.VersionBounds(), 0
+        ).rollout.group_timeout.seconds
+        for name, each in config.evaluation.datasets.items()
+    }
+    assert seconds == {"slow": 900, "quick": 60, "other": 60}
+
+
 async def test_seeds_are_those_of_the_task_at_every_step(world) -> None:
     lane = world.lane()
     async with asyncio.timeout(PATIENCE):
@@ -240,7 +283,7 @@ async def test_what_was_reported_is_not_measured_again_but_what_was_undone_is(wo
 
 async def test_a_score_that_is_good_enough_ends_the_run(world) -> None:
     data = {**DATASETS["greedy"], "stop_at_score": 0.3}
-    lane = world.lane({"greedy": data})
+    lane = world.lane({"greedy": data}, every_steps=1)
     assert not lane.has_reached
     async with asyncio.timeout(PATIENCE):
         await lane.measure("before", 0, 3)
@@ -249,10 +292,10 @@ async def test_a_score_that_is_good_enough_ends_the_run(world) -> None:
     assert not lane.has_reached, "the weights that earned it are gone"
     async with asyncio.timeout(PATIENCE):
         await lane.measure("before", 0, 3)
-    again = world.lane({"greedy": data})
+    again = world.lane({"greedy": data}, every_steps=1)
     world.report.truncate(0)
     assert again.has_reached, "a run that goes on knows what it measured"
-    higher = world.lane({"greedy": {**data, "stop_at_score": 0.4}})
+    higher = world.lane({"greedy": {**data, "stop_at_score": 0.4}}, every_steps=1)
     async with asyncio.timeout(PATIENCE):
         await higher.measure("after", 0, 3)
     assert not higher.has_reached
@@ -265,6 +308,7 @@ async def test_a_score_that_is_good_enough_ends_the_run(world) -> None:
         ({"sampling": {"max_new_tokens": 9, "temperature": 0}}, r"datasets\.x\.samples: greedy"),
         ({"pass_at": [5]}, "1..4"),
         ({"samples": 0}, "samples"),
+        ({"stop_at_score": 0.5}, r"datasets\.x\.stop_at_score: .* every_steps 0"),
     ],
 )
 def test_settings_without_effect_are_refused(world, changes, message) -> None:
