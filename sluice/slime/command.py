@@ -207,7 +207,7 @@ def _sizes(into: Imported) -> None:
     elif "nodes" in facts or "gpus" in facts:
         into.left.append("--actor-num-gpus-per-node: the number of ranks is known to the shell")
     if facts.get("engine_gpus", 1) > 1:
-        set_at(into.rollout, "engine.sglang.server_args.tp_size", facts["engine_gpus"])
+        _engine_ranks(into, facts["engine_gpus"])
     megatron = into.trainer.setdefault("megatron", {})
     if "recompute_layers" in facts and megatron.get("recompute") == "full":
         megatron["recompute_layers"] = facts["recompute_layers"]
@@ -220,10 +220,20 @@ def _sizes(into: Imported) -> None:
     if megatron.get("context", 1) == 1:
         megatron.pop("cp_layout", None)
     if megatron.get("pipeline", 1) == 1:
-        for name in ("first_stage_layers", "last_stage_layers"):
+        for name in ("first_stage_layers", "last_stage_layers", "virtual_pipeline"):
             megatron.pop(name, None)
     if megatron.get("expert", 1) == 1:
         megatron.pop("expert_tensor", None)
+
+
+def _engine_ranks(into: Imported, count: int) -> None:
+    """The GPUs of an engine are those of all its pipeline stages; SGLang asks for one's."""
+    own = into.rollout.get("engine", {}).get("sglang", {}).get("server_args", {})
+    stages = own.get("pp_size", own.get("pipeline_parallel_size", 1))
+    if not isinstance(stages, int) or stages < 1 or count % stages:
+        into.left.append(f"--rollout-num-gpus-per-engine {count}: is no multiple of pp_size")
+    elif count > stages:
+        set_at(into.rollout, "engine.sglang.server_args.tp_size", count // stages)
 
 
 def _evaluation(into: Imported) -> None:
@@ -260,6 +270,31 @@ def _evaluation(into: Imported) -> None:
 
 
 UNKNOWN = "REPLACE-ME"
+PROMPT_LENGTH = 2048  # tokens, where the script has no limit
+
+
+def _reward(into: Imported, name: str, settings: dict[str, Any]) -> None:
+    settings["reward"] = REWARDS[name]
+    if name in ("math", "deepscaler"):
+        settings["reward_settings"] = {"boxed": True}
+    if name == "deepscaler":
+        into.left.append(
+            "--rm-type deepscaler: an answer without </think> has no reward there, here its box"
+        )
+    if name == "dapo":
+        into.left.append(
+            "--rm-type dapo: what is wrong has a reward of 0 here, of -1 there, where only what "
+            "stands behind `Answer:` is read"
+        )
+
+
+def _halved(optim: dict[str, Any]) -> dict[str, Any]:
+    """Of half the gradient, which that of slime's critic is here, the same steps.
+
+    A value's loss is half the squared error here, the whole one there.
+    """
+    norm, epsilon = optim.get("max_grad_norm", 1.0), optim.get("epsilon", 1e-8)  # Megatron's
+    return {**optim, "max_grad_norm": norm / 2, "epsilon": epsilon / 2}
 
 
 def _documents(into: Imported, run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -276,9 +311,7 @@ def _documents(into: Imported, run_dir: Path) -> tuple[dict[str, Any], dict[str,
             "Hugging Face directory of torch_dist"
         )
     if "reward" in facts:
-        settings["reward"] = REWARDS[facts["reward"]]
-        if facts["reward"] == "dapo":
-            into.left.append("--rm-type dapo: what is wrong has a reward of 0 here, of -1 there")
+        _reward(into, facts["reward"], settings)
     else:
         into.left.append("--rm-type: no reward of ours is named; the files have exact_match")
     prompts = run.setdefault("prompts", {"file": UNKNOWN})
@@ -296,15 +329,21 @@ def _documents(into: Imported, run_dir: Path) -> tuple[dict[str, Any], dict[str,
     run |= {"run_dir": str(run_dir), "services": f"{run_dir}/services.json"}
     engine = into.rollout.setdefault("engine", {})
     engine["backend"] = "sglang"
-    known = max(sampling["max_new_tokens"], facts.get("eval_tokens", 0))
-    engine.setdefault("max_model_length", known + facts.get("prompt_length", 2048))
+    if "max_model_length" not in engine:
+        longest = max(sampling["max_new_tokens"], facts.get("eval_tokens", 0))
+        engine["max_model_length"] = longest + facts.get("prompt_length", PROMPT_LENGTH)
+        if "prompt_length" not in facts:
+            into.left.append(
+                f"--rollout-max-prompt-len: is missing; engine.max_model_length has {PROMPT_LENGTH}"
+                " tokens for prompts, and longer ones leave less to their answers"
+            )
     trainer = {"model": model, "backend": "megatron", **into.trainer}
     entries: dict[str, Any] = {
         "router": {"kind": "router"},
         "trainer": {"kind": "trainer", "config": trainer},
     }
     if "critic" in run:
-        critic = {**trainer, "head": "value"}
+        critic = {**trainer, "head": "value", "optim": _halved(trainer["optim"])}
         entries["critic"] = {"kind": "trainer", "config": critic}
     rollout: dict[str, Any] = {"kind": "rollout", "config": {"tokenizer": model, **into.rollout}}
     trained = facts.get("nodes", 1) * facts.get("gpus", 0) if facts.get("colocate") else 0

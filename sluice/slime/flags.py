@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,7 +131,7 @@ def _by_hand(why: str) -> Flag:
 def _evaluation_sets(into: Imported, values: Values) -> None:
     if len(values) % 2 or not values:
         raise NotCarriedError("takes pairs of name and file")
-    into.facts["evaluation"] = dict(zip(values[::2], map(plain_text, values[1::2]), strict=True))
+    into.facts["evaluation"] = dict(zip(values[::2], map(_file, values[1::2]), strict=True))
 
 
 def _recompute(into: Imported, values: Values) -> None:
@@ -145,14 +146,23 @@ def _recompute_method(_: Imported, values: Values) -> None:
         raise NotCarriedError(f"{values[0]!r}: megatron.recompute_layers counts uniform blocks")
 
 
-def _nought(_: Imported, values: Values) -> None:
-    if _float(_only(values)):
-        raise NotCarriedError(f"{values[0]}: there is no dropout")
+def _only_zero(why: str) -> Flag:
+    """What is not needed at 0, and not there otherwise."""
+
+    def put(_: Imported, values: Values) -> None:
+        if any(map(_float, values)):
+            raise NotCarriedError(f"{', '.join(values)}: {why}")
+
+    return Flag("", f"not needed at 0: {why}", put)
 
 
-def _no_auxiliary_loss(_: Imported, values: Values) -> None:
-    if any(map(_float, values)):
-        raise NotCarriedError(f"{', '.join(values)}: there is no auxiliary loss")
+def _untaken(why: str) -> Flag:
+    """A switch or a value that is not there, of a family that is not needed."""
+
+    def put(_: Imported, values: Values) -> None:
+        raise NotCarriedError(why)
+
+    return Flag("", f"not there: {why}", put)
 
 
 def _place(name: str) -> Put:
@@ -160,6 +170,17 @@ def _place(name: str) -> Put:
         into.facts[name] = _only(values).rstrip("/")
 
     return put
+
+
+def _train_backend(_: Imported, values: Values) -> None:
+    if _only(values) != "megatron":
+        raise NotCarriedError(f"{values[0]!r}: the files have backend: megatron; docs/fsdp.md")
+
+
+def _file(text: str) -> str:
+    if re.search(r"@\[[^\]]*\]$", text):
+        raise NotCarriedError(f"{text!r}: rows are taken from a file of their own, not by numbers")
+    return plain_text(text)
 
 
 def _colocate(into: Imported, _: Values) -> None:
@@ -217,6 +238,8 @@ _ALWAYS = _unneeded("it is always so")
 _STORE = _unneeded("checkpoints and weights are in the store of the run; `--resume` goes on")
 _OWN = "functions of your own are named otherwise: docs/rollout.md, Your own functions"
 
+_ALL_TRAINED = "all weights are trained, or adapters (docs/lora.md); vision has frozen parts"
+
 FLAGS: dict[str, Flag] = {
     # cluster
     "actor-num-nodes": _fact("nodes", _int, "trainer: ranks.count", "times the GPUs of a node"),
@@ -232,8 +255,13 @@ FLAGS: dict[str, Flag] = {
     "offload-rollout": _by_hand("see colocate"),
     "no-offload-train": _unneeded("nothing is offloaded"),
     "no-offload-rollout": _unneeded("nothing is offloaded"),
-    "train-backend": _unneeded("the import writes backend: megatron"),
+    "train-backend": Flag("", "not needed: the import writes backend: megatron", _train_backend),
     "train-env-vars": _by_hand("services have the variables of the shell of `sluice up`"),
+    "release-train": _by_hand("see colocate"),
+    "qwen-gdn-backend": _unneeded("the layer's own choice (megatron.layer_spec)"),
+    "http-proxy": _unneeded("services reach each other by gRPC"),
+    "use-distributed-post": _unneeded("episode workers are processes of their own"),
+    "rollout-data-transport": _unneeded("samples are blobs of the store"),
     "distributed-backend": _unneeded("it follows from the device"),
     "distributed-timeout-minutes": _unneeded("every wait has a deadline of its own"),
     # weights
@@ -241,7 +269,9 @@ FLAGS: dict[str, Flag] = {
     "update-weight-transport": _by_hand("run.yaml weight_transport: docs/weights.md"),
     "update-weight-buffer-size": _unneeded("buckets have a size of their own"),
     "update-weight-disk-dir": _STORE,
+    "update-weight-disk-keep-files": _by_hand("trainer.config.keep_versions, 0 for all"),
     "update-weight-local-checkpoint-dir": _STORE,
+    "custom-update-weight-post-write-path": _unneeded("a version is read once it is whole"),
     "update-weight-delta-encoding": _by_hand("trainer.config.publish: docs/weights.md"),
     "update-weight-delta-checksum": _ALWAYS,
     "update-weights-interval": _by_hand("run.yaml max_staleness bounds how old samples may be"),
@@ -262,7 +292,13 @@ FLAGS: dict[str, Flag] = {
         "the reference is the model itself; trainer.config.reference_model names another "
         "Hugging Face directory (`sluice convert` makes one of torch_dist)"
     ),
+    "ref-ckpt-step": _by_hand("see ref-load"),
     "ref-update-interval": _absent("the reference stays"),
+    "start-rollout-id": _STORE,
+    "ckpt-step": _by_hand("run.yaml initial_checkpoint"),
+    "only-train-params-name-list": _absent(_ALL_TRAINED),
+    "freeze-params-name-list": _absent(_ALL_TRAINED),
+    "freeze-indexer": _absent(_ALL_TRAINED),
     "custom-model-provider-path": _by_hand("trainer.config.megatron.model_provider"),
     "megatron-config-path": _by_hand("a critic is an entry of services.yaml with its own settings"),
     # rollout
@@ -289,6 +325,15 @@ FLAGS: dict[str, Flag] = {
     "custom-generate-function-path": _by_hand(_OWN),
     "rollout-external-engine-addrs": _by_hand("rollout.config.engine.sglang.url, one an engine"),
     "rollout-buffer-url": _by_hand(_OWN),
+    "fetch-trajectory-retry-times": _by_hand("see rollout-buffer-url"),
+    "min-batch-collection-ratio": _by_hand("see rollout-buffer-url"),
+    "rollout-task-type": _by_hand("see rollout-buffer-url"),
+    "rollout-sample-hook-path": _by_hand(_OWN),
+    "custom-rollout-log-function-path": _absent("metrics.jsonl and trackers have what is known"),
+    "custom-eval-rollout-log-function-path": _absent("see custom-rollout-log-function-path"),
+    "rollout-data-postprocess-path": _absent("a loop of your own may put columns: docs/api.md"),
+    "custom-convert-samples-to-train-data-path": _absent("see rollout-data-postprocess-path"),
+    "rollout-all-samples-process-path": _absent("filters see a group at a time"),
     "use-rollout-routing-replay": Flag(
         "trainer: megatron.routing_replay",
         "rollout",
@@ -300,7 +345,7 @@ FLAGS: dict[str, Flag] = {
         lambda into, _: set_at(into.trainer, "megatron.routing_replay", "recorded"),
     ),
     # data
-    "prompt-data": _key("run", "prompts.file", plain_text),
+    "prompt-data": _key("run", "prompts.file", _file),
     "input-key": _key("run", "environment.settings.prompt_key", plain_text),
     "label-key": _key("run", "environment.settings.answer_key", plain_text),
     "apply-chat-template": _true("run", "environment.settings.chat"),
@@ -311,6 +356,9 @@ FLAGS: dict[str, Flag] = {
             into.run, "environment.settings.state_keys", [plain_text(_only(values))]
         ),
     ),
+    "apply-chat-template-kwargs": _absent("variables of the template stay as it has them"),
+    "data-source-path": _by_hand("prompts.file, or a loop of your own: docs/api.md"),
+    "disable-rollout-global-dataset": _by_hand("see data-source-path"),
     "multimodal-keys": _by_hand("environment.settings.images_key: docs/rollout.md"),
     "tool-key": _by_hand("the environment `tools`: docs/rollout.md"),
     "loss-mask-type": _unneeded("answers of the model are trained on, whatever its template"),
@@ -356,6 +404,10 @@ FLAGS: dict[str, Flag] = {
     "use-tis": _switch("tis", f"{_LOSS}.importance"),
     "tis-clip": _fact("tis_high", _float, f"{_LOSS}.importance.high"),
     "tis-clip-low": _fact("tis_low", _float, f"{_LOSS}.importance.low"),
+    "custom-advantage-function-path": _by_hand("algorithm.advantage.name: package.module:Name"),
+    "custom-pg-loss-reducer-function-path": _by_hand(
+        "algorithm.loss.aggregation: constant, with constant_length, is Dr.GRPO's"
+    ),
     "custom-tis-function-path": _by_hand("algorithm.loss.importance has mask, clip, reject, veto"),
     "get-mismatch-metrics": _ALWAYS,
     "use-opsm": _switch("opsm", f"{_LOSS}.opsm_delta"),
@@ -364,6 +416,8 @@ FLAGS: dict[str, Flag] = {
     "opd-type": _by_hand("a teacher has a pool of engines, or is a trainer's service"),
     "opd-kl-coef": _by_hand("run.yaml algorithm.advantage.teacher_coefficient"),
     "opd-teacher-load": _by_hand("services.yaml: the teacher's entry, its model"),
+    "opd-teacher-ckpt-step": _by_hand("see opd-teacher-load"),
+    "use-rollout-entropy": _unneeded("the entropy is a metric"),
     "num-critic-only-steps": _fact("critic_steps", _int, "run: critic.warmup_steps"),
     "disable-compute-advantages-and-returns": _unneeded("supervised training is `sluice sft`"),
     "custom-loss-function-path": _by_hand("algorithm.loss.name: package.module:Name"),
@@ -385,6 +439,8 @@ FLAGS: dict[str, Flag] = {
     "overlap-cpu-optimizer-d2h-h2d": _absent("see optimizer-cpu-offload"),
     "use-precision-aware-optimizer": _absent("the optimizer's state is float32"),
     "use-distributed-optimizer": _ALWAYS,
+    "use-stateless-adam": _absent("AdamW is the optimizer"),
+    "reset-optimizer-states": _absent("the optimizer's state stays from step to step"),
     # batching
     "global-batch-size": _fact("global_batch", _int, "run: algorithm.mini_batches"),
     "num-steps-per-rollout": _key("run", "algorithm.mini_batches", _int),
@@ -413,6 +469,7 @@ FLAGS: dict[str, Flag] = {
     "eval-interval": _fact("eval_every", _int, "run: evaluation.every_steps"),
     "eval-prompt-data": Flag(f"{_EVAL}.prompts.file", "", _evaluation_sets),
     "eval-config": _by_hand("evaluation.datasets of run.yaml"),
+    "eval-function-path": _by_hand(_OWN),
     "n-samples-per-eval-prompt": _fact("eval_samples", _int, f"{_EVAL}.samples"),
     "eval-max-response-len": _fact("eval_tokens", _int, f"{_EVAL}.sampling.max_new_tokens"),
     "eval-temperature": _fact("eval_temperature", _float, f"{_EVAL}.sampling.temperature"),
@@ -420,6 +477,11 @@ FLAGS: dict[str, Flag] = {
     "eval-top-k": _fact("eval_top_k", _int, f"{_EVAL}.sampling.top_k"),
     "eval-input-key": _by_hand("environment of a data set"),
     "eval-label-key": _by_hand("environment of a data set"),
+    "eval-tool-key": _by_hand("environment of a data set"),
+    "eval-reward-key": _by_hand("environment of a data set"),
+    "eval-max-prompt-len": _by_hand("engine.max_model_length is of all that an engine samples"),
+    "eval-max-context-len": _by_hand("see eval-max-prompt-len"),
+    "eval-min-new-tokens": _absent("an answer ends where the model ends it"),
     "skip-eval-before-train": _absent("the first scores are what the last ones are compared with"),
     # Megatron
     "tensor-model-parallel-size": _key("trainer", "megatron.tensor", _int),
@@ -428,33 +490,52 @@ FLAGS: dict[str, Flag] = {
     "expert-model-parallel-size": _key("trainer", "megatron.expert", _int),
     "expert-tensor-parallel-size": _key("trainer", "megatron.expert_tensor", _int),
     "sequence-parallel": _true("trainer", "megatron.sequence_parallel"),
+    "num-virtual-stages-per-pipeline-rank": _key("trainer", "megatron.virtual_pipeline", _int),
+    "num-layers-per-virtual-pipeline-stage": _by_hand(
+        "megatron.virtual_pipeline: layers of a stage by this number"
+    ),
     "decoder-first-pipeline-num-layers": _key("trainer", "megatron.first_stage_layers", _int),
     "decoder-last-pipeline-num-layers": _key("trainer", "megatron.last_stage_layers", _int),
     "recompute-granularity": Flag("trainer: megatron.recompute", "full, selective", _recompute),
     "recompute-method": Flag("", "not needed: blocks are uniform", _recompute_method),
     "recompute-num-layers": _fact("recompute_layers", _int, "trainer: megatron.recompute_layers"),
-    "attention-dropout": Flag("", "not needed: there is no dropout", _nought),
-    "hidden-dropout": Flag("", "not needed: there is no dropout", _nought),
+    "attention-dropout": _only_zero("there is no dropout"),
+    "hidden-dropout": _only_zero("there is no dropout"),
     "accumulate-allreduce-grads-in-fp32": _ALWAYS,
     "attention-softmax-in-fp32": _ALWAYS,
     "attention-backend": _unneeded("the layer's own choice (megatron.layer_spec)"),
     "transformer-impl": _by_hand("trainer.config.megatron.layer_spec"),
     "bf16": _ALWAYS,
+    "fp16": _by_hand("trainer.config.megatron.dtype: float16"),
     "fp8-format": _choice("fp8", {name: name for name in ("hybrid", "e4m3")}, f"{_MEGATRON}.fp8"),
     "fp8-recipe": _choice("fp8_recipe", _FP8_RECIPES, f"{_MEGATRON}.fp8_recipe"),
     "deterministic-mode": _by_hand("run.yaml deterministic: docs/recovery.md"),
     "no-check-for-nan-in-loss-and-grad": _unneeded("a step of NaN is skipped, and said"),
-    "moe-aux-loss-coeff": Flag("", "not needed: there is no auxiliary loss", _no_auxiliary_loss),
+    "moe-aux-loss-coeff": _only_zero("there is no auxiliary loss"),
+    "moe-z-loss-coeff": _only_zero("there is no auxiliary loss"),
+    "moe-router-bias-update-rate": _only_zero("biases of experts stay as they were loaded"),
+    "moe-input-jitter-eps": _only_zero("routers see what a layer gives them"),
+    "moe-expert-capacity-factor": _untaken("experts take all tokens that are sent to them"),
+    "moe-router-force-load-balancing": _untaken("experts are chosen by the router"),
     "moe-token-dispatcher-type": _unneeded("all-to-all"),
     "moe-enable-deepep": _absent("experts exchange tokens all-to-all"),
     # what people look at
     "use-wandb": _by_hand("trackers.wandb of run.yaml: docs/trackers.md"),
     "use-tensorboard": _by_hand("trackers.tensorboard of run.yaml: docs/trackers.md"),
     "save-debug-rollout-data": _unneeded("`sluice samples` has them"),
+    "save-debug-train-data": _unneeded("`sluice samples` has them"),
+    "dump-details": _unneeded("`sluice samples` has them"),
     "load-debug-rollout-data": _absent("a ledger's groups are trained on as they are"),
+    "load-debug-rollout-data-subsample": _absent("see load-debug-rollout-data"),
+    "load-forge-rollout-data": _absent("see load-debug-rollout-data"),
     "debug-train-only": _absent("supervised training is `sluice sft`"),
     "debug-rollout-only": _by_hand("`sluice eval` rolls out alone"),
     "log-passrate": _by_hand("evaluation.datasets.<name>.pass_at"),
+    "log-multi-turn": _ALWAYS,
+    "log-correct-samples": _unneeded("`sluice samples` has them"),
+    "log-reward-category": _by_hand("run.yaml environments: each has metrics of its own"),
+    "profile-target": _absent("there is no profiler; docs/trace.md has spans of every sample"),
+    "record-memory-history": _absent("see profile-target"),
     "use-fault-tolerance": _ALWAYS,
     "prefill-num-servers": _by_hand("rollout.config.engine.sglang.prefill: docs/sglang.md"),
     "sglang-config": _by_hand("rollout entries of services.yaml, one a kind of engine"),
@@ -472,6 +553,9 @@ FAMILIES: dict[str, Flag] = {
     "moe-": _MODEL,
     "rotary-": _MODEL,
     "rollout-health-check-": _ALWAYS,
+    "memory-": _absent("see profile-target"),
+    "megatron-deepgemm-": _absent("products are torch's, or Transformer Engine's"),
+    "ci-": _unneeded("they are of slime's own tests"),
     "custom-megatron-": _absent("hooks into a step"),
     "mscale": _MODEL,
     "qk-": _MODEL,

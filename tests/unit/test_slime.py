@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,10 +18,11 @@ from hypothesis import strategies as st
 from services.rollout.config import RolloutConfig
 from services.trainer.config import TrainerConfig
 from sluice import cli
+from sluice.algo.losses import LossInputs, compute_loss
 from sluice.config import ConfigError, parse_config
 from sluice.loop.config import RunConfig
 from sluice.slime.command import UNKNOWN, import_script
-from sluice.slime.flags import ADVANTAGES, flag_table
+from sluice.slime.flags import ADVANTAGES, find_flag, flag_table
 from sluice.slime.script import read_script, with_sourced
 from sluice.stack import UpConfig
 
@@ -117,6 +121,7 @@ def test_every_number_arrives_where_it_has_an_effect(model: Path) -> None:
         "answer_key": "solution",
         "chat": True,
         "reward": "math",
+        "reward_settings": {"boxed": True},
     }
     assert config.algorithm.mini_batches == 2
     assert config.over_sampling == 2
@@ -313,6 +318,20 @@ def test_a_critic_is_clipped_and_averaged_as_that_of_the_script(model: Path) -> 
         ("--recompute-method block", "--recompute-method: 'block'"),
         ("--hidden-dropout 0.1", "--hidden-dropout: 0.1"),
         ("--moe-aux-loss-coeff 0.01", "--moe-aux-loss-coeff: 0.01"),
+        ("--moe-z-loss-coeff 1e-3", "--moe-z-loss-coeff: 1e-3"),
+        ("--moe-router-bias-update-rate 1e-3", "--moe-router-bias-update-rate: 1e-3"),
+        ("--moe-input-jitter-eps 0.1", "--moe-input-jitter-eps: 0.1"),
+        ("--moe-expert-capacity-factor 1", "--moe-expert-capacity-factor: experts take all"),
+        ("--moe-router-force-load-balancing", "--moe-router-force-load-balancing: experts are"),
+        ("--train-backend fsdp", "--train-backend: 'fsdp'"),
+        ("--prompt-data /a.jsonl@[0:100]", "--prompt-data: '/a.jsonl@[0:100]'"),
+        ("--eval-prompt-data a /a.jsonl@[-9:]", "--eval-prompt-data: '/a.jsonl@[-9:]'"),
+        ("--rm-type deepscaler", "--rm-type deepscaler: an answer without </think>"),
+        ("--rollout-max-response-len 9", "--rollout-max-prompt-len: is missing"),
+        (
+            "--rollout-num-gpus-per-engine 8 --sglang-pp-size 3",
+            "--rollout-num-gpus-per-engine 8: is no multiple of pp_size",
+        ),
         ("--sglang-mem-fraction-static ${FREE}", "--sglang-mem-fraction-static: '${FREE}'"),
         ("--optimizer muon", "--optimizer"),
     ],
@@ -320,6 +339,117 @@ def test_a_critic_is_clipped_and_averaged_as_that_of_the_script(model: Path) -> 
 def test_a_value_that_cannot_be_is_told(flags: str, told: str) -> None:
     _, _, left = imported(f"train.py {flags}")
     assert any(told in line for line in left), left
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--moe-router-bias-update-rate 0 --moe-z-loss-coeff 0.0 --moe-token-drop-policy probs",
+        "--train-backend megatron --ci-test --rollout-data-transport nixl",
+        "--rollout-max-prompt-len 512 --rollout-max-response-len 9",
+        "--rollout-max-context-len 512 --rollout-max-response-len 9",
+    ],
+)
+def test_what_changes_nothing_is_not_told(flags: str) -> None:
+    _, _, left = imported(f"train.py {flags}")
+    named = {line.split(":")[0] for line in left}
+    given = {word for word in flags.split() if word.startswith("--")}
+    if "--rollout-max-response-len" in given:
+        given.add("--rollout-max-prompt-len")
+    assert not named & given
+
+
+# of its parser at 624b824a8, those whose counterparts are in no script of its own
+OF_THE_PARSER = """
+apply-chat-template-kwargs ci-disable-kl-checker ci-load-grad-norm ci-save-grad-norm ci-test
+ci-train-rollout-logprob-abs-diff-threshold custom-advantage-function-path
+custom-convert-samples-to-train-data-path custom-eval-rollout-log-function-path
+custom-pg-loss-reducer-function-path custom-rollout-log-function-path
+custom-update-weight-post-write-path data-source-path disable-rollout-global-dataset dump-details
+eval-function-path eval-max-context-len eval-max-prompt-len eval-min-new-tokens eval-reward-key
+eval-tool-key fetch-trajectory-retry-times freeze-indexer freeze-params-name-list http-proxy
+load-debug-rollout-data-subsample load-forge-rollout-data log-correct-samples log-multi-turn
+log-reward-category megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules
+megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules memory-recorder
+memory-snapshot-dir memory-snapshot-num-steps min-batch-collection-ratio
+only-train-params-name-list opd-teacher-ckpt-step profile-target qwen-gdn-backend
+record-memory-history ref-ckpt-step release-train reset-optimizer-states
+rollout-all-samples-process-path rollout-data-postprocess-path rollout-data-transport
+rollout-sample-hook-path rollout-task-type save-debug-train-data start-rollout-id
+update-weight-disk-keep-files use-distributed-post use-rollout-entropy use-stateless-adam
+"""
+
+
+def test_no_flag_of_its_parser_is_unknown() -> None:
+    unknown = [name for name in OF_THE_PARSER.split() if find_flag(name) is None]
+    assert not unknown
+
+
+def test_the_ranks_of_an_engine_are_those_of_one_stage() -> None:
+    """slime counts the GPUs of all stages; SGLang's tp_size is of one."""
+
+    def arguments(flags: str) -> dict:
+        _, services, _ = imported(f"train.py --rollout-num-gpus 16 {flags}")
+        rollout = services["services"]["rollout"]
+        return {**rollout["config"]["engine"]["sglang"]["server_args"], "n": rollout["replicas"]}
+
+    whole = arguments("--rollout-num-gpus-per-engine 8")
+    assert whole == {"tp_size": 8, "n": 2}
+    for name in ("pp-size", "pipeline-parallel-size"):
+        cut = arguments(f"--rollout-num-gpus-per-engine 8 --sglang-{name} 2")
+        assert (cut["tp_size"], cut["n"]) == (4, 2)
+    flat = arguments("--rollout-num-gpus-per-engine 2 --sglang-pp-size 2")
+    assert "tp_size" not in flat
+
+
+def test_interleaved_stages_are_carried(model: Path) -> None:
+    stages = "--num-virtual-stages-per-pipeline-rank 2"
+    for flags, expected in ((f"--pipeline-model-parallel-size 2 {stages}", 2), (stages, None)):
+        run, services, _ = imported(f"train.py {flags}")
+        assert_loads(run, services, model)
+        megatron = services["services"]["trainer"]["config"]["megatron"]
+        assert megatron.get("virtual_pipeline") == expected
+
+
+def test_a_critic_takes_the_steps_of_the_script() -> None:
+    """Its loss is half that of slime here, clipped at half the norm."""
+    run, services, _ = imported(
+        "train.py --advantage-estimator ppo --clip-grad 0.7 --adam-eps 1e-3 --lr 0.1"
+    )
+    spec = parse_config(RunConfig, run).critic.loss
+    ours = services["services"]["critic"]["config"]["optim"]
+    policy = services["services"]["trainer"]["config"]["optim"]
+    assert (policy["max_grad_norm"], policy["epsilon"]) == (0.7, 1e-3)
+    target = torch.tensor([3.0, -0.2, 0.01])
+
+    def trained(loss: Callable[[torch.Tensor], torch.Tensor], norm: float, epsilon: float) -> Any:
+        weights = torch.zeros(3, requires_grad=True)
+        optimizer = torch.optim.AdamW([weights], 0.1, (0.9, 0.999), epsilon, weight_decay=0.01)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss(weights).backward()
+            torch.nn.utils.clip_grad_norm_([weights], norm)
+            optimizer.step()
+        return weights.detach()
+
+    def value_loss(weights: torch.Tensor) -> torch.Tensor:
+        columns = {"returns": target, "values": torch.zeros(3)}
+        inputs = LossInputs(
+            outputs=weights,
+            mask=torch.ones(3, dtype=torch.bool),
+            sample_index=torch.zeros(3, dtype=torch.int64),
+            sample_weights=torch.ones(1),
+            columns=columns,
+        )
+        return compute_loss(inputs, spec).loss
+
+    def whole(weights: torch.Tensor) -> torch.Tensor:  # value_loss_function of slime
+        clipped = weights.clamp(-0.2, 0.2)
+        return torch.max((clipped - target) ** 2, (weights - target) ** 2).sum()
+
+    expected = trained(whole, 0.7, 1e-3)
+    found = trained(value_loss, ours["max_grad_norm"], ours["epsilon"])
+    torch.testing.assert_close(found, expected)
 
 
 @given(st.text(max_size=200))
