@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from sluice.address import ServerAddress
 from sluice.algo.spec import AdvantageSpec, LossSpec, known_columns
@@ -646,6 +646,9 @@ class SftConfig(CommonRunConfig):
     """Supervised training on conversations. Flags override the file, e.g. `--epochs 3`."""
 
     tokenizer: Path = Field(description="Model directory with tokenizer and chat template.")
+    template: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Variables of the chat template, by its own names."
+    )
     rows: RowsConfig
     rows_per_step: int = Field(32, gt=0)
     epochs: int = Field(1, gt=0, description="Every row once in each.")

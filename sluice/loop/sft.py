@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from sluice.loop.training import StepReport, train_step
 from sluice.loop.workers import epoch_order
 from sluice.samples.arrow import encode_group
 from sluice.samples.blobs import open_blobs
-from sluice.samples.chat_template import ChatTemplate, ChatTemplateError
+from sluice.samples.chat_template import ChatTemplateError
 from sluice.samples.sample import Sample
 from sluice.samples.tokenizer import TextTokenizer
 from sluice.samples.vocabulary import check_same, vocabulary_digest
@@ -82,44 +83,42 @@ def mask_conversation(
     tokenizer: TextTokenizer,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> list[MaskedTokens]:
-    """One sequence with every turn of the assistant.
+    """One sequence with every turn of the assistant; `options` as of `ChatTemplate.render`.
 
     A template that rewrites earlier turns once later ones follow (leaves out their reasoning)
     has no such sequence: then one for each turn, as it was when the assistant said it.
     Raises ConversationError, or ChatTemplateError for messages the template refuses.
     """
-    template = tokenizer.chat_template
+    template = partial(tokenizer.chat_template.render, tools=tools, options=options)
     places = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
     if not places:
         raise ConversationError("no message is the assistant's")
-    whole = template.render(messages[: places[-1] + 1], opening=False, tools=tools)
+    whole = template(messages[: places[-1] + 1], opening=False)
     spans = list[_Span]()
     for place in places:  # the text of one turn at a time: those of all are as many conversations
-        text, span = _turn(template, messages[:place], messages[place], tools)
+        text, span = _turn(template, messages[:place], messages[place])
         if not whole.startswith(text):
             break
         spans.append(span)
     else:
         return [_masked(tokenizer, whole, spans)]
-    apart = (_turn(template, messages[:place], messages[place], tools) for place in places)
+    apart = (_turn(template, messages[:place], messages[place]) for place in places)
     return [_masked(tokenizer, text, [span]) for text, span in apart]
 
 
 def _turn(
-    template: ChatTemplate,
-    before: Sequence[Mapping[str, Any]],
-    message: Mapping[str, Any],
-    tools: Sequence[Mapping[str, Any]] | None,
+    render: Callable[..., str], before: Sequence[Mapping[str, Any]], message: Mapping[str, Any]
 ) -> tuple[str, _Span]:
     """The conversation up to a turn, and where in it that is."""
     if not before:
         raise ConversationError("the assistant's turn has nothing before it")
-    asked = template.render(before, opening=True, tools=tools)
-    answered = template.render([*before, message], opening=False, tools=tools)
+    asked = render(before, opening=True)
+    answered = render([*before, message], opening=False)
     first = _agreement(asked, answered)
     if first < len(asked):  # as where the template opens a turn in another way than it writes one
-        closed = template.render(before, opening=False, tools=tools)
+        closed = render(before, opening=False)
         if first < _agreement(asked, closed):
             raise ChatTemplateError("chat template: a turn changes what stands before it")
     return answered, _Span(first, len(answered.rstrip()))
@@ -176,14 +175,34 @@ class ConversationRows:
     """
 
     def __init__(
-        self, config: RowsConfig, tokenizer: TextTokenizer, rows_per_step: int, seed: int
+        self,
+        config: RowsConfig,
+        tokenizer: TextTokenizer,
+        rows_per_step: int,
+        seed: int,
+        template: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises ConfigError for a missing, PromptFileError for a malformed file."""
+        """Raises ConfigError for a missing, PromptFileError for a malformed file.
+
+        template: variables of the chat template; ConfigError for those that it has not.
+        """
         self._rows = read_rows(config.file, "rows.file")
         for where, row in self._rows:
             _check(where, row)
         self._tokenizer, self._rows_per_step = tokenizer, rows_per_step
+        self._options = dict(template or {})
+        self._check_options()
         self._shuffle, self._seed = config.shuffle, seed
+
+    def _check_options(self) -> None:
+        if not self._options:
+            return
+        if not any(row.get("messages") for _, row in self._rows):
+            raise ConfigError("template: has no effect on rows without messages; leave it out")
+        try:
+            self._tokenizer.chat_template.check_options(self._options)
+        except ChatTemplateError as error:
+            raise ConfigError(f"template: {error}") from None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -224,7 +243,7 @@ class ConversationRows:
     def _tokenise(self, row: Mapping[str, Any]) -> list[MaskedTokens]:
         if row.get("messages"):
             tools = row.get("tools") or None  # as rollouts show them
-            return mask_conversation(self._tokenizer, row["messages"], tools)
+            return mask_conversation(self._tokenizer, row["messages"], tools, self._options)
         return [mask_answer(self._tokenizer, row["prompt"], row["answer"])]
 
 
@@ -318,7 +337,7 @@ class SftRun(TrainerRun[SftConfig]):
             if group.blob is not None and group.blob.digest != rows.digest:
                 raise ConfigError(
                     f"resume: {self.config.run_dir} was run with another rows.file, "
-                    "rows_per_step, seed or tokenizer"
+                    "rows_per_step, seed, tokenizer or template"
                 )
 
     async def _one_step(self) -> None:
@@ -388,7 +407,11 @@ class SftRun(TrainerRun[SftConfig]):
 def load_rows(config: SftConfig) -> ConversationRows:
     """The rows a run is to learn. Raises ConfigError."""
     return ConversationRows(
-        config.rows, TextTokenizer(config.tokenizer), config.rows_per_step, config.seed
+        config.rows,
+        TextTokenizer(config.tokenizer),
+        config.rows_per_step,
+        config.seed,
+        config.template,
     )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -19,6 +20,9 @@ _OF_VALUES = (ArithmeticError, AttributeError, LookupError, MemoryError, TypeErr
 
 class ChatTemplateError(ValueError):
     """The template refuses these messages."""
+
+
+_GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class NoChatTemplateError(ChatTemplateError):
@@ -52,9 +56,19 @@ class ChatTemplate:
         self.source = source
         try:
             self._template = environment.from_string(source)
+            named = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
             raise ChatTemplateError(f"chat template: {error}") from None
         self._special_tokens = dict(special_tokens)
+        self._options = named - environment.globals.keys() - _GIVEN - special_tokens.keys()
+
+    def check_options(self, names: Iterable[str]) -> None:
+        """Raises ChatTemplateError for a name that is no variable of the template's own."""
+        if unknown := sorted(set(names) - self._options):
+            known = ", ".join(sorted(self._options)) or "none"
+            raise ChatTemplateError(
+                f"chat template: has no variable {unknown[0]!r}; its own: {known}"
+            )
 
     def render(
         self,

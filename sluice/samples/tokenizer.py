@@ -66,12 +66,16 @@ class TextTokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Ids of a conversation up to where the assistant begins.
 
-        Raises NoChatTemplateError, or ChatTemplateError for messages the template refuses.
+        `options` are variables of the template's own, by names that it has. Raises
+        NoChatTemplateError, or ChatTemplateError for what the template refuses.
         """
-        text = self.chat_template.render(messages, tools=tools or None)
+        template = self.chat_template
+        template.check_options(options or ())
+        text = template.render(messages, tools=tools or None, options=options)
         return self.encode(text, special=False)
 
     @property

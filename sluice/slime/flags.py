@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -183,6 +184,18 @@ def _file(text: str) -> str:
     return plain_text(text)
 
 
+def _template(into: Imported, values: Values) -> None:
+    text = _only(values)
+    try:
+        options = json.loads(text)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise NotCarriedError(f"{plain_text(text)!r} is no JSON object")
+    if options:
+        set_at(into.run, "environment.settings.template", options)
+
+
 def _colocate(into: Imported, _: Values) -> None:
     into.facts["colocate"] = True
     raise NotCarriedError(FLAGS["colocate"].why)
@@ -356,7 +369,7 @@ FLAGS: dict[str, Flag] = {
             into.run, "environment.settings.state_keys", [plain_text(_only(values))]
         ),
     ),
-    "apply-chat-template-kwargs": _absent("variables of the template stay as it has them"),
+    "apply-chat-template-kwargs": Flag("run: environment.settings.template", "", _template),
     "data-source-path": _by_hand("prompts.file, or a loop of your own: docs/api.md"),
     "disable-rollout-global-dataset": _by_hand("see data-source-path"),
     "multimodal-keys": _by_hand("environment.settings.images_key: docs/rollout.md"),

@@ -402,6 +402,19 @@ def test_the_ranks_of_an_engine_are_those_of_one_stage() -> None:
     assert "tp_size" not in flat
 
 
+def test_variables_of_the_chat_template_are_carried(model: Path) -> None:
+    quick = """--apply-chat-template-kwargs '{"enable_thinking": false, "budget": 12}'"""
+    run, services, left = imported(f"A=(\n --apply-chat-template {quick}\n)\ntrain.py ${{A[@]}}")
+    assert_loads(run, services, model)
+    expected = {"enable_thinking": False, "budget": 12}
+    assert run["environment"]["settings"]["template"] == expected
+    assert not [line for line in left if "kwargs" in line]
+    for wrong in ("7", "'{'", "${OPTIONS}"):
+        run, _, left = imported(f"train.py --apply-chat-template-kwargs {wrong}")
+        assert [line for line in left if line.startswith("--apply-chat-template-kwargs")]
+        assert "template" not in run["environment"]["settings"]
+
+
 def test_interleaved_stages_are_carried(model: Path) -> None:
     stages = "--num-virtual-stages-per-pipeline-rank 2"
     for flags, expected in ((f"--pipeline-model-parallel-size 2 {stages}", 2), (stages, None)):

@@ -29,7 +29,7 @@ from sluice.samples.sample import LARGEST_NUMBER
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = 2  # of calls to processes of environments: one more with each change of what they say
+PROTOCOL = 3  # of calls to processes of environments: one more with each change of what they say
 
 T = TypeVar("T")
 
@@ -83,12 +83,14 @@ class Task:
     """A prompt, as text or as chat messages, and what the reward needs, in JSON values.
 
     A message may have parts, some of them images: see `sluice.samples.messages`.
-    tools: JSON schemas that the chat template shows. state: of the first step.
+    tools: JSON schemas that the chat template shows. template: variables of its own that it is
+    given, e.g. {"enable_thinking": False}. state: of the first step.
     """
 
     prompt: str = ""
     messages: tuple[Mapping[str, Any], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
+    template: Mapping[str, Any] = field(default_factory=dict)
     answer: str = ""
     state: Mapping[str, Any] = field(default_factory=dict)
 
@@ -319,7 +321,7 @@ def _number(value: Any, where: str) -> float:
     return number
 
 
-_KINDS: Mapping[str, type] = {"prompt": str, "answer": str, "done": bool}
+_KINDS: Mapping[str, type] = {"prompt": str, "template": dict, "answer": str, "done": bool}
 Given = TypeVar("Given", Task, Step)
 
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from services.rollout.environments.environment import (
     Environment,
@@ -41,6 +41,7 @@ class PromptsSettings(Config):
     generate: str = ""  # a user's coroutine function that makes the samples of an episode
     chat: bool = False  # a `prompt` becomes a user message; `messages` always are a chat
     system_prompt: str = ""
+    template: dict[str, JsonValue] = Field(default_factory=dict)  # variables of the chat template
     prompt_key: str = "prompt"  # a text, or a list of messages
     messages_key: str = "messages"
     images_key: str = "images"  # a path, data URL or {bytes, path}, or a list: shown at `<image>`
@@ -127,17 +128,29 @@ def make_row_task(settings: PromptsSettings, request: TaskRequest) -> Task:
     messages = row.get(key)
     if messages and (key == settings.messages_key or isinstance(messages, list)):
         shown = _show(_checked_messages(messages, key), images, settings)
-        return Task(messages=shown, answer=answers[0], state=state)
+        return _chat(shown, answers[0], state, settings)
     prompt = _text(row.get(settings.prompt_key), settings.prompt_key)
     if not prompt:
         raise TaskError(f"row.{settings.prompt_key}", "is empty")
     if not settings.chat:
         if images:
             raise TaskError(f"row.{settings.images_key}", "images need `chat: true`, or messages")
+        if settings.template:
+            key = f"row.{settings.prompt_key}"
+            raise TaskError(key, "is no chat, which `template` is for: set `chat: true`")
         return Task(prompt=prompt, answer=answers[0], state=state)
     system = [{"role": "system", "content": settings.system_prompt}]
     turns = [*(system if settings.system_prompt else ()), {"role": "user", "content": prompt}]
-    return Task(messages=_show(turns, images, settings), answer=answers[0], state=state)
+    return _chat(_show(turns, images, settings), answers[0], state, settings)
+
+
+def _chat(
+    messages: tuple[Mapping[str, Any], ...],
+    answer: str,
+    state: Mapping[str, Any],
+    settings: PromptsSettings,
+) -> Task:
+    return Task(messages=messages, template=settings.template, answer=answer, state=state)
 
 
 def _images(value: Any, key: str) -> list[Any]:

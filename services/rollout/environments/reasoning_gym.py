@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from services.rollout.environments.alarm import Alarm, JudgingTime
 from services.rollout.environments.environment import (
@@ -44,6 +44,7 @@ class ReasoningGymSettings(JudgingTime):
     seed: int = 0
     config: Mapping[str, Any] = Field(default_factory=dict)
     system_prompt: str = ""
+    template: dict[str, JsonValue] = Field(default_factory=dict)  # variables of the chat template
     shots: int = Field(0, ge=0, le=1000)  # solved tasks shown before the question
     examples: tuple[tuple[str, str], ...] = ()  # (question, answer) shown before the shots
     answer_tag: str = ""  # e.g. `answer`: the last <answer>...</answer> counts
@@ -83,7 +84,10 @@ class ReasoningGymEnvironment(Environment):
             turns.append({"role": "assistant", "content": answer})
         turns.append({"role": "user", "content": entry["question"]})
         return Task(
-            messages=tuple(turns), answer=str(entry["answer"] or ""), state={"index": index}
+            messages=tuple(turns),
+            template=self._settings.template,
+            answer=str(entry["answer"] or ""),
+            state={"index": index},
         )
 
     def reward(self, task: Task, responses: Sequence[Response]) -> list[Reward]:

@@ -168,7 +168,7 @@ async def _generate(
     # Imported here: environments know nothing of episodes otherwise.
 
     ids = (
-        tokenizer.encode_chat(task.messages)
+        tokenizer.encode_chat(task.messages, task.tools, task.template)
         if task.messages
         else tokenizer.encode(task.prompt, special=True)
     )

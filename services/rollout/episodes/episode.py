@@ -44,7 +44,7 @@ class Conversation:
     def __init__(self, task: Task) -> None:
         self._is_chat = bool(task.messages)
         self._messages: list[Mapping[str, Any]] = [*template_messages(task.messages)]
-        self._tools = task.tools
+        self._tools, self._template = task.tools, task.template
 
     def encode(
         self, tokenizer: TextTokenizer, answer: str, last_token: int | None, step: Step
@@ -81,7 +81,9 @@ class Conversation:
         """Returns what the template writes after an answer. Former ones it may shorten."""
         turns = [*self._messages, {"role": "assistant", "content": _ANSWER}, *shown]
         try:
-            text = tokenizer.chat_template.render(turns, tools=self._tools or None)
+            text = tokenizer.chat_template.render(
+                turns, tools=self._tools or None, options=self._template
+            )
         except ChatTemplateError as error:
             raise TaskError("step.messages", str(error)) from None
         _, found, suffix = text.rpartition(_ANSWER)
@@ -145,12 +147,13 @@ class Episode:
     async def encode(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> Passage:
-        """Returns a conversation as tokens, its images stored.
+        """Returns a conversation as tokens, its images stored, with the task's `template`.
 
         May be called from the thread of a generate function. Raises TaskError, and what
         `Images.show` raises.
         """
-        encoding = encode_prompt(self.tokenizer, self.images, messages, tools)
+        options = self.task.template
+        encoding = encode_prompt(self.tokenizer, self.images, messages, tools, options)
         return await on_loop(self.home, encoding)
 
     async def sample(self, trajectory: Trajectory, max_new_tokens: int | None = None) -> str:
@@ -203,16 +206,18 @@ async def encode_prompt(
     images: SampleImages,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> Passage:
     """Returns a conversation up to where the assistant begins.
 
-    Raises TaskError for messages that the chat template refuses, and what `Images.show` raises.
+    Raises TaskError for messages or options that the chat template refuses, and what
+    `Images.show` raises.
     """
     shown = await images.show(messages)
 
     def encode() -> list[int]:
         try:
-            return tokenizer.encode_chat(template_messages(messages), tools)
+            return tokenizer.encode_chat(template_messages(messages), tools, options)
         except ChatTemplateError as error:
             raise TaskError("messages", str(error)) from None
 

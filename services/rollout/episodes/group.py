@@ -311,7 +311,9 @@ class GroupRunner:
 
     async def _tokenise(self, task: Task, images: SampleImages) -> Passage:
         if task.messages:
-            return await encode_prompt(self._tokenizer, images, task.messages, task.tools)
+            return await encode_prompt(
+                self._tokenizer, images, task.messages, task.tools, task.template
+            )
         encode = partial(self._tokenizer.encode, task.prompt, special=True)
         return self._images.expand(await off_loop(len(task.prompt), encode), ())
 

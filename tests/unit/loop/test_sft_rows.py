@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
+from sluice.config import ConfigError
 from sluice.loop.config import RowsConfig
 from sluice.loop.row_files import PromptFileError
 from sluice.loop.sft import ConversationRows
@@ -53,6 +54,38 @@ def load(tokenizer: TextTokenizer, file: Path, seed: int = 0) -> ConversationRow
 def write(path: Path, rows: list[Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{% if quick %}9{% endif %}={% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    model = build_tiny_qwen3(tmp_path_factory.mktemp("chatty"), 0)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    return TextTokenizer(model)
+
+
+def test_variables_of_the_template_are_those_of_the_configuration(
+    chatty: TextTokenizer, tmp_path: Path
+) -> None:
+    chat = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "9=12"}]
+    file = write(tmp_path / "chat.jsonl", [{"messages": chat}])
+
+    def prompt_length(template: dict[str, Any]) -> int:
+        rows = ConversationRows(RowsConfig(file=file), chatty, 1, 0, template)
+        (sample,) = decode_group(rows.step(0).data)
+        return sample.prompt_length
+
+    assert (prompt_length({"quick": True}), prompt_length({})) == (4, 2)
+    with pytest.raises(ConfigError, match=r"template: .* no variable 'quik'; its own: quick"):
+        prompt_length({"quik": True})
+    plain = write(tmp_path / "rows.jsonl", ROWS)
+    with pytest.raises(ConfigError, match="template: has no effect on rows without messages"):
+        ConversationRows(RowsConfig(file=plain), chatty, 3, 0, {"quick": True})
 
 
 def test_every_epoch_has_each_row_once(tokenizer: TextTokenizer, tmp_path: Path) -> None:

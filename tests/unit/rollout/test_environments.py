@@ -95,6 +95,21 @@ def test_rows_become_text_or_chat() -> None:
     assert listed.messages == tuple(turns)
 
 
+def test_variables_of_the_template_are_of_chats_alone() -> None:
+    row, options = {"prompt": "12=", "answer": 12}, {"enable_thinking": False}
+    turns = {"messages": [{"role": "user", "content": "hi"}], "answer": "x"}
+    assert prompts(chat=True).make_task(TaskRequest(row=row)).template == {}
+    for made, each in (
+        (prompts(chat=True, template=options), row),
+        (prompts(template=options), turns),
+    ):
+        assert made.make_task(TaskRequest(row=each)).template == options
+    assert reasoning_gym(template=options).make_task(TaskRequest(index=0)).template == options
+    with pytest.raises(TaskError, match="is no chat") as caught:
+        prompts(template=options).make_task(TaskRequest(row=row))
+    assert caught.value.key == "row.prompt"
+
+
 def test_exact_match_takes_nothing_but_the_answer() -> None:
     environment = prompts()
     task = environment.make_task(TaskRequest(row={"prompt": "1+1=", "answer": " 2 "}))

@@ -119,6 +119,19 @@ def test_tools_of_the_task_are_shown_in_the_prompt_and_not_again(tmp_path: Path)
     assert "toolsadd" not in made.decode([observation])[0]
 
 
+def test_variables_of_the_template_hold_for_every_turn(tmp_path: Path) -> None:
+    opening = "assistant\n{% if quick %}!{% endif %}"
+    made = tokenizer(tmp_path, CHATML.replace("assistant\n", opening))
+    task = Task(messages=TASK.messages, template={"quick": True})
+    tokens = said(made, "x")
+    ids = made.encode_chat(task.messages, options=task.template) + tokens
+    ids += Conversation(task).encode(made, "x", tokens[-1], Step(messages=ASK))
+    (text,) = made.decode([ids])
+    assert text.count("assistant\n!") == 2
+    plain = Conversation(TASK).encode(made, "x", tokens[-1], Step(messages=ASK))
+    assert "!" not in made.decode([plain])[0]
+
+
 @pytest.mark.parametrize(
     ("task", "step"),
     [

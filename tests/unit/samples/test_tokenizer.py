@@ -81,6 +81,28 @@ def test_conversations_are_rendered_as_by_transformers(chatty: Path) -> None:
     assert ChatTemplate(TEMPLATE, special).render(CHAT) == text
 
 
+def test_variables_of_a_template_are_given_as_by_transformers(chatty: Path) -> None:
+    path = chatty / "chat_template.jinja"
+    path.write_text(path.read_text() + "{% if think is defined and not think %}99{% endif %}")
+    ours, theirs = TextTokenizer(chatty), AutoTokenizer.from_pretrained(chatty)
+    for options in ({"think": False}, {"think": True}, {}):
+        expected: Any = theirs.apply_chat_template(
+            CHAT, add_generation_prompt=True, return_dict=False, **options
+        )
+        assert ours.encode_chat(CHAT, options=options) == expected
+    assert ours.encode_chat(CHAT, options={"think": False}) != ours.encode_chat(CHAT)
+
+
+@pytest.mark.parametrize("name", ["thinks", "messages", "add_generation_prompt", "bos_token"])
+def test_a_variable_that_a_template_has_not_is_refused(chatty: Path, name: str) -> None:
+    """It would change nothing, or be another's: special tokens and messages are given."""
+    path = chatty / "chat_template.jinja"
+    path.write_text(path.read_text() + "{% if think is defined %}9{% endif %}")
+    told = f"no variable '{name}'; its own: think"
+    with pytest.raises(ChatTemplateError, match=told):
+        TextTokenizer(chatty).encode_chat(CHAT, options={name: False})
+
+
 def test_responses_lose_their_special_tokens_only(plain: Path) -> None:
     ours, theirs = TextTokenizer(plain), AutoTokenizer.from_pretrained(plain)
     ids = [[1, 2, 11], [12, 3], [], [10, 10]]
