@@ -46,6 +46,7 @@ class PromptsSettings(Config):
     messages_key: str = "messages"
     images_key: str = "images"  # a path, data URL or {bytes, path}, or a list: shown at `<image>`
     answer_key: str = "answer"  # a text, a number, or a list of several that are right
+    # a key of an object inside the row has its names with dots, e.g. reward_model.ground_truth
     state_keys: tuple[str, ...] = ()  # of the row, for the reward and for readers
 
 
@@ -123,13 +124,13 @@ def make_row_task(settings: PromptsSettings, request: TaskRequest) -> Task:
     for key in VIDEOS:
         if row.get(key) and key not in settings.state_keys:
             raise TaskError(f"row.{key}", "video is not taken; images are")
-    images = _images(row.get(settings.images_key), settings.images_key)
-    key = settings.messages_key if row.get(settings.messages_key) else settings.prompt_key
-    messages = row.get(key)
+    images = _images(_found(row, settings.images_key), settings.images_key)
+    key = settings.messages_key if _found(row, settings.messages_key) else settings.prompt_key
+    messages = _found(row, key)
     if messages and (key == settings.messages_key or isinstance(messages, list)):
         shown = _show(_checked_messages(messages, key), images, settings)
         return _chat(shown, answers[0], state, settings)
-    prompt = _text(row.get(settings.prompt_key), settings.prompt_key)
+    prompt = _text(messages, settings.prompt_key)
     if not prompt:
         raise TaskError(f"row.{settings.prompt_key}", "is empty")
     if not settings.chat:
@@ -151,6 +152,15 @@ def _chat(
     settings: PromptsSettings,
 ) -> Task:
     return Task(messages=messages, template=settings.template, answer=answer, state=state)
+
+
+def _found(row: Mapping[str, Any], key: str) -> Any:
+    """What stands at a key, or at one of an object inside; None where nothing does."""
+    if key in row:
+        return row[key]
+    first, dot, rest = key.partition(".")
+    inner = row.get(first)
+    return _found(inner, rest) if dot and isinstance(inner, Mapping) else None
 
 
 def _images(value: Any, key: str) -> list[Any]:
@@ -196,7 +206,7 @@ def _is_asked(message: Mapping[str, Any]) -> bool:
 
 
 def _answers(row: Mapping[str, Any], key: str) -> list[str]:
-    value = row.get(key)
+    value = _found(row, key)
     if isinstance(value, list) and value:
         return [_text(one, f"{key}[{index}]") for index, one in enumerate(value)]
     return [_text(value, key)]

@@ -110,6 +110,29 @@ def test_variables_of_the_template_are_of_chats_alone() -> None:
     assert caught.value.key == "row.prompt"
 
 
+def test_keys_reach_into_objects_of_a_row() -> None:
+    """As data sets of verl have them; a key that is there as it stands comes first."""
+    turns = [{"role": "user", "content": "1+1"}]
+    row = {"prompt": turns, "reward_model": {"style": "rule", "ground_truth": "2"}}
+    made = prompts(answer_key="reward_model.ground_truth")
+    task = made.make_task(TaskRequest(row=row))
+    assert (task.messages, task.answer) == (tuple(turns), "2")
+    both = {**row, "reward_model.ground_truth": "3"}
+    assert made.make_task(TaskRequest(row=both)).answer == "3"
+    inner = {"extra_info": {"question": "12=", "answers": ["12", 13]}}
+    settings = {"prompt_key": "extra_info.question", "answer_key": "extra_info.answers"}
+    task = prompts(**settings).make_task(TaskRequest(row=inner))
+    assert (task.prompt, task.state["answers"]) == ("12=", ["12", "13"])
+    for missing in (
+        {"prompt": turns},
+        {**row, "reward_model": "rule"},
+        {**row, "reward_model": {}},
+    ):
+        with pytest.raises(TaskError) as caught:
+            made.make_task(TaskRequest(row=missing))
+        assert caught.value.key == "row.reward_model.ground_truth"
+
+
 def test_exact_match_takes_nothing_but_the_answer() -> None:
     environment = prompts()
     task = environment.make_task(TaskRequest(row={"prompt": "1+1=", "answer": " 2 "}))
