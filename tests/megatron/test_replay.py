@@ -35,6 +35,7 @@ LAYOUTS = [
     pytest.param(2, {"expert": 2}, id="EP2"),
     pytest.param(2, {"pipeline": 2, "virtual_pipeline": 2, "recompute": "full"}, id="PP2xVPP2"),
     pytest.param(2, {"context": 2}, id="CP2"),
+    pytest.param(2, {"context": 2, "cp_layout": "contiguous"}, id="CP2-contiguous"),
     pytest.param(2, {"tensor": 2, "sequence_parallel": True}, id="TP2+SP"),
 ]
 
