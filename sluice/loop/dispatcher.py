@@ -458,13 +458,14 @@ class RolloutDispatcher:
     def finished(self, group: LedgerGroup, finished: pb.FinishedGroup) -> None:
         """Record a group whose blob is durable, with those that finish together."""
         first, last = finished.min_version, finished.max_version
+        rewards = episode_rewards(finished)
         lost = self._ledger.lost_version(first, last)
         group = replace(
             group,
             state="generated",
             blob=wire.blob_from_proto(finished.blob),
             sample_count=len(finished.rewards),
-            reward_mean=reward_mean(finished),
+            reward_mean=sum(rewards) / max(1, len(rewards)),
             response_tokens=sum(finished.response_lengths),
             oldest_step=group.issue_step if lost else self._ledger.step_of_version(first),
             newest_step=group.issue_step if lost else self._ledger.step_of_version(last),
@@ -476,7 +477,7 @@ class RolloutDispatcher:
         self._dropped_in_a_row = 0
         reason = f"filtered: {rejected}" if rejected else ""
         drop_reason = lost_reason(lost) if lost else reason
-        arrival = _Arrival(group, len(episode_rewards(finished)), rejected, drop_reason)
+        arrival = _Arrival(group, len(rewards), rejected, drop_reason)
         self._arrived.append(arrival)
         if len(self._arrived) == 1:
             self._begin(self._record_soon())
@@ -553,17 +554,13 @@ class RolloutDispatcher:
 
 def episode_rewards(finished: pb.FinishedGroup) -> list[float]:
     """Mean reward of each episode of a group over its samples."""
+    episodes = [each.episode for each in finished.details]
+    if len({*episodes}) == len(episodes):  # one sample each, or no details
+        return list(finished.rewards)
     rewards: dict[int, list[float]] = {}
-    for index, reward in enumerate(finished.rewards):
-        episode = finished.details[index].episode if finished.details else index
+    for episode, reward in zip(episodes, finished.rewards, strict=True):
         rewards.setdefault(episode, []).append(reward)
     return [sum(own) / len(own) for own in rewards.values()]
-
-
-def reward_mean(finished: pb.FinishedGroup) -> float:
-    """Mean reward of a group's episodes, each of which counts once; 0 without any."""
-    means = episode_rewards(finished)
-    return sum(means) / max(1, len(means))
 
 
 def _rollout_error(error: BaseException) -> RolloutFailedError:

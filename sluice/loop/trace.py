@@ -237,10 +237,11 @@ def _is_whole(group: pb.FinishedGroup) -> bool:
 
 def _details(group: pb.FinishedGroup) -> dict[int, str]:
     """By episode: what came of it. Of several samples of an episode the last one counts."""
-    texts: dict[int, str] = {}
-    for index, (reward, length) in enumerate(
-        zip(group.rewards, group.response_lengths, strict=True)
-    ):
-        episode = group.details[index].episode if index < len(group.details) else index
-        texts[episode] = f"reward {reward:g}, {length} tokens"
-    return texts
+    episodes = [each.episode for each in group.details]
+    episodes += range(len(episodes), len(group.rewards))
+    return {
+        episode: f"reward {reward:g}, {length} tokens"
+        for episode, reward, length in zip(
+            episodes, group.rewards, group.response_lengths, strict=False
+        )
+    }

@@ -178,7 +178,9 @@ def version_digest(tensors: Mapping[str, StoredTensor], adapter: AdapterSpec | N
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Canonical JSON with the digest of the rest under `manifest_digest`."""
-    document = {"format": DELTA_FORMAT, **asdict(manifest)}
+    document = {"format": DELTA_FORMAT, **vars(manifest)}
+    for name in ("tensors", "files", "deltas"):
+        document[name] = {key: vars(entry) for key, entry in document[name].items()}
     if manifest.base is None:
         for name in ("base", "deltas", "inherited"):
             del document[name]
@@ -189,7 +191,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     if not manifest.line:
         del document["line"]
     if manifest.adapter is not None:
-        document["format"] = ADAPTER_FORMAT
+        document |= {"format": ADAPTER_FORMAT, "adapter": asdict(manifest.adapter)}
     return seal(document, "manifest_digest")
 
 
@@ -244,8 +246,9 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def seal(document: Mapping[str, Any], key: str) -> bytes:
-    """Canonical JSON with the digest of the rest under `key`."""
-    return _render({**document, key: digest_bytes(_render(document))})
+    """JSON, first the digest of the rest under `key`, which the document has not."""
+    rest = _render(document)
+    return b"{\n " + _line(key, digest_bytes(rest)).encode() + b"," + rest[1:]
 
 
 def unseal(data: bytes, key: str, file_name: str) -> dict[str, Any]:
@@ -265,5 +268,20 @@ def unseal(data: bytes, key: str, file_name: str) -> dict[str, Any]:
     return document
 
 
+_encode = json.JSONEncoder(sort_keys=True).encode  # with an indent it would be Python, not C
+
+
 def _render(document: Mapping[str, Any]) -> bytes:
-    return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
+    """A line for each entry, and for each of an entry that has entries of its own."""
+    lines = []
+    for key, value in sorted(document.items()):
+        if isinstance(value, Mapping) and value:
+            inner = ",\n  ".join(_line(*item) for item in sorted(value.items()))
+            lines.append(f"{_encode(key)}: {{\n  {inner}\n }}")
+        else:
+            lines.append(_line(key, value))
+    return ("{\n " + ",\n ".join(lines) + "\n}\n").encode()
+
+
+def _line(key: Any, value: Any) -> str:
+    return _encode({key: value})[1:-1]

@@ -136,9 +136,10 @@ class DirectoryObjects(Objects):
         self._sync(root)  # whoever made the folders may have died before it did
 
     def keys(self, folder: str) -> Sequence[str]:
+        top = os.path.join(self._root, folder)
         return [
-            os.path.relpath(os.path.join(path, name), self._root)
-            for path, _, names in os.walk(self._root / folder)
+            f"{folder}{path[len(top) :]}/{name}"
+            for path, _, names in os.walk(top)
             for name in names
         ]
 

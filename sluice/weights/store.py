@@ -6,7 +6,7 @@ import builtins
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -161,7 +161,10 @@ class WeightStore:
         it: engines compare with the manifest all that they took.
         """
         folder = f"versions/{version:08d}" if directory is None else f"staging/{directory.name}"
-        document = {"folder": folder, "shard": asdict(shard), "base": base}
+        tensors = {name: vars(tensor) for name, tensor in shard.tensors.items()}
+        delta = None if shard.delta is None else vars(shard.delta)
+        described = {**vars(shard), "tensors": tensors, "delta": delta}
+        document = {"folder": folder, "shard": described, "base": base}
         with suppress(FileExistsError):
             self._objects.put_new(
                 f"announced/{version:08d}/{shard.file_name}", seal(document, "digest")

@@ -45,7 +45,7 @@ from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.api.rollout.v1 import engine_service_pb2_grpc as pb_grpc
 from sluice.runtime.errors import InvalidFieldError
 from sluice.runtime.idempotency import RequestTable, cancel_all, has_failed, request_digest
-from sluice.runtime.metrics import StateCollector
+from sluice.runtime.metrics import StateCollector, observe_all
 from sluice.runtime.server import Server
 from sluice.runtime.waits import Waits
 from sluice.runtime.wire import check_address, duration_of, seconds_of
@@ -117,8 +117,7 @@ def count_generation(deltas: Sequence[Delta]) -> None:
     ended = [delta for delta in deltas if delta.finish_reason is not None]
     for reason, count in Counter(delta.finish_reason for delta in ended).items():
         metrics.SAMPLES.labels(reason).inc(count)
-    for delta in ended:
-        metrics.SAMPLE_TOKENS.observe(len(delta.token_ids))
+    observe_all(metrics.SAMPLE_TOKENS, [len(delta.token_ids) for delta in ended])
 
 
 def pick(engine: Engine, bounds: VersionBounds, adapter: str = "") -> int | None:

@@ -260,15 +260,18 @@ def rewards_from(values: Any, count: int) -> list[Reward]:
 
 def _is_plain(reward: Reward) -> bool:
     """Whether a reward is surely as it must be, number by number."""
-    raw = reward.reward if reward.raw_reward is None else reward.raw_reward
-    return (
-        all(
-            type(number) is float and abs(number) <= LARGEST_REWARD
-            for number in (reward.reward, raw, *reward.scores.values())
-        )
-        and all(type(name) is str for name in reward.scores)
-        and type(reward.trained) is bool
-    )
+    if type(reward.trained) is not bool:
+        return False
+    numbers, scores = [reward.reward], reward.scores
+    if reward.raw_reward is not None:
+        numbers.append(reward.raw_reward)
+    if scores:
+        if {*map(type, scores)} != {str}:
+            return False
+        numbers += scores.values()
+    if {*map(type, numbers)} != {float}:
+        return False
+    return all([abs(number) <= LARGEST_REWARD for number in numbers])  # NaN neither
 
 
 def _reward_from(value: Any, index: int) -> Reward:

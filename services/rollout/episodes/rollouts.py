@@ -15,7 +15,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import quote
 
@@ -106,16 +106,18 @@ def _raw_reward(sample: Sample) -> float:
 
 def _details(index: int, sample: Sample) -> pb.SampleDetails:
     raw, mask = sample.columns.get("raw_reward"), sample.columns.get("loss_mask")
+    names = _score_names(tuple(sample.columns))
     return pb.SampleDetails(
         raw_reward=None if raw is None else float(raw),
-        scores={
-            name.removeprefix(SCORE_PREFIX): float(value)
-            for name, value in sample.columns.items()
-            if name.startswith(SCORE_PREFIX)
-        },
+        scores={name.removeprefix(SCORE_PREFIX): float(sample.columns[name]) for name in names},
         episode=int(sample.columns.get("episode", index)),
         turn_count=1 if mask is None else _turns(np.asarray(mask)),
     )
+
+
+@lru_cache(maxsize=64)  # samples of an environment have the same columns
+def _score_names(columns: Sequence[str]) -> Sequence[str]:
+    return [name for name in columns if name.startswith(SCORE_PREFIX)]
 
 
 def _turns(mask: np.ndarray) -> int:

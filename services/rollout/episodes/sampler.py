@@ -147,21 +147,23 @@ class PartialSamples:
 
     def add(self, index: int, delta: Delta) -> bool:
         """Take what an engine answered for a sample; false when the engine aborted it."""
-        asked = self._budget(index)
         if delta.index != index:
             delta = delta._replace(index=index)
+        asked = self._budget(index)
         whole = _append(self._open.pop(index, None), delta)
         aborted = delta.finish_reason is FinishReason.ABORTED
-        chunk_ended = delta.finish_reason is FinishReason.LENGTH and len(delta.token_ids) == asked
-        is_full = len(whole.token_ids) >= self._prompt.sampling.max_new_tokens
-        if (aborted or chunk_ended) and not is_full:
-            if whole.token_ids:
-                self._open[index] = whole._replace(finish_reason=None)
-        else:
-            reason = FinishReason.LENGTH if aborted else delta.finish_reason
-            is_so = whole.finish_reason is reason
-            self._done[index] = whole if is_so else whole._replace(finish_reason=reason)
-        return not aborted or is_full
+        if aborted or (
+            delta.finish_reason is FinishReason.LENGTH and len(delta.token_ids) == asked
+        ):
+            if len(whole.token_ids) < self._prompt.sampling.max_new_tokens:
+                if whole.token_ids:
+                    self._open[index] = whole._replace(finish_reason=None)
+                return not aborted
+            whole = whole._replace(finish_reason=FinishReason.LENGTH)
+        elif whole.finish_reason is not delta.finish_reason:
+            whole = whole._replace(finish_reason=delta.finish_reason)
+        self._done[index] = whole
+        return True
 
     def end(self, index: int) -> None:
         """End a sample that cannot grow: no engine has room for one token more."""

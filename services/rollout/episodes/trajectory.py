@@ -82,19 +82,19 @@ class Timeline:
         begins = self._ends
         if len(ends) == len(begins) and len({*begins}) == 1 == len({*ends.values()}):
             ends = {ALL: next(iter(ends.values()))}
-        for episode, end in ends.items():
-            start = begins[episode]
-            if end - start < SHORTEST_SECONDS:
-                continue
-            self._kinds.append(kind)
-            self._episodes.append(episode)
-            self._spots.append(self._places.setdefault(place, len(self._places)))
-            self._starts.append(start)
-            self._durations.append(end - start)
-            if episode == ALL:
-                self._ends = [end] * len(begins)
-            else:
-                begins[episode] = end
+        long = [e for e, end in ends.items() if end - begins[e] >= SHORTEST_SECONDS]
+        if not long:
+            return
+        self._kinds += [kind] * len(long)
+        self._episodes += long
+        self._spots += [self._places.setdefault(place, len(self._places))] * len(long)
+        self._starts += [begins[e] for e in long]
+        self._durations += [ends[e] - begins[e] for e in long]
+        if long[0] == ALL:
+            self._ends = [ends[ALL]] * len(begins)
+            return
+        for episode in long:
+            begins[episode] = ends[episode]
 
 
 class Trajectory:
@@ -184,15 +184,19 @@ class Trajectory:
     def to_sample(self, group_id: str, index: int, reward: Reward, episode: int | None) -> Sample:
         """Makes row `index` of a group; `episode` where one may have several samples."""
         answers = self.answers
+        logprobs = self._signal([d.logprobs for d in answers])
         columns: dict[str, np.ndarray | float] = {
-            "rollout_logprobs": self._signal([d.logprobs for d in answers]),
+            "rollout_logprobs": logprobs,
             "reward": reward.reward,
-            **{f"{SCORE_PREFIX}{name}": float(value) for name, value in reward.scores.items()},
             **sampling_columns(self._samplings),
         }
+        for name, value in reward.scores.items():
+            columns[f"{SCORE_PREFIX}{name}"] = float(value)
         if reward.raw_reward is not None:
             columns["raw_reward"] = reward.raw_reward
-        if all([len(d.logprobs_t1) == len(d.token_ids) for d in answers]):
+        if all([d.logprobs_t1 is d.logprobs for d in answers]):  # sampled at temperature 1
+            columns["rollout_logprobs_t1"] = logprobs
+        elif all([len(d.logprobs_t1) == len(d.token_ids) for d in answers]):
             columns["rollout_logprobs_t1"] = self._signal([d.logprobs_t1 for d in answers])
         if len(answers) < len(self._parts) or not reward.trained:
             mask = self._mask() & reward.trained

@@ -24,6 +24,7 @@ from services.trainer.errors import ColumnMissingError, disk_errors
 from services.trainer.rows import RowLimits, blob_errors, check_numbers, check_row, read_rows
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.errors import InvalidFieldError, NotFoundError, QueueFullError, ServiceError
+from sluice.runtime.metrics import observe_all
 from sluice.runtime.wire import blob_from_proto, blob_to_proto
 from sluice.samples.arrow import InvalidGroupError, decode_group, encode_group, read_facts
 from sluice.samples.blobs import BlobNotFoundError, BlobReference, Blobs, open_blobs
@@ -432,8 +433,8 @@ class TrainerBatches:
         metrics.BATCHES.set(len(batches.all()))
         if policy.weights is not None and not adapter:  # numbers of others come between
             sampled = batch.facts.oldest_versions
-            for version in sampled[sampled >= 0].tolist():
-                metrics.SAMPLE_LAG.observe(max(0, policy.weights.version - version))
+            lags = policy.weights.version - sampled[sampled >= 0]
+            observe_all(metrics.SAMPLE_LAG, lags.clip(min=0).tolist())
         return batch
 
     @in_turn

@@ -30,9 +30,10 @@ STEPS = 9
 def test_an_episode_of_several_samples_counts_once_in_the_mean_reward():
     details = [pb.SampleDetails(episode=episode) for episode in (0, 0, 0, 1)]
     group = pb.FinishedGroup(rewards=[0.0, 0.3, 0.6, 1.0], details=details)
-    assert dispatcher.reward_mean(group) == pytest.approx((0.3 + 1.0) / 2)
-    assert dispatcher.reward_mean(pb.FinishedGroup(rewards=[0.0, 1.0, 1.0])) == pytest.approx(2 / 3)
-    assert dispatcher.reward_mean(pb.FinishedGroup()) == 0
+    assert dispatcher.episode_rewards(group) == pytest.approx([0.3, 1.0])
+    alone = pb.FinishedGroup(rewards=[0.0, 1.0, 1.0])
+    assert dispatcher.episode_rewards(alone) == [0.0, 1.0, 1.0]
+    assert dispatcher.episode_rewards(pb.FinishedGroup()) == []
 
 
 def test_groups_whose_episodes_have_several_samples_speak_no_louder():

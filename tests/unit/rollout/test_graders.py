@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -183,10 +184,12 @@ def test_mathematics_that_takes_for_ever_costs_its_own_reward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     texts = [r"\boxed{9^{9^{9^{9}}}}"] * 3 + [r"\boxed{4}"]
+    found = list[float]()
     for seconds in growing(alarm.SHORTEST_SECONDS):
         monkeypatch.setattr(alarm, "SHORTEST_SECONDS", seconds)
-        found = graded("math", "4", texts, seconds=3600, group_seconds=0.1)
-        if found[-1]:  # read in that time
+        with contextlib.suppress(TaskError):  # not even the answer of the task was read in it
+            found = graded("math", "4", texts, seconds=3600, group_seconds=0.1)
+        if found and found[-1]:  # read in that time
             break
     assert found == [0, 0, 0, 1]
 

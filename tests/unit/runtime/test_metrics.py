@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import Metric
 
 from services.rollout.engine.interface import EngineStatus, RankLoad
@@ -20,7 +20,7 @@ from services.router.metrics import open_pool
 from services.router.pools import PoolCollector
 from sluice.balance.routing import EngineSpec, LeaseRequest, Pool, PoolConfig
 from sluice.runtime import waits as waits_module
-from sluice.runtime.metrics import Reading, with_values
+from sluice.runtime.metrics import Reading, observe_all, with_values
 from sluice.runtime.waits import Waits
 from tests.patience import PATIENCE
 from tools.metrics_docs import MODULES, PAGE, Declared, declared
@@ -151,6 +151,27 @@ def value_of(name: str, **labels: str) -> float:
     value = REGISTRY.get_sample_value(name, labels)
     assert value is not None, f"{name} {labels} is not shown"
     return value
+
+
+def test_values_observed_together_count_as_one_by_one() -> None:
+    draw = np.random.default_rng(0)
+    registry = CollectorRegistry()
+    alone, together = (
+        Histogram(name, "text", buckets=(0, 1, 5, 20), registry=registry)
+        for name in ("alone", "together")
+    )
+    for count in (0, 1, 40, 500):
+        values = [*draw.integers(-1, 30, count).tolist(), *(0.0, 1.0, 20.0, 20.5)]
+        for value in values:
+            alone.observe(value)
+        observe_all(together, values)
+    one, other = (
+        {(each.name.partition("_")[2], each.labels.get("le")): each.value for each in found.samples}
+        for found in sorted(registry.collect(), key=lambda metric: metric.name)
+    )
+    assert {key: value for key, value in one.items() if key[0] != "created"} == pytest.approx(
+        {key: value for key, value in other.items() if key[0] != "created"}
+    )
 
 
 def test_what_a_router_decides_is_counted_by_how() -> None:
