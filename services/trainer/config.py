@@ -440,8 +440,17 @@ class TrainerConfig(ProcessConfig):
             raise ValueError(
                 "publish.quantization is not for transfer.enabled: engines read FP8 from the store"
             )
-        if "quantization_config" in json.loads((Path(self.model) / "config.json").read_bytes()):
-            raise ValueError("publish.quantization is not for a model that is quantised itself")
+        return self
+
+    @model_validator(mode="after")
+    def _check_plain(self) -> Self:
+        """What is published has the model's config.json beside it, and is read by that."""
+        document = json.loads((Path(self.model) / "config.json").read_bytes())
+        if self.lora is None and "quantization_config" in document:
+            raise ValueError(
+                f"model {self.model} is quantised, and trained weights are not: make it plain "
+                "first (of FP8: `sluice convert SRC DST --to hf`)"
+            )
         return self
 
     @model_validator(mode="after")

@@ -139,10 +139,8 @@ def test_what_does_not_go_with_it_is_refused(settings: dict, what: str, tmp_path
 
 def test_a_model_that_is_quantised_itself_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
-    values = {
-        "model": str(tmp_path),
-        "store": str(tmp_path),
-        "publish": {"quantization": "fp8"},
-    }
-    with pytest.raises(ConfigError, match="quantised itself"):
-        parse_config(TrainerConfig, values)
+    values = {"model": str(tmp_path), "store": str(tmp_path)}
+    for publish in ({}, {"quantization": "fp8"}):
+        with pytest.raises(ConfigError, match="is quantised, and trained weights are not"):
+            parse_config(TrainerConfig, {**values, "publish": publish})
+    parse_config(TrainerConfig, {**values, "lora": {"rank": 4}})  # which is published alone
