@@ -23,6 +23,9 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
+VARIANTS = {"one_key_head": ("qwen3", {"num_key_value_heads": 1})}  # which tensor ranks share
+
+
 class ExpectedAdapters:
     """Checkpoints of the contract's families, and what the oracle makes of their adapters."""
 
@@ -32,7 +35,8 @@ class ExpectedAdapters:
 
     def __call__(self, family: str) -> ExpectedAdapter:
         if family not in self._made:
-            model = build_model(self._root / family / "model", family)
+            kind, settings = VARIANTS.get(family, (family, {}))
+            model = build_model(self._root / family / "model", kind, **settings)
             self._made[family] = expect(model, family, self._root / family)
         return self._made[family]
 

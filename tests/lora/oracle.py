@@ -19,6 +19,7 @@ Tensors = dict[str, torch.Tensor]
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TARGETS: dict[str, tuple[str, ...]] = {
     "qwen3": ALL,
+    "one_key_head": ALL,
     "llama": ALL,
     "qwen3_moe": ALL[:4],
     "glm4": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"),

@@ -47,6 +47,12 @@ CASES = [
     pytest.param("megatron", "qwen3", 1, {}, id="megatron"),
     pytest.param("megatron", "qwen3", 2, {"tensor": 2}, id="tensor 2", marks=fast),
     pytest.param("megatron", "qwen3", 2, {"tensor": 2, **SEQUENCE}, id="tensor 2, sequence"),
+    pytest.param("megatron", "one_key_head", 2, {"tensor": 2}, id="tensor 2, one key head"),
+    pytest.param(
+        *("megatron", "one_key_head", 2, {"tensor": 2, **SEQUENCE}),
+        id="tensor 2, sequence, one key head",
+        marks=fast,
+    ),
     pytest.param("megatron", "qwen3", 2, {"pipeline": 2}, id="pipeline 2"),
     pytest.param("megatron", "qwen3", 4, {"tensor": 2, "pipeline": 2}, id="tensor 2, pipeline 2"),
     pytest.param(

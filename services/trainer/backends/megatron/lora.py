@@ -44,8 +44,9 @@ Span = tuple[int, int]  # first and last (exclusive) along the axis of a cut
 
 @dataclass(frozen=True)
 class HeldFactor:
-    """Which part of a whole factor this rank has. `summed`: each tensor rank has its own tokens'
-    or its own rows' gradient, and the sum of all is that of the factor.
+    """Which part of a whole factor this rank has, no `spans` where it is none of a cut one: where
+    tensor ranks share a key head, some have no row of its keys. `summed`: each tensor rank has its
+    own tokens' or its own rows' gradient, and the sum of all is that of the factor.
     """
 
     shape: tuple[int, int]  # of the whole
@@ -56,7 +57,8 @@ class HeldFactor:
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         if self.axis is None:
             return whole
-        parts = [whole.narrow(self.axis, first, last - first) for first, last in self.spans]
+        spans = self.spans or ((0, 0),)
+        parts = [whole.narrow(self.axis, first, last - first) for first, last in spans]
         return torch.cat(parts, dim=self.axis)
 
     def place(self, whole: torch.Tensor, part: torch.Tensor) -> None:
@@ -157,7 +159,8 @@ class ParallelLayers:
             runs = row_runs(tensor.binding, parallel.partition(expert=False, padded_vocab=0))
             for index, layer in enumerate(layers):
                 own = [run for run in runs if run.source == index]
-                rows = [torch.arange(run.row, run.row + run.rows) for run in own]
+                rows = [torch.empty(0, dtype=torch.int64)]
+                rows += [torch.arange(run.row, run.row + run.rows) for run in own]
                 places[layer] = torch.cat(rows).to(tensor.parameter.device)
         enter = self._gather if cut is ShardAxis.ROWS else _as_it_is
         update = self._add_partial if cut is ShardAxis.COLUMNS else Adapter.__call__
