@@ -60,6 +60,8 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+WIDENED = {name: value for name, value in YARN.items() if not name.startswith("mscale")}
+GLM4: dict[str, Any] = {"head_dim": 16, "attention_bias": True, "pad_token_id": None}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 32}),
     "qwen3_tied": (
@@ -74,10 +76,16 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"head_dim": 32, **EXPERTS}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
-    "glm4": (
+    "qwen3_yarn": (
+        "Qwen3Config",
+        "Qwen3ForCausalLM",
+        {"head_dim": 32, "rope_parameters": WIDENED},
+    ),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", GLM4),
+    "glm4_yarn": (  # of a part of each head
         "Glm4Config",
         "Glm4ForCausalLM",
-        {"head_dim": 16, "attention_bias": True, "pad_token_id": None},
+        {**GLM4, "rope_parameters": {**WIDENED, "partial_rotary_factor": 0.5}},
     ),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT),
     "deepseek_v3_yarn": (

@@ -82,6 +82,8 @@ LAYOUTS = [
     pytest.param("glm4", 1, {}, id="glm4-single"),
     pytest.param("glm4", 2, {"tensor": 2, "sequence_parallel": True}, id="glm4-TP2+SP"),
     pytest.param("glm4", 4, {"context": 2, "pipeline": 2}, id="glm4-CP2xPP2"),
+    pytest.param("glm4_yarn", 1, {}, id="glm4-yarn-single", marks=fast),
+    pytest.param("qwen3_yarn", 2, {"tensor": 2}, id="qwen3-yarn-TP2"),
     pytest.param("deepseek_v3", 1, {}, id="deepseek-single"),
     pytest.param("deepseek_v3", 2, {"tensor": 2, "sequence_parallel": True}, id="deepseek-TP2+SP"),
     pytest.param("deepseek_v3", 2, {"expert": 2, "context": 2}, id="deepseek-EP2xCP2"),

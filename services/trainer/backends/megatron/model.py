@@ -108,9 +108,8 @@ def plain_frequencies(hf_config: Any) -> tuple[torch.Tensor, float]:
 class PositionRotary(torch.nn.Module):
     """Angles for given positions, with the inverse frequencies that transformers computes.
 
-    `attention_scaling` multiplies cosine and sine in transformers. Megatron only takes angles,
-    so it belongs, squared, into the softmax scale. pairs: a rotation turns neighbours, instead of
-    an element and the one half of the rotated part away from it.
+    `attention_scaling` multiplies cosine and sine: of the rotated part of a head alone. pairs: a
+    rotation turns neighbours, instead of an element and the one half of that part away from it.
     """
 
     def __init__(self, hf_config: Any, device: torch.device, *, pairs: bool = False) -> None:
@@ -450,10 +449,10 @@ def create_policy(
         raise RotaryScalingError(
             "latent attention rotates a part of each head: mscale and mscale_all_dim must be equal"
         )
-    scale = source.latent_scale or rotary.attention_scaling**2 * source.shape.head_dim**-0.5
     options = core_options(operations, config)
-    core = transformer_config(source, config, softmax_scale=scale, operations=options)
+    core = transformer_config(source, config, operations=options)
     core.operations = dict(operations)  # layers are built by it
+    core.rotary_scaling = rotary.attention_scaling  # see upstream.py
     padded = source.padded_vocab(config)
     models = _build(source, core, config, rotary=rotary, padded_vocab=padded)
     tensors = tuple(local_tensors(models, source, core))

@@ -164,7 +164,6 @@ def transformer_config(
     source: ModelSource,
     config: MegatronConfig,
     *,
-    softmax_scale: float | None,
     operations: Mapping[str, Any],
 ) -> TransformerConfig:
     """Megatron's configuration of `source` under the layout `config`.
@@ -199,7 +198,7 @@ def transformer_config(
         num_query_groups=shape.kv_heads,
         kv_channels=shape.head_dim,
         rotary_interleaved=source.rotates_pairs,
-        softmax_scale=softmax_scale,
+        softmax_scale=source.latent_scale,
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
         gated_linear_unit=True,

@@ -54,6 +54,8 @@ def load() -> ModuleType:
     if not has_transformer_engine():  # this module alone takes it for installed then
         latent = importlib.import_module("megatron.core.transformer.multi_latent_attention")
         vars(latent)["HAVE_TE"] = False
+    attention = importlib.import_module("megatron.core.transformer.attention")
+    vars(attention)["_yarn_get_concentration_factor_from_config"] = rotary_scaling
     delta_net = importlib.import_module("megatron.core.ssm.gated_delta_net")
     vars(delta_net)["HAVE_FLA"] = True  # asked for to build one; delta_net.py computes it itself
     return core
@@ -75,6 +77,11 @@ def optimizer_name() -> str:
     vendor: str = importlib.import_module("megatron.core.optimizer").Adam.__module__
     vendor = vendor.partition(".")[0]
     return "torch_foreach" if vendor == "torch" else vendor
+
+
+def rotary_scaling(config: Any) -> float:
+    """Return what multiplies cosine and sine: Megatron knows of one formula, of its settings."""
+    return float(getattr(config, "rotary_scaling", 1.0))
 
 
 @dataclass(frozen=True)
