@@ -49,11 +49,12 @@ class ObjectsError(OSError):
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """A key below the prefix, its bytes, and when it was written (UTC)."""
+    """A key below the prefix, its bytes, when it was written (UTC), and the tag of its content."""
 
     key: str
     size: int
     modified: datetime.datetime
+    tag: str | None
 
     @property
     def version(self) -> int:
@@ -100,7 +101,10 @@ class ObjectBucket:
     def list(self, folder: str) -> list[ObjectInfo]:
         """List the objects in a folder and its folders."""
         objects = self._again(folder, lambda: obstore.list(self._store, folder).collect())
-        return [ObjectInfo(meta["path"], meta["size"], meta["last_modified"]) for meta in objects]
+        return [
+            ObjectInfo(meta["path"], meta["size"], meta["last_modified"], meta["e_tag"])
+            for meta in objects
+        ]
 
     def folders(self, folder: str) -> Sequence[str]:
         """List the names of the folders in a folder."""
@@ -115,7 +119,7 @@ class ObjectBucket:
         """Return what is known of an object besides its content."""
         with self._errors(key):
             meta = obstore.head(self._store, key)
-        return ObjectInfo(meta["path"], meta["size"], meta["last_modified"])
+        return ObjectInfo(meta["path"], meta["size"], meta["last_modified"], meta["e_tag"])
 
     def size(self, key: str) -> int:
         """Return the bytes of an object."""

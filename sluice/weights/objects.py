@@ -46,6 +46,10 @@ class Objects(ABC):
         """Return the bytes of an object."""
 
     @abstractmethod
+    def mark(self, key: str) -> object:
+        """Return what is another once an object was removed and written anew."""
+
+    @abstractmethod
     def get(self, key: str) -> bytes:
         """Read an object."""
 
@@ -145,6 +149,10 @@ class DirectoryObjects(Objects):
 
     def size(self, key: str) -> int:
         return (self._root / key).stat().st_size
+
+    def mark(self, key: str) -> object:
+        found = (self._root / key).stat()
+        return found.st_ino, found.st_size, found.st_mtime_ns
 
     def get(self, key: str) -> bytes:
         return (self._root / key).read_bytes()

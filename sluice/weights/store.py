@@ -117,7 +117,7 @@ class WeightStore:
         else:
             root = Path(self.location.removeprefix("file://"))
             self._objects = DirectoryObjects(root, durable=durable)
-        self._records: dict[int, StoredVersion] = {}
+        self._records: dict[int, tuple[object, StoredVersion]] = {}  # and whose: the manifest's
         self._lineage: dict[int, tuple[str, int | None]] = {}  # line and base, once asked for
 
     def allocate(self, parent: int | None) -> Staging:
@@ -301,7 +301,7 @@ class WeightStore:
                 raise StagingLostError(staging.version) from error
         close_staging(staging)
         self._objects.delete(self._objects.keys(f"announced/{staging.version:08d}"))
-        return self._remember(manifest)
+        return self._remember(manifest, self._mark(staging.version))
 
     def check_kind(self, version: int, *, is_adapter: bool) -> None:
         """Raise MixedKindsError where the newest version is not of the kind of the next one."""
@@ -323,9 +323,11 @@ class WeightStore:
     def get(self, version: int) -> StoredVersion:
         """Return a committed version; raises VersionNotFoundError, ManifestError or
         FileDigestError."""
-        if version in self._records and self._has(version):
-            return self._records[version]
-        return self._remember(self.manifest(version))
+        mark = self._mark(version)  # first: a store may be made anew, with other versions
+        known = self._records.get(version)
+        if known is not None and known[0] == mark:
+            return known[1]
+        return self._remember(self.manifest(version), mark)
 
     def find(self, version: int) -> StoredVersion:
         """Return a version that is committed, or promised; raises like `get`."""
@@ -501,6 +503,13 @@ class WeightStore:
         """Whether it is promised or, since promises go when they are kept, committed."""
         return self._objects.exists(_promise(version)) or self._has(version)
 
+    def _mark(self, version: int) -> object:
+        """Return which manifest a version has. Raises VersionNotFoundError."""
+        try:
+            return self._objects.mark(_key(version, MANIFEST_NAME))
+        except FileNotFoundError as error:
+            raise VersionNotFoundError(version) from error
+
     def _has(self, version: int) -> bool:
         return self._objects.exists(_key(version, MANIFEST_NAME))
 
@@ -548,9 +557,9 @@ class WeightStore:
             line=manifest.line,
         )
 
-    def _remember(self, manifest: Manifest) -> StoredVersion:
+    def _remember(self, manifest: Manifest, mark: object) -> StoredVersion:
         record = self._describe(manifest)
-        self._records[manifest.version] = record
+        self._records[manifest.version] = mark, record
         while len(self._records) > REMEMBERED:  # others remove versions, and tell nobody
             self._records.pop(next(iter(self._records)), None)
         return record

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from sluice.bucket import ObjectBucket
+from sluice.place import is_bucket
 from sluice.weights.errors import (
     InvalidCheckpointError,
     MissingFileError,
@@ -216,3 +219,22 @@ def test_damage_in_the_store_is_named(policy: Policy, open_again: OpenStore, tmp
 def test_a_location_of_another_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="neither a directory nor"):
         WeightStore("gopher://somewhere")
+
+
+def test_a_store_that_was_made_anew_has_its_own_versions(
+    policy: Policy, open_again: OpenStore
+) -> None:
+    """An engine outlives the run that it served, whose numbers another run gives out again."""
+    reader, old = open_again(), policy.publish()
+    assert reader.find(old.version) == old
+    if is_bucket(policy.store.location):
+        objects = ObjectBucket(policy.store.location)
+        objects.delete(objects.keys(""))
+    else:
+        shutil.rmtree(policy.store.location)
+    another = Policy(open_again())
+    another.companions.extend(policy.companions)
+    another.change()
+    new = another.publish()
+    assert new.version == old.version and new.digest != old.digest
+    assert reader.find(new.version) == new
