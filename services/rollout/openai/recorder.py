@@ -29,7 +29,7 @@ from urllib.parse import quote, unquote
 import numpy as np
 
 from services.rollout.config import OpenAIConfig
-from services.rollout.engine.interface import Delta, FinishReason, Sampling
+from services.rollout.engine.interface import Delta, FinishReason, Numbers, Sampling
 from services.rollout.environments.environment import Reward
 from services.rollout.episodes.trajectory import Trajectory
 from services.rollout.openai.generation import Answer
@@ -45,7 +45,6 @@ from sluice.samples.sample import MediaSpan, Sample, VersionSpan, validate_sampl
 from sluice.samples.tokenizer import TextTokenizer
 
 OPEN, CLOSED = ".open", ".closed"
-REMEMBERED = 256  # groups kept in memory; others are read again
 
 T = TypeVar("T")
 Line = Mapping[str, Any]
@@ -248,8 +247,8 @@ def _delta_from_json(line: Line) -> Delta:
     return Delta(
         index=0,
         token_ids=tuple(line["sampled"]),
-        logprobs=tuple(line["logprobs"]),
-        logprobs_t1=tuple(line["logprobs_t1"]),
+        logprobs=Numbers(np.array(line["logprobs"], np.float32)),
+        logprobs_t1=Numbers(np.array(line["logprobs_t1"], np.float32)),
         spans=tuple(spans),
         finish_reason=FinishReason(line["finish"]) if line["finish"] else None,
         routed_experts=_experts_from_text(line.get("experts", "")),
@@ -379,6 +378,7 @@ class Recorder:
             path = self._root / quote(name)
             if (opened := path.with_name(path.name + OPEN)).exists():
                 opened.rename(path.with_name(path.name + CLOSED))
+            self._files.pop(name)  # it is read again if somebody asks
             closed = sorted(self._list(CLOSED), key=lambda each: each == name)  # it is the latest
             for old in closed[: -self._config.kept_groups]:
                 self._forget(old)
@@ -531,7 +531,7 @@ class Recorder:
         name = file.group.group_id
         self._files[name] = file
         self._files.move_to_end(name)
-        if len(self._files) > REMEMBERED:
+        if len(self._files) > self._config.open_groups:
             self._files.popitem(last=False)
         return file.group
 

@@ -12,6 +12,7 @@ import pytest
 
 from services.rollout.config import OpenAIConfig
 from services.rollout.engine.interface import Delta, FinishReason
+from services.rollout.openai import recorder as recorders
 from services.rollout.openai.generation import Answer
 from services.rollout.openai.prompts import Prompt
 from services.rollout.openai.recorder import Recorder
@@ -132,6 +133,26 @@ async def test_no_more_groups_are_open_or_kept_than_the_settings_say(tmp_path: P
         await here.reward(name, {"s": 1.0})
         await here.close(name)
     assert await here.names() == {"open": [], "closed": ["c"]}
+
+
+async def test_no_open_group_is_read_again_while_no_other_worker_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more groups than fit, each call read the whole of its own."""
+    tokenizer: Any = Letters()
+    blobs = BlobStore(tmp_path, sync=False)
+    here = Recorder(tmp_path / "records", blobs, tokenizer, OpenAIConfig(), sync=False)
+    read = list[bytes]()
+    decode = recorders.decode_line
+    monkeypatch.setattr(recorders, "decode_line", lambda line: read.append(line) or decode(line))
+    for _ in range(2):
+        for number in range(300):
+            await here.add(Record(group=f"g{number}", session="s"), PROMPT, answer(1), [()])
+    assert not read
+    await here.reward("g0", {"s": 1.0})
+    await here.close("g0")
+    assert counts(await here.describe("g0")) == {"s": 2}
+    assert len(read) == 5, "what is closed is read when somebody asks"
 
 
 async def test_a_group_that_was_just_closed_is_kept_though_the_clock_was_set_back(
