@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
     @property
     def response_length(self) -> int:
-        return len(self.token_ids) - self.prompt_length
+        return self.token_ids.shape[0] - self.prompt_length  # `len` of a tensor is Python
 
 
 MicroBatch = Sequence[Row]  # may be empty: a dummy of zero weight, run for its collectives

@@ -502,7 +502,7 @@ class BlobStore(Blobs):
             return
         digests = list(digests)
         for digest in digests:
-            self._path(digest)  # a malformed line would shift all behind it
+            self._name_of(digest)  # a malformed line would shift all behind it
         with locked(self._lock, shared=True):
             append(path, "-", digests, sync=self.sync)
 

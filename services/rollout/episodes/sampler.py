@@ -335,11 +335,12 @@ class Sampler:
                 for part in _parts_of(leases, partial):
                     asking.add(asyncio.create_task(self._ask(prompt, part, partial, listener)))
             errors = await asyncio.gather(*asking)
-        finally:
+        except BaseException:
             for task in asking:
                 task.cancel()
             # All of them: a task that is cancelled before its first step gives nothing back.
             self._leases.give_up(prompt.pool, futures)
+            raise
         return min((error for error in errors if error), key=is_retried, default=None)
 
     async def _ask(

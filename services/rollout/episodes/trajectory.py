@@ -257,6 +257,8 @@ class Trajectory:
 
     def _spans(self) -> tuple[VersionSpan, ...]:
         """Of every answer, counted from the start of the response."""
+        if len(self._parts) == 1 and (only := self._parts[0][0]) is not None:
+            return tuple(only.spans)
         spans, offset = list[VersionSpan](), 0
         for delta, tokens in self._parts:
             if delta is not None:

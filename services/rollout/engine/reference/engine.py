@@ -268,7 +268,7 @@ class ReferenceEngine(Engine):
         self._prepared = PreparedVersions[PreparedWeights | ServingAdapter]()
         self._receiver: Receiver | None = None
         self._keys = itertools.count(1)
-        self._streams: dict[int, asyncio.Queue[Outcome]] = {}
+        self._streams: dict[int, asyncio.Queue[list[Outcome]]] = {}
         self._names: set[str] = set()
         self._failure = ""
         self._pause_seconds = self._prepare_seconds = 0.0
@@ -292,12 +292,12 @@ class ReferenceEngine(Engine):
         with self._stream(generation.request_id) as (key, outcomes):
             self._thread.post(partial(self._core.submit, key, generation), key)
             while left:
-                outcome = await outcomes.get()
-                if isinstance(outcome, ServiceError):
-                    raise outcome
-                assert isinstance(outcome, Delta)
-                left -= outcome.finish_reason is not None
-                yield outcome
+                for outcome in await outcomes.get():
+                    if isinstance(outcome, ServiceError):
+                        raise outcome
+                    assert isinstance(outcome, Delta)
+                    left -= outcome.finish_reason is not None
+                    yield outcome
 
     async def score(
         self, token_ids: Sequence[int], prompt_length: int, version: int | None = None
@@ -316,7 +316,7 @@ class ReferenceEngine(Engine):
                 self._core.submit_score, key, token_ids, prompt_length, top_count, version
             )
             self._thread.post(submit, key)
-            outcome = await outcomes.get()
+            (outcome,) = await outcomes.get()
             if isinstance(outcome, ServiceError):
                 raise outcome
             assert isinstance(outcome, TokenScores)
@@ -553,11 +553,11 @@ class ReferenceEngine(Engine):
         return await asyncio.get_running_loop().run_in_executor(self._loader, read)
 
     @contextmanager
-    def _stream(self, name: str) -> Iterator[tuple[int, asyncio.Queue[Outcome]]]:
+    def _stream(self, name: str) -> Iterator[tuple[int, asyncio.Queue[list[Outcome]]]]:
         """Yields a queue of outcomes under a fresh key; what has not ended on exit is aborted."""
         if name in self._names:
             raise DuplicateRequestError(f"request {name!r} is here already", request_id=name)
-        key, outcomes = next(self._keys), asyncio.Queue[Outcome]()
+        key, outcomes = next(self._keys), asyncio.Queue[list[Outcome]]()
         self._streams[key] = outcomes
         if name:
             self._names.add(name)
@@ -570,11 +570,14 @@ class ReferenceEngine(Engine):
                 self._thread.post(partial(self._core.discard, key), key)
 
     def _deliver(self, outbox: Outbox) -> None:
+        together: dict[int, list[Outcome]] = {}
         for key, outcome in outbox:
+            together.setdefault(key, []).append(outcome)
+        for key, outcomes in together.items():
             if key in self._streams:
-                self._streams[key].put_nowait(outcome)
+                self._streams[key].put_nowait(outcomes)
 
     def _ended(self, failure: EngineFailedError) -> None:
         self._failure = str(failure)
         for outcomes in self._streams.values():
-            outcomes.put_nowait(failure)
+            outcomes.put_nowait([failure])
