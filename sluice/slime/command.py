@@ -271,6 +271,7 @@ def _evaluation(into: Imported) -> None:
 
 UNKNOWN = "REPLACE-ME"
 PROMPT_LENGTH = 2048  # tokens, where the script has no limit
+GROUP_SECONDS = 14_400  # slime has no limit of a group; this one is of its requests
 
 
 def _reward(into: Imported, name: str, settings: dict[str, Any]) -> None:
@@ -326,6 +327,7 @@ def _documents(into: Imported, run_dir: Path) -> tuple[dict[str, Any], dict[str,
     if "max_new_tokens" not in sampling:
         sampling["max_new_tokens"] = 1024
         into.left.append("--rollout-max-response-len: is missing; the files have 1024")
+    run["group_timeout_seconds"] = GROUP_SECONDS
     run |= {"run_dir": str(run_dir), "services": f"{run_dir}/services.json"}
     engine = into.rollout.setdefault("engine", {})
     engine["backend"] = "sglang"
@@ -337,7 +339,7 @@ def _documents(into: Imported, run_dir: Path) -> tuple[dict[str, Any], dict[str,
                 f"--rollout-max-prompt-len: is missing; engine.max_model_length has {PROMPT_LENGTH}"
                 " tokens for prompts, and longer ones leave less to their answers"
             )
-    trainer = {"model": model, "backend": "megatron", **into.trainer}
+    trainer = {"model": model, "backend": "megatron", "oversize_policy": "alone", **into.trainer}
     entries: dict[str, Any] = {
         "router": {"kind": "router"},
         "trainer": {"kind": "trainer", "config": trainer},

@@ -209,9 +209,12 @@ def _schedule(into: Imported, values: Values) -> None:
 
 
 def _filter(into: Imported, values: Values) -> None:
-    if "check_reward_nonzero_std" not in _only(values):
+    name = re.split(r"[.:]", _only(values))[-1]
+    if not name.startswith("check_reward_nonzero_std"):
         raise NotCarriedError("a function of your own: filters of run.yaml, docs/rollout.md")
     into.run["filters"] = [{"name": "reward_std"}]
+    if name.endswith("_with_fallback"):
+        raise NotCarriedError("reward_std replaces all groups of one reward, however few are left")
 
 
 def _stop_tokens(into: Imported, values: Values) -> None:
@@ -326,7 +329,9 @@ FLAGS: dict[str, Flag] = {
     "rollout-top-p": _key("run", "sampling.top_p", _float),
     "rollout-top-k": Flag("run: sampling.top_k", "-1 is 0", _top_k),
     "rollout-stop-token-ids": Flag("run: sampling.stop_token_ids", "", _stop_tokens),
-    "rollout-stop": _absent("stop tokens end a sample: sampling.stop_token_ids"),
+    "rollout-stop": _absent(
+        "sampling.stop_token_ids ends a sample; `stop` is of the OpenAI port alone"
+    ),
     "rollout-skip-special-tokens": _unneeded("tokens travel as numbers"),
     "rollout-shuffle": _true("run", "prompts.shuffle"),
     "rollout-seed": _key("run", "seed", _int),
@@ -460,7 +465,9 @@ FLAGS: dict[str, Flag] = {
     "micro-batch-size": _unneeded("micro-batches are packed by tokens"),
     "ref-micro-batch-size": _unneeded("micro-batches are packed by tokens"),
     "use-dynamic-batch-size": _ALWAYS,
-    "max-tokens-per-gpu": _key("trainer", "max_tokens_per_micro_batch", _int),
+    "max-tokens-per-gpu": _key(
+        "trainer", "max_tokens_per_micro_batch", _int, "a longer sample is one by itself"
+    ),
     "log-probs-chunk-size": _unneeded("log-probs are fused"),
     "log-probs-max-tokens-per-gpu": _unneeded("log-probs are fused"),
     "balance-data": _ALWAYS,

@@ -162,6 +162,8 @@ def test_every_number_arrives_where_it_has_an_effect(model: Path) -> None:
         "enable_dp_attention": True,
         "tp_size": 2,
     }
+    assert config.group_timeout_seconds == 14_400
+    assert trainer["oversize_policy"] == "alone"
     named = {line.split(":")[0] for line in left}
     assert {"--colocate", "--custom-rm-path", "--brand-new-flag"} <= named
     assert "--num-layers" not in named
@@ -334,6 +336,14 @@ def test_a_critic_is_clipped_and_averaged_as_that_of_the_script(model: Path) -> 
         ),
         ("--sglang-mem-fraction-static ${FREE}", "--sglang-mem-fraction-static: '${FREE}'"),
         ("--optimizer muon", "--optimizer"),
+        (
+            "--dynamic-sampling-filter-path a.check_reward_nonzero_std_with_fallback",
+            "--dynamic-sampling-filter-path: reward_std replaces all groups",
+        ),
+        (
+            "--dynamic-sampling-filter-path check_reward_nonzero_std.my_filter",
+            "--dynamic-sampling-filter-path: a function of your own",
+        ),
     ],
 )
 def test_a_value_that_cannot_be_is_told(flags: str, told: str) -> None:
