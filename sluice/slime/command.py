@@ -289,6 +289,31 @@ def _reward(into: Imported, name: str, settings: dict[str, Any]) -> None:
         )
 
 
+def _devices(into: Imported, entries: dict[str, Any]) -> None:
+    """Those of one host, as slime deals them: trainers the first, engines the same or the next."""
+    facts, run, rollout = into.facts, into.run, entries["rollout"]
+    trained = facts.get("gpus", 0) if facts.get("nodes") == 1 else 0
+    engines = rollout.get("replicas", 1) * max(1, facts.get("engine_gpus", 1))
+    shared = bool(facts.get("colocate"))
+    if shared:
+        if run.get("max_staleness") or run.get("over_sampling", 1) > 1:
+            into.left.append(
+                "--colocate: run.yaml placement: colocated takes max_staleness 0 and over_sampling "
+                "1: docs/colocation.md"
+            )
+            return
+        run["placement"] = "colocated"
+    elif "rollout_gpus" not in facts:
+        return
+    if not trained or (shared and engines > trained):
+        return
+    for name in ("trainer", "critic"):
+        if name in entries:
+            entries[name]["devices"] = list(range(trained))
+    first = 0 if shared else trained
+    rollout["devices"] = list(range(first, first + engines))
+
+
 def _halved(optim: dict[str, Any]) -> dict[str, Any]:
     """Of half the gradient, which that of slime's critic is here, the same steps.
 
@@ -353,6 +378,7 @@ def _documents(into: Imported, run_dir: Path) -> tuple[dict[str, Any], dict[str,
     if replicas > 1:
         rollout["replicas"] = replicas
     entries["rollout"] = rollout
+    _devices(into, entries)
     services = {"run_dir": str(run_dir), "services": entries}
     try:
         parse_config(UpConfig, services)

@@ -196,11 +196,6 @@ def _template(into: Imported, values: Values) -> None:
         set_at(into.run, "environment.settings.template", options)
 
 
-def _colocate(into: Imported, _: Values) -> None:
-    into.facts["colocate"] = True
-    raise NotCarriedError(FLAGS["colocate"].why)
-
-
 def _schedule(into: Imported, values: Values) -> None:
     value = _only(values)
     if value not in ("constant", "linear", "cosine"):
@@ -264,8 +259,8 @@ FLAGS: dict[str, Flag] = {
     "rollout-num-gpus-per-engine": _fact(
         "engine_gpus", _int, "rollout: engine.sglang.server_args.tp_size"
     ),
-    "num-gpus-per-node": _unneeded("`devices` of a service names those that it sees"),
-    "colocate": Flag("", "by hand: run.yaml placement: colocated: docs/colocation.md", _colocate),
+    "num-gpus-per-node": _unneeded("`devices` of a service names those of one host"),
+    "colocate": _switch("colocate", "run: placement", "colocated: docs/colocation.md"),
     "offload": _by_hand("see colocate"),
     "offload-train": _by_hand("see colocate"),
     "offload-rollout": _by_hand("see colocate"),

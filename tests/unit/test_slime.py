@@ -412,6 +412,40 @@ def test_the_ranks_of_an_engine_are_those_of_one_stage() -> None:
     assert "tp_size" not in flat
 
 
+ONE_HOST = "--actor-num-nodes 1 --actor-num-gpus-per-node 4 --rollout-num-gpus-per-engine 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "placement", "trainers", "engines"),
+    [
+        (f"train.py --colocate {ONE_HOST}", "colocated", [0, 1, 2, 3], [0, 1, 2, 3]),
+        (f"train.py --colocate --rollout-num-gpus 2 {ONE_HOST}", "colocated", [0, 1, 2, 3], [0, 1]),
+        (f"train.py --rollout-num-gpus 4 {ONE_HOST}", "separate", [0, 1, 2, 3], [4, 5, 6, 7]),
+        (f"train_async.py --rollout-num-gpus 2 {ONE_HOST}", "separate", [0, 1, 2, 3], [4, 5]),
+        ("train.py --colocate " + ONE_HOST.replace("nodes 1", "nodes 2"), "colocated", [], []),
+    ],
+)
+def test_devices_of_one_host_are_dealt_as_by_the_script(
+    flags: str, placement: str, trainers: list[int], engines: list[int], model: Path
+) -> None:
+    run, services, left = imported(flags)
+    assert_loads(run, services, model)
+    assert parse_config(RunConfig, run).placement == placement
+    entries = parse_config(UpConfig, services).services
+    assert list(entries["trainer"].devices) == trainers
+    assert list(entries["rollout"].devices) == engines
+    assert not [line for line in left if line.startswith("--colocate")]
+
+
+def test_sharing_that_is_not_there_is_told(model: Path) -> None:
+    more = "--rollout-batch-size 4 --over-sampling-batch-size 8"
+    for script in (f"train.py {more}", "train_async.py"):
+        run, services, left = imported(f"{script} --colocate {ONE_HOST}")
+        assert_loads(run, services, model)
+        assert "placement" not in run
+        assert [line for line in left if line.startswith("--colocate")]
+
+
 def test_variables_of_the_chat_template_are_carried(model: Path) -> None:
     quick = """--apply-chat-template-kwargs '{"enable_thinking": false, "budget": 12}'"""
     run, services, left = imported(f"A=(\n --apply-chat-template {quick}\n)\ntrain.py ${{A[@]}}")
