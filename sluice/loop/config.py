@@ -75,6 +75,12 @@ TRUNCATED = (
     "and gradients are biased by what is cut (docs/rollout.md, Log-probs)"
 )
 
+STALENESS_IGNORED = (
+    "algorithm.loss.old_logprobs: old is of the weights that a step begins with, and with "
+    "max_staleness older ones sample: nothing corrects the difference; set importance or "
+    "corrections, or old_logprobs: rollout (docs/recovery.md, Schedules)"
+)
+
 # What `sluice train` has no service for: such an estimator takes a loop of one's own.
 _NOT_OF_A_RUN = ("advantages",)
 
@@ -506,6 +512,13 @@ class RunConfig(CommonRunConfig):
     def tempered_algorithm(self) -> AlgorithmConfig:
         """The algorithm at the temperature of the sampling."""
         return self.algorithm.at_temperature(self.sampling.temperature)
+
+    @property
+    def ignores_staleness(self) -> bool:
+        """Whether samples of older weights are taken for those of the weights that train."""
+        loss = self.algorithm.loss
+        corrected = loss.importance is not None or bool(loss.corrections)
+        return self.max_staleness > 0 and loss.old_logprobs == "old" and not corrected
 
     @model_validator(mode="after")
     def _has_one_temperature(self) -> RunConfig:

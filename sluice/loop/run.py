@@ -20,7 +20,7 @@ from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.client import Client, RemoteError, RouterClient, TrainerClient
 from sluice.config import ConfigError
 from sluice.loop import trace
-from sluice.loop.config import TRUNCATED, CommonRunConfig, RunConfig
+from sluice.loop.config import STALENESS_IGNORED, TRUNCATED, CommonRunConfig, RunConfig
 from sluice.loop.dispatcher import DispatcherConfig, RolloutDispatcher
 from sluice.loop.evaluation import EvaluationLane
 from sluice.loop.filters import GroupFilters
@@ -469,6 +469,8 @@ class TrainingRun(TrainerRun[RunConfig]):
         samplings = [share.sampling for share in self._shares.values()]
         if any(sampling is not None and sampling.truncates for sampling in samplings):
             report.note(TRUNCATED)
+        if config.ignores_staleness:
+            report.note(STALENESS_IGNORED)
 
     async def start(self) -> None:
         trace.use(self._trace)

@@ -62,6 +62,17 @@ def test_a_run_ends_at_a_gap_beyond_its_limit_and_before_its_first_step(stack):
     assert "top_p or top_k cuts tokens off" in output
 
 
+def test_a_run_that_takes_older_samples_for_its_own_says_so(stack):
+    loss = {"name": "ppo_clip", "clip_low": 0.2, "old_logprobs": "old"}
+    told = "nothing corrects the difference"
+    for name, more in (("unaware", {}), ("aware", {"importance": {"high": 2.0}})):
+        algorithm = {"loss": {**loss, **more}}
+        training = stack.train(name, steps=1, max_staleness=1, algorithm=algorithm)
+        output, _ = training.process.communicate(timeout=PATIENCE)
+        assert training.process.returncode == 0, output
+        assert (told in output) == (name == "unaware")
+
+
 def test_one_temperature_leaves_nothing_clipped_at_the_first_step(stack):
     sampling = {"max_new_tokens": 5, "temperature": 0.7}
     training = stack.train("tempered", sampling=sampling, steps=1)

@@ -31,6 +31,25 @@ def sampling(**settings: Any) -> dict[str, Any]:
     return {"sampling": {"max_new_tokens": 5, **settings}}
 
 
+@pytest.mark.parametrize(
+    ("settings", "staleness", "ignored"),
+    [
+        ({"old_logprobs": "old"}, 1, True),
+        ({"old_logprobs": "old", "opsm_delta": 0.1}, 1, True),  # of trainer's policies alone
+        ({"old_logprobs": "old"}, 0, False),
+        ({"old_logprobs": "rollout"}, 1, False),
+        ({}, 1, False),
+        ({"old_logprobs": "old", "importance": {"high": 2.0}}, 1, False),
+        ({"old_logprobs": "old", "corrections": [{"name": "tis"}]}, 1, False),
+    ],
+)
+def test_a_loss_that_takes_older_samples_for_its_own_is_known(
+    settings: dict[str, Any], staleness: int, ignored: bool
+) -> None:
+    config = configured(max_staleness=staleness, **loss(**settings))
+    assert config.ignores_staleness == ignored
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1e-3, 2.5])
 def test_the_loss_has_the_temperature_of_the_sampling(temperature):
     for extra in ({}, loss(temperature=temperature)):
