@@ -93,6 +93,8 @@ def load_prompts(
     rows = []
     for where, row in read_rows(config.file, "prompts.file"):
         if not any(row.get(key) for key in keys):
+            if given := [key for key in keys if key in row]:
+                raise PromptFileError(f"{where}: `{given[0][:40]}` is empty")
             needed, found = (
                 separator.join(f"`{key[:40]}`" for key in some)
                 for separator, some in ((" or ", keys), (", ", list(row)[:8]))

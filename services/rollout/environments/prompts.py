@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -216,6 +217,8 @@ def _text(value: Any, key: str) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value):  # how some programs write what is missing
+            raise TaskError(f"row.{key}", f"is {value}, which is no number")
         return str(value)
     if value is None:
         raise TaskError(f"row.{key}", "is required")

@@ -70,6 +70,7 @@ def test_indices_need_no_file():
             r"prompts\.jsonl:1: a row needs `prompt` or `messages`, and has `question`, `answer`; "
             "settings .* prompt_key",
         ),
+        ('{"prompt": "", "answer": "a"}', r"prompts\.jsonl:1: `prompt` is empty"),
         ("\n", "has no rows"),
         ('{"prompt": "a", "x": ' + "[" * 100_000, r"prompts\.jsonl:1: not JSON"),
     ],

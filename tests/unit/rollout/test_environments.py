@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -71,6 +72,8 @@ def test_a_wrong_setting_is_named(values: dict[str, Any], key: str) -> None:
         ({"messages": [{"role": "user"}], "answer": "1"}, "row.messages[0]"),
         ({"prompt": [{"role": "user"}], "answer": "1"}, "row.prompt[0]"),
         ({"prompt": [], "answer": "1"}, "row.prompt"),
+        ({"prompt": "12=", "answer": math.nan}, "row.answer"),
+        ({"prompt": "12=", "answer": [1, math.inf]}, "row.answer[1]"),
     ],
 )
 def test_a_malformed_row_is_named(row: dict[str, Any] | None, key: str) -> None:
