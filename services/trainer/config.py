@@ -499,8 +499,15 @@ class TrainerConfig(ProcessConfig):
     @field_validator("model", "reference_model")
     @classmethod
     def _is_checkpoint(cls, value: str | None) -> str | None:
-        if value is not None and not (Path(value) / "config.json").is_file():
+        if value is None:
+            return None
+        path = Path(value) / "config.json"
+        if not path.is_file():
             raise ValueError(f"{value} is no model directory: it has no config.json")
+        try:
+            json.loads(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from None
         return value
 
 

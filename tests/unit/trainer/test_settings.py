@@ -151,6 +151,14 @@ def test_wrong_settings_are_named(tmp_path: Path, settings: dict[str, Any], key:
         parse_config(TrainerConfig, values)
 
 
+@pytest.mark.parametrize("text", [b"{", b"\xff\xfe", b""])
+def test_a_broken_description_of_the_model_is_named(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(text)
+    values = {"model": str(tmp_path), "store": str(tmp_path)}
+    with pytest.raises(ConfigError, match=r"model: \S+/config\.json is not JSON: "):
+        parse_config(TrainerConfig, values)
+
+
 def test_the_resolved_config_survives_json(tmp_path: Path) -> None:
     """Ranks get it that way."""
     (tmp_path / "config.json").write_text("{}")

@@ -55,6 +55,7 @@ from services.trainer.backends.reference.model import (
     IMPLEMENTATION,
     OWN_OPERATIONS,
     PackedLayout,
+    damage_named,
     errors_only,
     run_packed,
     with_named,
@@ -280,7 +281,8 @@ def load_model(
     kind = _distributed_class(config, head, cut, device)
     attention = CONTEXT_IMPLEMENTATION if settings.context > 1 else IMPLEMENTATION
     disable_progress_bar()
-    with errors_only():  # a new head and an unused one are what is asked for
+    # a new head and an unused one are what is asked for
+    with damage_named(Path(path)), errors_only():
         model, loading = kind.from_pretrained(
             path,
             config=config,

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from services.trainer.backend import MicroBatch, Row
@@ -56,6 +57,7 @@ with uncompiled():
     )
 
 IMPLEMENTATION = "sluice_shared_prompt"
+LFS = b"version https://git-lfs"  # how a pointer begins that stands for a file
 CLUSTER_TOKENS = 64  # siblings' tokens that share one attention call: fills a tile of the kernel
 PASS_TOKENS = 4096  # more at once are no faster on a processor: larger tensors are mapped anew
 AGAIN_FACTOR = 32  # a prompt is encoded again where a pass has so many times its tokens
@@ -433,13 +435,14 @@ def _load(path: str, config: PretrainedConfig, head: Head) -> Any:
     }
     if head == "policy":
         kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
-        with unsymbolic():
+        with damage_named(Path(path)), unsymbolic():
             return kind.from_pretrained(path, **options)
     if seeing:
         kind = _value_class(config)
     else:
         kind, options["num_labels"] = AutoModelForTokenClassification, 1
-    with errors_only(), unsymbolic():  # a new head and an unused one are what is asked for
+    # a new head and an unused one are what is asked for
+    with damage_named(Path(path)), errors_only(), unsymbolic():
         model, loading = kind.from_pretrained(path, output_loading_info=True, **options)
     if "score.weight" in loading["missing_keys"]:
         for parameter in model.score.parameters():
@@ -466,6 +469,23 @@ def _value_class(config: PretrainedConfig) -> Any:
     # transformers finds by them how the tensors of a checkpoint are named
     VisionValueModel.__name__, VisionValueModel.__module__ = base.__name__, base.__module__
     return VisionValueModel
+
+
+@contextmanager
+def damage_named(directory: Path) -> Iterator[None]:
+    """Raises ValueError that names the file of weights that cannot be read."""
+    try:
+        yield
+    except SafetensorError as error:
+        for path in sorted(directory.glob("*.safetensors")):
+            try:
+                safe_open(path, "pt")
+            except SafetensorError as found:
+                with path.open("rb") as file:
+                    pointer = file.read(len(LFS)) == LFS
+                why = "a pointer of Git LFS: `git lfs pull`" if pointer else f"damaged: {found}"
+                raise ValueError(f"{path} is {why}") from None
+        raise ValueError(f"{directory}: {error}") from error
 
 
 @contextmanager
