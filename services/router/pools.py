@@ -214,13 +214,12 @@ class Pools:
             room.resume()
 
     def _create(self, name: str) -> PoolRoom:
-        settings = self._config.pools.get(name, self._config.default_pool)
         taken = {room.number for room in self._rooms.values()}
         number = next(number for number in itertools.count() if number not in taken)
         # Ids of different pools, of forgotten ones and of earlier processes never meet.
         now = time.time_ns() >> _NANOSECOND_BITS << _ID_BITS
         rng = np.random.default_rng(self._seeds.spawn(1)[0])
-        pool = Pool(settings, rng, first_lease_id=(number << _POOL_BITS) + now + 1)
+        pool = Pool(self._config.pool(name), rng, first_lease_id=(number << _POOL_BITS) + now + 1)
         return PoolRoom(name, pool, self.clock, number)
 
     def _forget_idle(self) -> None:

@@ -12,6 +12,7 @@ from sluice.algo.spec import AdvantageSpec, LossSpec, known_columns
 from sluice.config import PLAIN_NAME, PLAIN_NAME_RULE, Config, ProcessConfig
 from sluice.loop.trackers import TrackersConfig
 from sluice.place import Place, StoreCacheConfig, StorePlace
+from sluice.runtime.messages import LONGEST_SECONDS
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import ServerConfig
 from sluice.samples.sample import MOST_TEMPERATURE, TEMPERATURES, is_temperature
@@ -150,7 +151,7 @@ class TeacherConfig(Config):
 
 
 LARGEST_WEIGHT = 1e9  # of an environment: sums of larger ones are no numbers
-SHORTEST_GROUP, LONGEST_GROUP = 1e-3, 1e9  # seconds that a call can say
+SHORTEST_GROUP, LONGEST_GROUP = 1e-3, LONGEST_SECONDS  # of seconds that a call can say
 
 
 class EnvironmentShare(Config):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
@@ -139,7 +139,11 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 @pytest.fixture
 def start_router(stack: AsyncExitStack) -> Callable[..., Awaitable[Router]]:
     async def start(
-        drain: float = 0.2, clock: Clock | None = None, max_pools: int = 64, **pool: object
+        drain: float = 0.2,
+        clock: Clock | None = None,
+        max_pools: int = 64,
+        pools: Mapping[str, object] | None = None,
+        **pool: object,
     ) -> Router:
         config = parse_config(
             RouterConfig,
@@ -148,6 +152,7 @@ def start_router(stack: AsyncExitStack) -> Callable[..., Awaitable[Router]]:
                 "tick_seconds": 0.05,
                 "max_pools": max_pools,
                 "default_pool": PoolConfig(**{"engine_ttl": FOREVER, **pool}),
+                "pools": pools or {},
                 "server": {"port": 0, "drain_seconds": drain},
             },
         )

@@ -248,6 +248,22 @@ async def test_a_router_has_as_many_pools_as_it_may(start_router):
     await router.register("another", pool="judge")
 
 
+async def test_what_a_pool_leaves_out_is_as_in_the_default(start_router):
+    slow = {"breaker": {"open_seconds": 77}}
+    router = await start_router(
+        max_leases_per_client=2, breaker={"failures": 9}, pools={"judge": {**slow, "max_queued": 1}}
+    )
+    for name in ("policy", "judge"):
+        await router.register(name, pool=name, max_running_count=8)
+        assert len((await router.acquire("client", 2, pool=name)).target_indices) == 2
+        with pytest.raises(RemoteError) as caught, typed_errors():
+            await router.acquire("client", 1, pool=name)
+        assert caught.value.reason == "TOO_MANY_LEASES_OF_CLIENT"
+    judge = router.process.pools.room("judge").pool.config
+    assert (judge.max_queued, judge.engine_ttl) == (1, FOREVER)
+    assert (judge.breaker.failures, judge.breaker.open_seconds) == (9, 77)
+
+
 async def test_pools_that_nobody_uses_are_forgotten_for_new_ones(start_router, start_engine):
     clock = Clock()
     router = await start_router(clock=clock)

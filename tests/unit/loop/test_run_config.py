@@ -6,6 +6,7 @@ import pytest
 
 from sluice.config import ConfigError, parse_config
 from sluice.loop.config import RunConfig
+from sluice.runtime.messages import LONGEST_SECONDS
 
 GAE = {"advantage": {"name": "gae"}}
 
@@ -202,7 +203,7 @@ def test_a_number_that_is_none_is_refused(name, number):
         configured(**{outer: {inner: number}} if outer else {name: number})
 
 
-@pytest.mark.parametrize("seconds", [1e300, 1e-300, 0])
+@pytest.mark.parametrize("seconds", [1e300, LONGEST_SECONDS + 1, 1e-300, 0])
 def test_a_limit_of_a_group_is_one_that_a_call_can_say(seconds):
     share = {"prompts": {"index_count": 5}, "environment": {"name": "prompts"}}
     several = {"prompts": None, "environment": None}
