@@ -190,12 +190,20 @@ def check_fits_here(name: str, entry: ServiceEntry) -> None:
         raise ConfigError(f"services.{name}.hosts: {foreign[0]} is not this machine; see --on ray")
 
 
+def policy_trainer(config: UpConfig) -> str | None:
+    """The name of the trainer of the policy: `trainer`, as a run finds it, or the first."""
+    names = [
+        name
+        for name, entry in config.services.items()
+        if entry.kind == "trainer" and entry.config.get("head", "policy") == "policy"
+    ]
+    return "trainer" if "trainer" in names else next(iter(names), None)
+
+
 def policy_weights(config: UpConfig) -> str:
     """Where the trainer of the policy puts versions of weights, if not in the store."""
-    for entry in config.services.values():
-        if entry.kind == "trainer" and entry.config.get("head", "policy") == "policy":
-            return str(entry.config.get("weights", ""))
-    return ""
+    name = policy_trainer(config)
+    return "" if name is None else str(config.services[name].config.get("weights", ""))
 
 
 def http_section(kind: str, config: Mapping[str, Any]) -> str:

@@ -47,6 +47,7 @@ from sluice.stack import (
     filled_in,
     http_section,
     node_name,
+    policy_trainer,
     services_entry,
     with_sglang,
 )
@@ -277,9 +278,10 @@ class Supervisor:
         raise ConfigError("services: a rollout service, or a gateway, needs a router")
 
     def _trainer_address(self) -> str:
-        """Of the trainer of the policy, the first of them."""
+        """Of the trainer of the policy."""
+        name = policy_trainer(self.config)
         for service in self._services:
-            if service.kind == "trainer" and service.config.get("head", "policy") == "policy":
+            if name is not None and service.entry is self.config.services[name]:
                 return str(service.addresses["address"])
         raise ConfigError("services: a gateway needs a trainer")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,15 @@ URL = "s3://weights/run"
 class Written(Supervisor):
     """What `sluice up` writes for services, without starting any."""
 
+    def __init__(self, config: UpConfig, addresses: Mapping[str, str] | None = None) -> None:
+        super().__init__(config)
+        self._addresses = addresses or {}
+
     def write(self) -> Written:
         for service in self._services:
-            service.addresses = {"address": "127.0.0.1:1", "metrics_address": "127.0.0.1:2"}
+            address = self._addresses.get(service.name, "127.0.0.1:1")
+            service.addresses = {"address": address, "metrics_address": "127.0.0.1:2"}
+        for service in self._services:
             path = self.run_dir / f"{service.name}.yaml"
             path.write_text(yaml.safe_dump(self._filled_in(service)))
         self._write_services()
@@ -43,6 +50,21 @@ def write(run_dir: Path, trainer: dict[str, object], rollout: dict[str, object])
 def test_engines_and_runs_look_where_the_trainer_of_the_policy_publishes(tmp_path: Path) -> None:
     written = write(tmp_path, {"weights": URL}, {})
     assert written.config_of("rollout")["weights"] == URL
+    assert read_weights(written.services_file) == URL
+
+
+def test_a_teacher_that_comes_first_is_not_taken_for_the_trainer(tmp_path: Path) -> None:
+    services = {
+        "router": {"kind": "router"},
+        "maths": {"kind": "trainer"},
+        "trainer": {"kind": "trainer", "config": {"weights": URL}},
+        "rollout": {"kind": "rollout"},
+        "gateway": {"kind": "gateway"},
+    }
+    up = parse_config(UpConfig, {"run_dir": tmp_path, "services": services})
+    written = Written(up, addresses={"trainer": "127.0.0.1:9"}).write()
+    assert written.config_of("rollout")["weights"] == URL
+    assert written.config_of("gateway")["trainer"] == "127.0.0.1:9"
     assert read_weights(written.services_file) == URL
 
 
