@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from services.gateway.config import GatewayConfig
 from services.gateway.journal import GatewayJournal
@@ -11,8 +12,12 @@ from services.gateway.samplers import Engines, Samplers
 from services.gateway.server import TinkerServer
 from services.gateway.trainer import AdapterTrainer
 from sluice.imports import keep_loaded
+from sluice.runtime.errors import RemoteError
 from sluice.runtime.server import Server
 from sluice.runtime.waits import listed_in
+from sluice.samples.vocabulary import check_same, vocabulary_digest
+
+logger = logging.getLogger(__name__)
 
 GATEWAY = "sluice.Gateway"  # over HTTP: health of gRPC tells whether it is ready
 
@@ -25,6 +30,7 @@ class GatewayProcess:
         self.server = Server(config.server)
         self.server.add_port(GATEWAY)
         self.journal = GatewayJournal(config.journal)
+        self._model = config.model
         self._trainer = AdapterTrainer(config.trainer, config.server.security)
         self._engines = Engines(config)
         self.registry = ModelRegistry(config, self.journal, self._trainer, self._engines)
@@ -42,6 +48,7 @@ class GatewayProcess:
 
     async def start(self) -> None:
         """Open the ports. Raises ConfigError."""
+        await self._check_vocabulary()
         await self.registry.start()  # first: a model that is not there yet would be told as gone
         await self.tinker.start()
         self.server.further_addresses["tinker_url"] = self.tinker.url
@@ -54,6 +61,15 @@ class GatewayProcess:
             self.server.depend_on(task)
         keep_loaded()
         await self.server.set_serving()
+
+    async def _check_vocabulary(self) -> None:
+        """Raises ConfigError where clients would encode texts for another model than is trained."""
+        try:
+            trainer = await self._trainer.get()
+        except RemoteError as error:
+            logger.warning("the trainer was not asked for its vocabulary: %s", error)
+            return
+        check_same(f"model: {self._model}", vocabulary_digest(self._model), trainer.vocabulary)
 
     async def close(self) -> None:
         """Let go of everything; the server has stopped before."""

@@ -22,8 +22,10 @@ import numpy as np
 import psutil
 import pytest
 
+from examples.models.tiny_qwen3 import build_tiny_qwen3
 from services.gateway.config import GatewayConfig
 from services.gateway.journal import GatewayJournal
+from services.gateway.process import GatewayProcess
 from services.gateway.registry import SILENT_LOOKS
 from services.gateway.trainer import AdapterTrainer
 from sluice import faults
@@ -170,6 +172,22 @@ async def test_what_the_trainer_lost_is_made_again(place: Place, http: Http) -> 
 async def test_another_gateway_on_the_journal_is_refused(place: Place, http: Http) -> None:
     with pytest.raises(Exception, match="stop it"):
         RunningGateway(place)
+
+
+async def test_a_base_of_another_vocabulary_than_the_trainer_s_is_refused(
+    place: Place, tmp_path: Path
+) -> None:
+    other = build_tiny_qwen3(tmp_path / "other", 0)
+    document = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = document["model"]["vocab"]
+    vocabulary["0"], vocabulary["1"] = vocabulary["1"], vocabulary["0"]
+    (other / "tokenizer.json").write_text(json.dumps(document))
+    gateway = GatewayProcess(place.config.model_copy(update={"model": other}))
+    try:
+        with pytest.raises(ConfigError, match="has another vocabulary than the trainer"):
+            await gateway.start()
+    finally:
+        await gateway.close()
 
 
 async def test_keys(place: Place, http: Http) -> None:
