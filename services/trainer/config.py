@@ -326,6 +326,12 @@ class TrainerConfig(ProcessConfig):
         return self.optim.highest_rate / max(scales.values())
 
     @property
+    def longest_row(self) -> int | None:
+        """Tokens that a row may have on ranks that hold it whole; None where nothing bounds it."""
+        alone = self.oversize_policy is OversizePolicy.ALONE
+        return None if alone else self.max_tokens_per_micro_batch
+
+    @property
     def controller_name(self) -> str:
         """Return whom the controller's certificate names, for ranks that reach it over loopback."""
         host, _ = split_address(self.server.advertise)

@@ -66,6 +66,9 @@ def test_what_cannot_be_cut_over_context_ranks_is_refused_by_name(
     settings = {"model": str(measured), "out": str(tmp_path), "fsdp": {"context": 2}}
     for answer in pool.run("attempt", 2, **settings):
         assert "fsdp.context above 1 with rope_type dynamic" in answer["error_message"]
-    assert not pool.run("attempt", 2, **{**settings, "fsdp": {}})[0]["error_message"]
+    whole = {**settings, "fsdp": {}}
+    short = {"max_tokens_per_micro_batch": 256}  # that the model was made for
+    assert not pool.run("attempt", 2, **whole, trainer=short)[0]["error_message"]
+    assert "to 256 at most" in pool.run("attempt", 2, **whole)[0]["error_message"]
     for answer in pool.run("attempt", 3, **{**settings, "model": str(model.directory)}):
         assert "3 ranks do not divide into fsdp.tensor 1" in answer["error_message"]

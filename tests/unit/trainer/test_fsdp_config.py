@@ -17,6 +17,7 @@ from services.trainer.backends.fsdp.families import (
     TENSOR_REFUSED,
     UnknownFamilyError,
     check_context,
+    check_lengths,
     check_tensor,
     layout_of,
     shares_prompts,
@@ -106,6 +107,33 @@ def test_what_goes_by_whole_rows_is_not_cut_over_context_ranks(
 ) -> None:
     with pytest.raises(UnknownFamilyError, match=f"fsdp.context above 1 .*{reason}"):
         check_context(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "most"),
+    [
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 64}, 64),
+        (
+            {
+                "max_position_embeddings": 128,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "original_max_position_embeddings": 32,
+                },
+            },
+            32,
+        ),
+        ({"max_position_embeddings": 96, "rope_parameters": {"rope_type": "dynamic"}}, 96),
+    ],
+)
+def test_rows_that_change_the_angles_of_others_are_refused(
+    config: dict[str, Any], most: int
+) -> None:
+    check_lengths(config, most)
+    check_lengths({"rope_parameters": {"rope_type": "yarn"}}, None)
+    for longest in (most + 1, None):
+        with pytest.raises(UnknownFamilyError, match=f"to {most} at most"):
+            check_lengths(config, longest)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,25 @@ def gradients(backend: ReferenceBackend) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
 
 
+def test_a_row_has_its_numbers_whatever_it_is_packed_with(tmp_path: Path) -> None:
+    """Angles of this kind go by the longest row of a pass, from the length of the model's own on:
+    there a neighbour put log-probs off by more than one."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
+    sizes = {"rope_parameters": rope, "max_position_embeddings": 64}
+    model = build_model(tmp_path / "model", "llama", **sizes)
+    backend = start(model, tmp_path, max_tokens_per_micro_batch=64)
+    short = make_row("a/0", [1, 2, 3], [*range(20)], seed=1)
+    long = make_row("b/0", [1, 2, 3], [*range(VOCABULARY), *range(8)], seed=2)
+    alone, beside = (
+        backend.compute_logprobs([rows], model="policy", temperature=1.0)["a/0"]
+        for rows in ([short], [short, long])
+    )
+    torch.testing.assert_close(alone, beside, atol=5e-6, rtol=0)
+    for settings in ({}, {"max_tokens_per_micro_batch": 64, "oversize_policy": "alone"}):
+        with pytest.raises(ValueError, match="to 64 at most"):
+            start(model, tmp_path, **settings)
+
+
 def test_every_gradient_equals_autograd(model: Model, tmp_path: Path) -> None:
     rows = ragged_rows()
     backend, oracle = start(model, tmp_path), Oracle(model.load())

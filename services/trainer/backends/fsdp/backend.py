@@ -272,6 +272,7 @@ class FsdpBackend(TrainingBackend):
             float32_head=self._config.float32_head,
             scales=self._config.vision.scales(rate) if trained else NONE_TRAINED,
             asked=self._config.operations,
+            longest=self._config.longest_row,
         )
 
     @contextmanager

@@ -128,14 +128,35 @@ def check_context(config: Mapping[str, Any]) -> None:
         raise UnknownFamilyError(
             "fsdp.context above 1 for a model that reads images: no rank has those of a row whole"
         )
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    each = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]
-    kinds = {part.get("rope_type", part.get("type")) for part in each}
-    if found := sorted(kinds & MEASURED_ROPE):
+    for kind in _measured_ropes(config):
         raise UnknownFamilyError(
-            f"fsdp.context above 1 with rope_type {found[0]}: its angles go by the longest row, of "
+            f"fsdp.context above 1 with rope_type {kind}: its angles go by the longest row, of "
             "which a rank has a part"
         )
+
+
+def check_lengths(config: Mapping[str, Any], longest: int | None) -> None:
+    """Raise UnknownFamilyError where a row may change the angles of those that it is packed with.
+
+    longest: tokens that a row may have; None where nothing bounds them.
+    """
+    for kind, rope in _measured_ropes(config).items():
+        key = "max_position_embeddings" if kind == "dynamic" else "original_max_position_embeddings"
+        most = rope.get(key) or config[key]
+        if longest is None or longest > most:
+            raise UnknownFamilyError(
+                f"rope_type {kind} has other angles for all rows of a pack where one has more than "
+                f"{most} tokens: set max_tokens_per_micro_batch to {most} at most, and "
+                "oversize_policy to error or truncate"
+            )
+
+
+def _measured_ropes(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The settings, by kind, of rotary embeddings whose angles go by the longest row."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    each = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]
+    found = {part.get("rope_type", part.get("type")): part for part in each}
+    return {kind: part for kind, part in found.items() if kind in MEASURED_ROPE}
 
 
 def shares_prompts(model: str) -> bool:

@@ -38,6 +38,7 @@ from services.trainer.backends.fsdp.context import CONTEXT_IMPLEMENTATION, Conte
 from services.trainer.backends.fsdp.families import (
     UnknownFamilyError,
     check_context,
+    check_lengths,
     check_tensor,
     layout_of,
 )
@@ -257,13 +258,15 @@ def load_model(
     float32_head: bool = True,
     scales: Mapping[str, float] = NONE_TRAINED,
     asked: OperationsConfig = UNASKED,
+    longest: int | None,
 ) -> ShardedModel:
     """Read this rank's part of a HF checkpoint directory; collective.
 
     mesh: of the dimensions data and tensor; `tensor`: over the latter, where it has more than one.
     head value: one `score` a token, of the names in transformers' token classifiers; zero where
     the directory, a language model's, has none. scales: learning rates by part of the model; 0
-    freezes one. Raises OSError or ValueError.
+    freezes one. longest: tokens that a row may have; None where nothing bounds them. Raises OSError
+    or ValueError.
     """
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     layout = layout_of(config.to_dict(), unproven=settings.unproven)
@@ -271,6 +274,7 @@ def load_model(
         check_tensor(config.model_type)
     if settings.context > 1:
         check_context(config.to_dict())
+    check_lengths(config.to_dict(), longest)
     if settings.activation_checkpointing and (found := _dropout(config)):
         raise ValueError(f"fsdp.activation_checkpointing with {found} above 0 in config.json")
     cut = _Cut(

@@ -282,6 +282,7 @@ class ReferenceBackend(TrainingBackend):
             float32_head=self._config.float32_head,
             asked=self._config.operations,
             dtype="bfloat16" if self._config.autocast else "float32",
+            longest=self._config.longest_row,
         )
 
     @contextlib.contextmanager

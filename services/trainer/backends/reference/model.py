@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from services.trainer.backend import MicroBatch, Row
+from services.trainer.backends.fsdp.families import check_lengths
 from services.trainer.backends.recurrent import keep_rows_apart, recurrent_layers
 from services.trainer.config import Head
 from sluice import operations, vision
@@ -270,12 +271,14 @@ class ScoredModel:
         float32_head: bool = True,
         asked: OperationsConfig = UNASKED,
         dtype: str = "float32",
+        longest: int | None,
     ) -> ScoredModel:
         """Loads a HF checkpoint directory in float32. Raises OSError or ValueError.
 
         dtype: in which autocast has products made. asked: which operations are chosen ahead.
         head value: transformers' token classifier of one label; its `score` starts at zero
         where the directory, a language model's, has none, so that every rank starts alike.
+        longest: tokens that a row may have; None where nothing bounds them.
         """
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         known = (*FAMILIES, *vision.FAMILIES)
@@ -283,6 +286,7 @@ class ScoredModel:
             raise ValueError(
                 f"model_type {config.model_type} is unknown here; known: {', '.join(known)}"
             )
+        check_lengths(config.to_dict(), longest)
         disable_progress_bar()
         model = _load(path, config, head)
         # transformers gives this token's embedding no gradient; here nothing is padded, so it is
