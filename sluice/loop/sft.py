@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -192,7 +192,8 @@ class ConversationRows:
         self._tokenizer, self._rows_per_step = tokenizer, rows_per_step
         self._options = dict(template or {})
         self._check_options()
-        self._shuffle, self._seed = config.shuffle, seed
+        order = partial(epoch_order, len(self._rows), config.shuffle, seed)
+        self._order = lru_cache(maxsize=1)(order)
 
     def _check_options(self) -> None:
         if not self._options:
@@ -212,8 +213,7 @@ class ConversationRows:
         """Tokenises the rows of a step, from 0. Raises PromptFileError."""
         epoch, part = divmod(step, self.steps_per_epoch)
         first = part * self._rows_per_step
-        order = epoch_order(len(self._rows), self._shuffle, self._seed, epoch)
-        indices = order[first : first + self._rows_per_step]
+        indices = self._order(epoch)[first : first + self._rows_per_step]
         samples = [sample for index in indices for sample in self._samples(epoch, index)]
         return StepRows(
             data=encode_group(samples),

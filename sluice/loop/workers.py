@@ -9,7 +9,7 @@ import random
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
@@ -38,12 +38,12 @@ from sluice.runtime.wire import duration_of
 Task = int | Mapping[str, Any]  # index into a generated data set, or a row of a file
 
 
-@lru_cache(maxsize=4)
 def epoch_order(count: int, shuffle: bool, seed: int, epoch: int) -> Sequence[int]:
     """Returns the indices of an epoch, each once; the same in every run with this seed."""
+    if not shuffle:
+        return range(count)
     order = list(range(count))
-    if shuffle:
-        random.Random(f"{seed}/{epoch}").shuffle(order)
+    random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
 
 
@@ -59,8 +59,9 @@ class PromptSource:
         file: str = "",
     ) -> None:
         """`content` is a digest of what the tasks stand for; `file` is the one they are rows of."""
-        self.tasks, self._shuffle, self._seed, self._file = tasks, shuffle, seed, file
-        self.count = len(tasks)
+        self.tasks, self._file, self.count = tasks, file, len(tasks)
+        # Where one epoch ends and the next begins both are asked for in turn.
+        self._order = lru_cache(maxsize=2)(partial(epoch_order, self.count, shuffle, seed))
         text = f"{self.count}/{shuffle}/{seed}/{content}"
         self.digest = xxhash.xxh3_64_hexdigest(text.encode())
 
@@ -75,7 +76,7 @@ class PromptSource:
 
     def _index(self, position: int) -> int:
         epoch, offset = divmod(position, self.count)
-        return epoch_order(self.count, self._shuffle, self._seed, epoch)[offset]
+        return self._order(epoch)[offset]
 
 
 def load_prompts(

@@ -1,5 +1,6 @@
 import datetime
 import json
+import random
 
 import pyarrow
 import pyarrow.parquet
@@ -58,6 +59,31 @@ def test_parquet_gives_the_same_rows(tmp_path, jsonl):
 def test_indices_need_no_file():
     source = load_prompts(PromptsConfig(index_count=5), 0)
     assert sorted(source.task(i) for i in range(5)) == [0, 1, 2, 3, 4]
+
+
+def test_a_source_is_shuffled_once_an_epoch_however_many_there_are(monkeypatch):
+    """A mixture asks all of them in turn."""
+    shuffled = []
+    shuffle = random.Random.shuffle
+    monkeypatch.setattr(
+        random.Random, "shuffle", lambda self, order: shuffle(self, shuffled.append(1) or order)
+    )
+    sources = [load_prompts(PromptsConfig(index_count=count), 0) for count in range(20, 32)]
+    for position in range(15, 25):
+        for source in sources:
+            source.task(position)
+            source.task(position + 5)  # at the end of an epoch some are of the next
+    assert len(shuffled) <= 2 * len(sources)
+
+
+def test_an_order_that_is_none_takes_no_memory():
+    source = load_prompts(PromptsConfig(index_count=10**15, shuffle=False), 0)
+    assert [source.task(position) for position in (0, 7, 10**15 - 1, 10**15)] == [
+        0,
+        7,
+        10**15 - 1,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(
