@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 MEDIA = ("image", "images", "video", "videos")  # columns: the text alone is not what was asked
 ASSISTANT = "assistant"
+_ANSWER = uuid.uuid4().hex  # stands for a turn, so that what follows it is found
 
 
 class ConversationError(ValueError):
@@ -91,27 +93,32 @@ def mask_conversation(
     has no such sequence: then one for each turn, as it was when the assistant said it.
     Raises ConversationError, or ChatTemplateError for messages the template refuses.
     """
-    template = partial(tokenizer.chat_template.render, tools=tools, options=options)
+    render = partial(tokenizer.chat_template.render, tools=tools, options=options)
+    turn = partial(_turn, render, tokenizer.stop_tokens, messages)
     places = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
     if not places:
         raise ConversationError("no message is the assistant's")
-    whole = template(messages[: places[-1] + 1], opening=False)
+    whole, last = turn(places[-1])
     spans = list[_Span]()
-    for place in places:  # the text of one turn at a time: those of all are as many conversations
-        text, span = _turn(template, messages[:place], messages[place])
+    for place in places[:-1]:  # one text at a time: those of all are as many conversations
+        text, span = turn(place)
         if not whole.startswith(text):
             break
         spans.append(span)
     else:
-        return [_masked(tokenizer, whole, spans)]
-    apart = (_turn(template, messages[:place], messages[place]) for place in places)
+        return [_masked(tokenizer, whole, [*spans, last])]
+    apart = (turn(place) for place in places)
     return [_masked(tokenizer, text, [span]) for text, span in apart]
 
 
 def _turn(
-    render: Callable[..., str], before: Sequence[Mapping[str, Any]], message: Mapping[str, Any]
+    render: Callable[..., str],
+    stops: tuple[str, ...],
+    messages: Sequence[Mapping[str, Any]],
+    place: int,
 ) -> tuple[str, _Span]:
-    """The conversation up to a turn, and where in it that is."""
+    """The conversation up to a turn, and where in it that is, with the token that ends it."""
+    before, message = messages[:place], messages[place]
     if not before:
         raise ConversationError("the assistant's turn has nothing before it")
     asked = render(before, opening=True)
@@ -121,7 +128,34 @@ def _turn(
         closed = render(before, opening=False)
         if first < _agreement(asked, closed):
             raise ChatTemplateError("chat template: a turn changes what stands before it")
-    return answered, _Span(first, len(answered.rstrip()))
+        if message.get("content"):  # which may begin as that opening goes on
+            other = render([*before, {**message, "content": _ANSWER}], opening=False)
+            first = min(first, _agreement(asked, other))
+    said = answered.rstrip()
+    if stops and not said.endswith(stops):
+        end = _end_in_next(render, stops, messages, place)
+        said, answered = said + end, said + end if end else answered
+    return answered, _Span(first, len(said))
+
+
+def _end_in_next(
+    render: Callable[..., str],
+    stops: tuple[str, ...],
+    messages: Sequence[Mapping[str, Any]],
+    place: int,
+) -> str:
+    """The token at which engines end a turn where it is the first of the next one, as GLM's.
+
+    Empty where the template has none.
+    """
+    answer, following = {"role": ASSISTANT, "content": _ANSWER}, messages[place + 1 : place + 2]
+    turns = [*messages[:place], answer, *(following or [{"role": "user", "content": _ANSWER}])]
+    try:
+        text = render(turns, opening=False)
+    except ChatTemplateError:  # it takes no such turn there
+        return ""
+    _, _, behind = text.partition(_ANSWER)
+    return next((token for token in stops if behind.startswith(token)), "")
 
 
 def _agreement(one: str, other: str) -> int:

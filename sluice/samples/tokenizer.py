@@ -42,6 +42,7 @@ class TextTokenizer:
             settings = _read_json(directory / "tokenizer_config.json")
             self._special = _special_tokens(settings)
             self._template = _chat_template(directory, settings, self._special)
+            self.stop_tokens = self._stop_tokens(directory)
         except (ValueError, LookupError, TypeError) as error:  # of the template among them
             raise ConfigError(f"tokenizer: {directory}: {error}") from None
         self._tokenizer.no_padding()
@@ -100,6 +101,14 @@ class TextTokenizer:
     def decoder(self, *, special: bool) -> Callable[[int], str]:
         """Takes tokens one by one; answers text as soon as its bytes are whole."""
         return _Decoder(partial(self._tokenizer.decode, skip_special_tokens=not special)).add
+
+    def _stop_tokens(self, directory: Path) -> tuple[str, ...]:
+        """Special tokens at which engines end an answer."""
+        named = _read_json(directory / "generation_config.json").get("eos_token_id")
+        ids = [each for each in (named if isinstance(named, list) else [named]) if each is not None]
+        added = self._tokenizer.get_added_tokens_decoder()
+        tokens = (added.get(token_id) for token_id in ids)
+        return tuple(token.content for token in tokens if token is not None)
 
     def _id(self, name: str) -> int | None:
         token = self._special.get(name)

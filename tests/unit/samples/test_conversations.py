@@ -41,6 +41,10 @@ GROUPED = (  # answers of tools that follow one another are one turn, as Qwen's
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+ENDED_BY_NEXT = (  # as GLM's: a turn ends where the user or a tool begins, with a token of theirs
+    "{% for m in messages %}{{ {'user': '<|im_start|>', 'tool': '<|im_end|>'}[m.role] or ':' }}"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+)
 CHAT = [
     {"role": "user", "content": "1+1?"},
     {"role": "assistant", "content": "two"},
@@ -100,6 +104,9 @@ def test_an_opening_that_the_history_lacks_is_no_part_of_the_turn(tmp_path: Path
     before, turns = read(tokenizer, masked)
     assert turns == TURNS
     assert before.endswith("<|im_start|>assistant\n")
+    alike = [CHAT[0], {"role": "assistant", "content": "<thing>"}]
+    (masked,) = mask_conversation(tokenizer, alike)
+    assert read(tokenizer, masked) == (before, ["<thing><|im_end|>"])
 
 
 def test_a_template_without_an_opening(tmp_path: Path) -> None:
@@ -142,6 +149,22 @@ def test_answers_of_several_tools_are_not_trained_on(tmp_path: Path) -> None:
     assert masked.token_ids.tolist() == tokenizer.encode_chat(chat)[: len(masked.token_ids)]
 
 
+def test_a_turn_that_the_next_one_ends_is_trained_on_with_that_token(tmp_path: Path) -> None:
+    chat = [*CHAT[:2], {"role": "tool", "content": "2"}, CHAT[3], *CHAT[:2]]
+    unended = make_tokenizer(tmp_path, ENDED_BY_NEXT)
+    (masked,) = mask_conversation(unended, chat)
+    assert read(unended, masked) == ("<|im_start|>1+1?:", ["two", "yes, two", "two"])
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 1]}')
+    tokenizer = TextTokenizer(tmp_path)
+    (masked,) = mask_conversation(tokenizer, chat)
+    ends = ["<|im_end|>", "<|im_start|>", "<|im_start|>"]
+    trained = [turn + end for turn, end in zip(["two", "yes, two", "two"], ends, strict=True)]
+    assert read(tokenizer, masked) == ("<|im_start|>1+1?:", trained)
+    assert masked.token_ids[:-1].tolist() == tokenizer.encode_chat(chat)[:-1]
+    ended = make_tokenizer(tmp_path, SMOLLM2)
+    assert read(ended, *mask_conversation(ended, CHAT))[1] == TURNS
+
+
 def test_a_plain_answer_ends_with_the_end_token(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path, SMOLLM2)
     masked = mask_answer(tokenizer, "1+1=", "2")
@@ -176,4 +199,4 @@ def test_a_conversation_is_rendered_twice_a_turn(
     tokenizer = make_tokenizer(tmp_path, SMOLLM2)
     (masked,) = mask_conversation(tokenizer, CHAT * 20)
     assert read(tokenizer, masked)[1] == TURNS * 20
-    assert len(rendered) == 1 + 2 * 40
+    assert len(rendered) == 2 * 40
