@@ -74,7 +74,8 @@ class OversizeSampleError(ServiceError):
         name: dict[str, str | int] = {"sample_id": sample_id} if sample_id else {"row": row}
         what = f"sample {sample_id!r}" if sample_id else f"row {row}"
         super().__init__(
-            f"{what} has {length} tokens, a micro-batch holds {cap}",
+            f"{what} has {length} tokens, a micro-batch holds {cap}: give the trainer more "
+            "(max_tokens_per_micro_batch), or an oversize_policy: truncate, or alone",
             length=length,
             cap=cap,
             **name,

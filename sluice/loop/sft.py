@@ -16,6 +16,7 @@ import xxhash
 
 from sluice import faults
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
+from sluice.client import RemoteError
 from sluice.config import ConfigError
 from sluice.loop.config import AlgorithmConfig, RowsConfig, SftConfig
 from sluice.loop.ledger import LedgerGroup
@@ -256,6 +257,10 @@ class ConversationRows:
             trained_tokens=sum(int(np.sum(sample.columns["loss_mask"])) for sample in samples),
         )
 
+    def place(self, sample_id: str) -> str:
+        """Where in the file the row of a sample stands."""
+        return self._rows[int(sample_id.partition("/")[0].rpartition("-")[2])][0]
+
     def _samples(self, epoch: int, index: int) -> list[Sample]:
         where, row = self._rows[index]
         try:
@@ -380,13 +385,19 @@ class SftRun(TrainerRun[SftConfig]):
         rows = await asyncio.to_thread(self._rows.step, self.step)
         group = await self._spool(rows)
         spooled = time.monotonic()
-        trained = await train_step(
-            self.trainer,
-            self._algorithm,
-            [group],
-            optimizer_step=self.optimizer_step,
-            name=f"step-{self.step}",
-        )
+        try:
+            trained = await train_step(
+                self.trainer,
+                self._algorithm,
+                [group],
+                optimizer_step=self.optimizer_step,
+                name=f"step-{self.step}",
+            )
+        except RemoteError as error:
+            if error.reason != "OVERSIZE_SAMPLE":
+                raise
+            where = self._rows.place(error.metadata["sample_id"])
+            raise PromptFileError(f"{where}: {error}") from None
         self.ledger.consume([group.group_id], self.step + 1)
         faults.point("consumed")
         self.step, self.optimizer_step = self.step + 1, trained.optimizer_step

@@ -51,13 +51,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(
-    folder: Path, name: str, fault: str = "", lora: dict[str, Any] | None = None, **changes: Any
+    folder: Path, name: str, fault: str = "", more: dict[str, Any] | None = None, **changes: Any
 ) -> subprocess.CompletedProcess:
-    """`sluice sft --up`, in a directory by name, ended (-9) where `fault` is armed."""
+    """`sluice sft --up`, in a directory by name, ended (-9) where `fault` is armed.
+
+    more: settings of the trainer.
+    """
     directory = folder / name
     directory.mkdir(exist_ok=True)
     trainer = {"model": str(folder / "model"), "optim": {"learning_rate": 5e-3}}
-    trainer |= {} if lora is None else {"lora": lora}
+    trainer |= more or {}
     services = {"trainer": {"kind": "trainer", "config": trainer}}
     up = {"run_dir": str(directory), "services": services}
     (directory / "services.yaml").write_text(yaml.safe_dump(up))
@@ -143,9 +146,22 @@ def test_a_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -
     assert not read_metrics(folder / "other-tokens" / "run")
 
 
+def test_a_row_that_is_too_long_is_named_by_its_place(folder: Path) -> None:
+    row = {"prompt": "1=", "answer": "11"}
+    rows = [row, row, {**row, "answer": "1" * 40}, row]
+    file = folder / "long.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    more = {"max_tokens_per_micro_batch": 16}
+    done = run(folder, "long", more=more, rows={"file": str(file)})
+    assert done.returncode == 2
+    assert f"{file}:3: " in done.stderr
+    assert "43 tokens, a micro-batch holds 16" in done.stderr
+    assert "oversize_policy: truncate, or alone" in done.stderr
+
+
 def test_adapters_learn_and_another_run_begins_at_them(folder: Path, whole: str) -> None:
     rank = {"rank": 8}
-    first = run(folder, "adapters", lora=rank)
+    first = run(folder, "adapters", more={"lora": rank})
     assert first.returncode == 0, first.stderr
     rows = read_metrics(folder / "adapters" / "run")
     plain = read_metrics(folder / "whole" / "run")
@@ -154,7 +170,7 @@ def test_adapters_learn_and_another_run_begins_at_them(folder: Path, whole: str)
     store = WeightStore(folder / "adapters" / "store" / "weights")
     adapter = store.latest()
     assert adapter.adapter is not None and adapter.digest == published(folder, "adapters")
-    second = run(folder, "adapted", lora={**rank, "start": str(adapter.directory)})
+    second = run(folder, "adapted", more={"lora": {**rank, "start": str(adapter.directory)}})
     assert second.returncode == 0, second.stderr
     begun = read_metrics(folder / "adapted" / "run")
     assert begun[0]["loss"] < rows[0]["loss"] - 0.02
