@@ -200,7 +200,7 @@ class RunReport:
     def evaluation(self, row: dict[str, Any]) -> None:
         """Scores of one data set: a line of metrics.jsonl and of the terminal."""
         self._append({**row, "time": round(time.time(), 3)})
-        self._scores[_evaluation_of(row)] = row["score"]
+        self._scores[_evaluation_of(row)] = _score_of_all(row)
         metrics.SCORE.labels(row["dataset"]).set(row["score"])
         passes = "".join(f", {k} {v:.3f}" for k, v in row.items() if k.startswith("pass@"))
         error = row["score_error"]
@@ -217,7 +217,10 @@ class RunReport:
         return (when, dataset, step) in self._scores
 
     def last_score(self, dataset: str) -> float | None:
-        """The latest on a data set, of this run or the one that it goes on from."""
+        """The latest on a data set, of this run or the one that it goes on from.
+
+        Tasks that failed count as 0, unless the score is below.
+        """
         return next(
             (s for (_, name, _), s in reversed(self._scores.items()) if name == dataset), None
         )
@@ -262,7 +265,7 @@ class RunReport:
         data = b"".join(encode_row(row) + b"\n" for row in kept)
         replace_file(self.path, data, temporary=self._run_dir)
         evaluated = [row for row in kept if _SCORED | {"evaluation"} <= row.keys()]
-        self._scores = {_evaluation_of(row): row["score"] for row in evaluated}
+        self._scores = {_evaluation_of(row): _score_of_all(row) for row in evaluated}
         trained = [row for row in kept if "reward_mean" in row]
         self._step, self._last = step, trained[-1] if trained else {}
         metrics.STEP.set(step)
@@ -299,6 +302,11 @@ class RunReport:
         if damaged:
             self.note(f"{self.path}: {damaged} damaged lines are left out")
         return rows
+
+
+def _score_of_all(row: dict[str, Any]) -> float:
+    score, failed = float(row["score"]), row.get("failed_groups", 0)
+    return min(score, score * row["groups"] / (row["groups"] + failed)) if failed else score
 
 
 def _evaluation_of(row: dict[str, Any]) -> tuple[str, str, int]:

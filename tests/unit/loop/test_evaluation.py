@@ -301,6 +301,20 @@ async def test_a_score_that_is_good_enough_ends_the_run(world) -> None:
     assert not higher.has_reached
 
 
+async def test_tasks_that_failed_do_not_end_a_run_early(world) -> None:
+    world.episodes.failing, world.episodes.failure = (
+        {"eval-2-greedy-1": 9, "eval-2-greedy-2": 9},
+        INVALID,
+    )
+    lane = world.lane({"greedy": {**DATASETS["greedy"], "stop_at_score": 0.5}}, every_steps=1)
+    async with asyncio.timeout(PATIENCE):
+        await lane.measure("during", 2, 3)
+    assert (world.rows()[0]["score"], world.rows()[0]["failed_groups"]) == (1.0, 2)
+    assert not lane.has_reached, "a third of the tasks is no half"
+    world.report.truncate(2)
+    assert not lane.has_reached
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
