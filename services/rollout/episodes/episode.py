@@ -17,6 +17,7 @@ import xxhash
 
 from services.rollout.engine.interface import Delta
 from services.rollout.environments.environment import (
+    EnvironmentFailedError,
     Response,
     Step,
     Task,
@@ -160,7 +161,8 @@ class Episode:
         """Adds the engine's next answer to the trajectory and returns its text.
 
         Empty, with the finish reason `length`, when tokens or the engine's room have run out.
-        May be called from the thread of a generate function. Raises EngineError.
+        May be called from the thread of a generate function. Raises EngineError, and
+        EnvironmentFailedError where something else was added to the trajectory meanwhile.
         """
         return await on_loop(self.home, self._sample(trajectory, max_new_tokens))
 
@@ -178,7 +180,7 @@ class Episode:
             media=trajectory.media,
             sample_count=1,
             first_episode=self.index,
-            hints=self._prompt.hints.of([self.index]).with_cache(len(trajectory.token_ids)),
+            hints=self._prompt.hints.of([self.index]).with_cache(trajectory.length),
             sampling=replace(self._prompt.sampling, seeds=seeds, max_new_tokens=wanted),
         )
         try:
@@ -188,6 +190,11 @@ class Episode:
                 raise
             trajectory.end_full()
             return ""
+        if trajectory.length != len(prompt.token_ids):
+            raise EnvironmentFailedError(
+                "a trajectory was added to while it was sampled from: each of several answers "
+                "needs one of its own"
+            )
         trajectory.add_sampled(delta, self._prompt.sampling)
         return self.text_of(delta)
 

@@ -169,7 +169,7 @@ class Trajectory:
         `media` count from the start of the observation.
         """
         self._observation_count += 1
-        offset = self._length
+        offset = self.length
         self.media += tuple(span.placed(offset, self._observation_count) for span in media)
         self._parts.append((None, tuple(token_ids)))
 
@@ -177,7 +177,7 @@ class Trajectory:
         """End for lack of room: drop observations nobody answered."""
         while self._parts and self._parts[-1][0] is None:
             self._parts.pop()
-        length = self._length
+        length = self.length
         self.media = tuple(span for span in self.media if span.end <= length)
         self.finish_reason = FinishReason.LENGTH.value
 
@@ -217,7 +217,8 @@ class Trajectory:
         )
 
     @property
-    def _length(self) -> int:
+    def length(self) -> int:
+        """Tokens of prompt and response."""
         return len(self.prompt_token_ids) + sum(len(tokens) for _, tokens in self._parts)
 
     def _token_array(self) -> np.ndarray:
@@ -246,7 +247,7 @@ class Trajectory:
         if experts is None:
             return None
         # Nothing was sampled, and nothing is trained, behind the observations at the end.
-        unknown = self._length - 1 - len(experts)
+        unknown = self.length - 1 - len(experts)
         return np.concatenate([experts, np.repeat(experts[-1:], unknown, axis=0)])
 
     def _mask(self) -> np.ndarray:

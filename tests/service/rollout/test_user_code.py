@@ -86,6 +86,13 @@ async def bare(episode: Episode) -> Any:
     return (await one(episode))[0]
 
 
+async def several(episode: Episode) -> list[Trajectory]:
+    """Would have several answers to one prompt, and has them one behind the other."""
+    trajectory = episode.begin()
+    await asyncio.gather(*(episode.sample(trajectory, 2) for _ in range(3)))
+    return [trajectory]
+
+
 async def broken(episode: Episode) -> list[Trajectory]:
     raise ZeroDivisionError("no mercy")
 
@@ -189,6 +196,7 @@ async def failures(episodes: Episodes, request: Any) -> dict[str, tuple[str, str
         ("nothing", "sampled nothing"),
         ("unsampled", "sampled nothing"),
         ("bare", "no list of trajectories"),
+        ("several", "added to while it was sampled from"),
         ("broken", "ZeroDivisionError: no mercy"),
         ("impatient", "TimeoutError: a tool of its own"),
         ("leaving", "SystemExit: 3"),
