@@ -17,6 +17,8 @@ from tokenizers import Tokenizer
 from sluice.config import ConfigError
 from sluice.samples.chat_template import ChatTemplate, NoChatTemplateError
 
+# Of Hermes and Qwen models, in some of which they are special tokens.
+CALL_MARKS = ("<tool_call>", "</tool_call>")
 THREAD_SIZE = 4000  # characters or tokens: a millisecond's work of the tokenizer
 _BROKEN = "\ufffd"  # stands for bytes that are no character, or not yet
 _OPEN_TOKENS = 8  # whose text is waited for: a character has four bytes at most
@@ -38,7 +40,7 @@ class TextTokenizer:
         if not path.is_file():
             raise ConfigError(f"tokenizer: {path} does not exist")
         try:
-            self._tokenizer = Tokenizer.from_buffer(path.read_bytes())
+            self._tokenizer = _with_calls(Tokenizer.from_buffer(path.read_bytes()))
             settings = _read_json(directory / "tokenizer_config.json")
             self._special = _special_tokens(settings)
             self._template = _chat_template(directory, settings, self._special)
@@ -140,6 +142,17 @@ class _Decoder:
         self._before, self._open = self._open, []
         self._told = alone.removesuffix(_BROKEN) if is_cut else alone
         return piece.removesuffix(_BROKEN) if is_cut else piece
+
+
+def _with_calls(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a tokenizer that leaves `CALL_MARKS` in texts: without them no call would be seen."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    if not any(token.special and token.content in CALL_MARKS for token in added):
+        return tokenizer
+    document = json.loads(tokenizer.to_str())
+    for token in document["added_tokens"]:
+        token["special"] &= token["content"] not in CALL_MARKS
+    return Tokenizer.from_str(json.dumps(document))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

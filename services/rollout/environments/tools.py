@@ -32,8 +32,9 @@ from services.rollout.environments.prompts import PromptsEnvironment, PromptsSet
 from services.rollout.environments.registry import load_function
 from sluice.json_values import json_fault
 from sluice.samples.messages import image_part
+from sluice.samples.tokenizer import CALL_MARKS
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN, CLOSE = CALL_MARKS
 _CALL = re.compile(
     re.escape(OPEN) + r"(.*?)(?:" + re.escape(CLOSE) + r"|(?=<tool_call>)|\Z)", re.DOTALL
 )

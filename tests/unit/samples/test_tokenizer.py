@@ -110,6 +110,24 @@ def test_responses_lose_their_special_tokens_only(plain: Path) -> None:
     assert ours.decode(ids)[0] == "12"
 
 
+def test_marks_of_tool_calls_are_text_though_a_model_has_them_as_special_tokens(
+    plain: Path, tmp_path: Path
+) -> None:
+    """Its calls were seen by no environment and no client."""
+    made = PreTrainedTokenizerFast.from_pretrained(plain)
+    marks = ["<tool_call>", "</tool_call>", "<other>"]
+    made.add_special_tokens({"additional_special_tokens": marks})
+    made.save_pretrained(tmp_path)
+    text = "1<tool_call>23</tool_call><other>=<end>"
+    ids = TextTokenizer(tmp_path).encode(text, special=True)
+    assert ids == made.encode(text) and len(ids) == 8
+    assert made.decode(ids, skip_special_tokens=True) == "123="
+    assert TextTokenizer(tmp_path).decode([ids]) == ["1<tool_call>23</tool_call>="]
+    add = TextTokenizer(tmp_path).decoder(special=False)
+    assert "".join(map(add, ids)) == "1<tool_call>23</tool_call>="
+    assert TextTokenizer(tmp_path).decode([ids], special=True) == [text]
+
+
 def test_a_template_in_the_configuration_file_counts_too(chatty: Path) -> None:
     expected = TextTokenizer(chatty).encode_chat(CHAT)
     path = chatty / "tokenizer_config.json"
