@@ -180,6 +180,14 @@ def test_math_compares_values() -> None:
         graded("math", "", ["1"])
 
 
+def test_an_answer_to_be_read_as_mathematics_that_takes_too_long_is_told_as_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(alarm, "SHORTEST_SECONDS", 1e-6)
+    with pytest.raises(TaskError, match="'4' took too long to read as mathematics"):
+        graded("math", "4", ["4"], group_seconds=1e-6)
+
+
 def test_mathematics_that_takes_for_ever_costs_its_own_reward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

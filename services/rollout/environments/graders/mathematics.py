@@ -51,7 +51,9 @@ class Mathematics(Grader):
 
     def _gold(self, answer: str) -> list[Any]:
         wrapped = answer if "\\boxed" in answer or "$" in answer else f"\\boxed{{{answer}}}"
-        found: list[Any] = Alarm(self._settings).within(partial(self._parse, wrapped), [])
+        found: list[Any] | None = Alarm(self._settings).within(partial(self._parse, wrapped), None)
+        if found is None:
+            raise TaskError("row.answer", f"{answer!r} took too long to read as mathematics")
         if not found:
             raise TaskError("row.answer", f"{answer!r} cannot be read as mathematics")
         return found
