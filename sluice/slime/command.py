@@ -303,6 +303,8 @@ def _devices(into: Imported, entries: dict[str, Any]) -> None:
             )
             return
         run["placement"] = "colocated"
+        arguments = "engine.sglang.server_args.enable_memory_saver"  # without, it does not sleep
+        set_at(rollout["config"], arguments, True)
     elif "rollout_gpus" not in facts:
         return
     if not trained or (shared and engines > trained):

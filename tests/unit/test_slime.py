@@ -432,6 +432,8 @@ def test_devices_of_one_host_are_dealt_as_by_the_script(
     assert_loads(run, services, model)
     assert parse_config(RunConfig, run).placement == placement
     entries = parse_config(UpConfig, services).services
+    server = entries["rollout"].config["engine"].get("sglang", {}).get("server_args", {})
+    assert server.get("enable_memory_saver", False) == (placement == "colocated"), "it can sleep"
     assert list(entries["trainer"].devices) == trainers
     assert list(entries["rollout"].devices) == engines
     assert not [line for line in left if line.startswith("--colocate")]
