@@ -555,6 +555,22 @@ FLAGS: dict[str, Flag] = {
     "prefill-num-servers": _by_hand("rollout.config.engine.sglang.prefill: docs/sglang.md"),
     "sglang-config": _by_hand("rollout entries of services.yaml, one a kind of engine"),
     "sglang-server-concurrency": _unneeded("engine.max_running of each engine"),
+    "sglang-disaggregation-transfer-backend": _by_hand(
+        "rollout.config.engine.sglang.transfer_backend, with prefill"
+    ),
+    "sglang-disaggregation-mode": _by_hand("see prefill-num-servers"),
+    "sglang-disaggregation-bootstrap-port": _unneeded("a free one is taken"),
+    "sglang-encoder-only": _by_hand("rollout.config.engine.sglang.encoders: docs/sglang.md"),
+    "sglang-encoder-urls": _by_hand("see sglang-encoder-only"),
+    "sglang-language-only": _by_hand("see sglang-encoder-only"),
+    "sglang-nnodes": _by_hand("rollout.config.engine.sglang.nnodes: docs/sglang.md"),
+    "sglang-node-rank": _by_hand("see sglang-nnodes"),
+    "sglang-dist-init-addr": _by_hand("see sglang-nnodes"),
+    "sglang-api-key": _by_hand("rollout.config.engine.sglang.api_key"),
+    "sglang-host": _by_hand("rollout.config.engine.sglang.host"),
+    "sglang-port": _unneeded("a free one is taken"),
+    "sglang-model-path": _unneeded("engines are given the trainer's weights"),
+    "sglang-weight-version": _unneeded("it follows from the weights"),
     "sglang-mem-fraction-static": Flag("rollout: engine.sglang.server_args.mem_fraction_static"),
 }
 # of whole families: by the beginning of the name

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.rollout.config import RolloutConfig
+from services.rollout.engine import config as engine_config
 from services.trainer.config import TrainerConfig
 from sluice import cli
 from sluice.algo.losses import LossInputs, compute_loss
@@ -459,6 +460,14 @@ def test_variables_of_the_chat_template_are_carried(model: Path) -> None:
         run, _, left = imported(f"train.py --apply-chat-template-kwargs {wrong}")
         assert [line for line in left if line.startswith("--apply-chat-template-kwargs")]
         assert "template" not in run["environment"]["settings"]
+
+
+@pytest.mark.parametrize("name", sorted(engine_config._NOT_ITS_OWN))
+def test_what_a_server_is_told_otherwise_does_not_keep_the_files_from_loading(
+    name: str, model: Path
+) -> None:
+    run, services, _ = imported(f"train.py --sglang-{name.replace('_', '-')} 3")
+    assert_loads(run, services, model)
 
 
 def test_interleaved_stages_are_carried(model: Path) -> None:
