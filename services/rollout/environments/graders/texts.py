@@ -85,7 +85,8 @@ class Choice(Grader):
         between = r"[^A-Za-z0-9\n]*"
         self._stated = re.compile(  # no two parts that match the same: time is linear
             rf"(?:answer|choice|option)\b{between}(?:(?:is|was)\b{between})?"
-            rf"(?:(?:option|choice){between})?([{letters}])(?![A-Za-z0-9])",
+            rf"(?:(?:option|choice){between})?([{letters}])"
+            r"(?![A-Za-z0-9]|(?-i:(?<=[ai])) [A-Za-z])",  # `the answer is a prime` names none
             re.IGNORECASE,
         )
         self._alone = re.compile(rf"(?<![A-Za-z0-9'])([{letters}])(?![A-Za-z0-9'])")
