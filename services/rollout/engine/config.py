@@ -236,7 +236,10 @@ class EngineConfig(Config):
         512, ge=1, description="Prompt tokens per step; bounds how long a step delays decoding."
     )
     prefix_cache_tokens: int = Field(
-        8192, ge=0, description="Prompt tokens kept for prompts that begin alike; 0: none."
+        8192,
+        ge=0,
+        description="Prompt tokens kept for prompts that begin alike; 0: none. SGLang keeps what"
+        " fits, or with 0 none.",
     )
     waiting_limit: int = Field(4096, ge=1, description="Samples that may wait for a slot.")
     max_samples: int = Field(4096, ge=1, description="Of one request.")
@@ -294,6 +297,7 @@ class EngineConfig(Config):
         # How work is cut over threads depends on how much there is.
         if self.deterministic and self.threads > 1:
             raise ValueError("threads: deterministic needs 1")
+        self._check_prefix_cache()
         if self.routed_experts and self.sglang.prefill is not None:
             raise ValueError("routed_experts: takes one server for prefill and decode")
         if self.backend != "sglang" and self.sglang.node_count > 1:
@@ -306,6 +310,25 @@ class EngineConfig(Config):
                 "enable_deterministic_inference"
             )
         return self
+
+    def _check_prefix_cache(self) -> None:
+        tokens = self.prefix_cache_tokens
+        if tokens == EngineConfig.model_fields["prefix_cache_tokens"].default:
+            return
+        if self.backend == "sglang" and tokens:
+            raise ValueError(
+                f"prefix_cache_tokens: {tokens} has no effect on SGLang, which keeps what fits, or"
+                " with 0 none"
+            )
+        if self.backend == "sglang" and self.sglang.url:
+            raise ValueError(
+                "prefix_cache_tokens: has no effect on a server that runs; start that one with"
+                " disable_radix_cache"
+            )
+        if self.backend == "reference" and self.deterministic:
+            raise ValueError(
+                "prefix_cache_tokens: has no effect with deterministic, which shares no prefix"
+            )
 
     @property
     def cache_tokens(self) -> int:

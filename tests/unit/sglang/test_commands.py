@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from services.rollout.engine.config import EngineConfig, SglangConfig
 from services.rollout.engine.sglang.servers import (
@@ -17,6 +18,24 @@ from services.rollout.engine.sglang.servers import (
     model_arguments,
 )
 from sluice.weights.convert.fp8_layout import quantization_config
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"backend": "sglang", "prefix_cache_tokens": 100_000}, "no effect on SGLang"),
+        (
+            {"backend": "sglang", "prefix_cache_tokens": 0, "sglang": {"url": "http://a:1"}},
+            "start that one with disable_radix_cache",
+        ),
+        ({"deterministic": True, "prefix_cache_tokens": 100_000}, "no effect with deterministic"),
+    ],
+)
+def test_a_prefix_cache_that_would_not_be_as_told_is_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=f"prefix_cache_tokens: .*{message}"):
+        EngineConfig.model_validate(settings)
 
 
 def test_arguments_become_flags() -> None:
