@@ -24,8 +24,19 @@ class EpisodeRegistry:
 
     def __init__(self, ttl: float, clock: Callable[[], float]) -> None:
         self.ttl = ttl
+        self.epoch = time.time_ns()  # of this router
         self._clock = clock
         self._workers: dict[str, _Worker] = {}
+
+    def holder(self, engine: pb.Engine, known_epoch: int) -> pb.Engine | None:
+        """Return the live process that took the name of one that had registered here before it.
+
+        None where there is none. `known_epoch` is the last one that it was told.
+        """
+        known = self._workers.get(engine.engine_id)
+        if known is None or known.engine.incarnation == engine.incarnation:
+            return None
+        return known.engine if known_epoch == self.epoch and self._is_alive(known) else None
 
     def register(self, engine: pb.Engine) -> pb.EngineState:
         known = self._workers.get(engine.engine_id)
@@ -56,8 +67,11 @@ class EpisodeRegistry:
         for engine_id in [key for key, w in self._workers.items() if w.last_seen < limit]:
             del self._workers[engine_id]
 
+    def _is_alive(self, worker: _Worker) -> bool:
+        return self._clock() - worker.last_seen <= self.ttl
+
     def _state(self, worker: _Worker) -> pb.EngineState:
-        if self._clock() - worker.last_seen > self.ttl:
+        if not self._is_alive(worker):
             return pb.ENGINE_STATE_LOST
         return pb.ENGINE_STATE_DRAINING if worker.draining else pb.ENGINE_STATE_ACTIVE
 

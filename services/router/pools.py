@@ -43,6 +43,20 @@ class TooManyPoolsError(ServiceError):
     reason = "TOO_MANY_POOLS"
 
 
+class NameTakenError(ServiceError):
+    """A process that started later has the name of this one; metadata has its address."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+    reason = "ENGINE_ID_TAKEN"
+
+    def __init__(self, name: str, address: str) -> None:
+        super().__init__(
+            f"engine_id {name} is by now that of the process at {address}, which lives: give each "
+            "process an engine_id of its own",
+            address=address,
+        )
+
+
 class QueueTimeoutError(ServiceError):
     """No rank came free in time."""
 

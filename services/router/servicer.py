@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from services.router import metrics
 from services.router.episode_workers import EpisodeRegistry
-from services.router.pools import DEFAULT_POOL, PoolRoom, Pools
+from services.router.pools import DEFAULT_POOL, NameTakenError, PoolRoom, Pools
 from services.router.rivals import Rivals
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.router.v1 import router_service_pb2 as pb
@@ -194,16 +194,21 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         self._rivals.hear(request)
         engine.pool = engine.pool or DEFAULT_POOL
         if engine.role == pb.ROLE_EPISODES:
+            if (worker := self._episodes.holder(engine, request.known_epoch)) is not None:
+                raise NameTakenError(engine.engine_id, worker.address)
             state = self._episodes.register(engine)
             return pb.RegisterEngineResponse(
                 heartbeat_interval=duration_of(self._episodes.ttl),
                 state=state,
+                epoch=self._episodes.epoch,
                 router_id=self._rivals.identity,
             )
         if engine.role != pb.ROLE_ENGINE:
             raise InvalidFieldError("engine.role", "is unknown to this router")
         spec = engine_from_proto(engine)
         room = self._pools.room(engine.pool)
+        if (holder := room.pool.holder(spec, request.known_epoch)) is not None:
+            raise NameTakenError(spec.name, holder.address)
         former = self._pools.find(spec.name)
         if former is not None and former is not room:  # it has moved to another pool
             former.pool.remove(spec.name, self._pools.clock())

@@ -95,6 +95,16 @@ class Pool:
         self._bind_waiting(now)
         return targets.view(engine)
 
+    def holder(self, spec: EngineSpec, known_epoch: int) -> EngineSpec | None:
+        """Return the live process that took the name of one that had registered here before it.
+
+        None where there is none. `known_epoch` as for `register`.
+        """
+        engine = self.tables.targets.find(spec.name)
+        if engine is None or engine.lost or engine.spec.instance == spec.instance:
+            return None
+        return engine.spec if self._settling.is_own(known_epoch, self.epoch) else None
+
     def drain(self, name: str, draining: bool, now: float) -> EngineView | None:
         """Stop or resume giving leases on an engine; None if unknown."""
         engine = self.tables.targets.find(name)

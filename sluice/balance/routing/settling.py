@@ -144,8 +144,12 @@ class Settling:
             )
         }
 
+    def is_own(self, known_epoch: int, epoch: int) -> bool:
+        """Tell whether an epoch is of this router; `epoch` is the pool's now."""
+        return self._first_epoch <= known_epoch <= epoch
+
     def _is_foreign(self, known_epoch: int, epoch: int) -> bool:
-        return known_epoch != 0 and not self._first_epoch <= known_epoch <= epoch
+        return known_epoch != 0 and not self.is_own(known_epoch, epoch)
 
     def _saw_restart(self, now: float) -> None:
         self._restart_until = now + self._heartbeat

@@ -14,6 +14,7 @@ import pytest
 from services.router.pools import RouterClock
 from services.router.servicer import NEWS_SECONDS
 from sluice.api.router.v1 import router_service_pb2 as pb
+from sluice.runtime.errors import RemoteError, typed_errors
 from sluice.runtime.wire import seconds_of
 from tests.patience import PATIENCE
 from tests.service.router.conftest import Clock, eventually, released
@@ -289,3 +290,26 @@ async def test_a_large_fleet_is_not_asked_to_report_more_often_than_is_answered(
         seconds.append(seconds_of(answer.heartbeat_interval))
     assert seconds[0] == 1.0
     assert 400 / seconds[-1] == pytest.approx(200)
+
+
+@pytest.mark.parametrize("role", [pb.ROLE_ENGINE, pb.ROLE_EPISODES])
+async def test_of_two_processes_with_one_name_the_older_is_told(start_router, role):
+    """They took turns: each heartbeat of one ended what the other had begun."""
+    clock = Clock()
+    router = await start_router(clock=clock, engine_ttl=10.0)
+    one = {"address": "localhost:1", "incarnation": "one", "role": role}
+    two = {"address": "localhost:2", "incarnation": "two", "role": role}
+    told = await router.register("rollout-0", **one)
+    told_two = await router.register("rollout-0", **two)  # as one that was started again
+    for _ in range(2):
+        with pytest.raises(RemoteError) as refused, typed_errors():
+            await router.register("rollout-0", known_epoch=told.epoch, **one)
+        assert refused.value.code is grpc.StatusCode.ALREADY_EXISTS
+        assert refused.value.reason == "ENGINE_ID_TAKEN"
+        assert refused.value.metadata["address"] == "localhost:2"
+        await router.register("rollout-0", known_epoch=told_two.epoch, **two)
+    clock.now += 11.0
+    router.process.pools.expire()
+    await router.register("rollout-0", known_epoch=told.epoch, **one)  # the other is lost
+    listed = await router.stub.ListEngines(pb.ListEnginesRequest(), timeout=PATIENCE)
+    assert [engine.address for engine in listed.engines] == ["localhost:1"]
