@@ -8,13 +8,14 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from sluice.config import Config
 
 SCHEMES = ("s3://", "memory://")  # memory: of one process, for tests
 BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 AMBIGUOUS = re.compile(r"[%?#\\\x00-\x1f\x7f]|^\s|\s$")  # `%2e%2e` is `..` in a URL, a tab nothing
+ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/(?!/)")  # s3:/bucket, a directory called s3:
 LONGEST_PREFIX = 900  # bytes; keys have 1,024
 
 Place = Path | str  # a bucket is a URL
@@ -30,6 +31,8 @@ def place_of(value: object) -> Place:
     text = os.fspath(value)
     if not isinstance(text, str) or "\0" in text:
         raise ValueError(f"{text!r} can be no path")
+    if ONE_SLASH.match(text):
+        raise ValueError(f"{text[:200]!r} has one slash where a URL has two, as s3://bucket/prefix")
     if not is_bucket(text):
         if text.startswith("file://") and not text.startswith("file:///"):
             raise ValueError(f"{text[:200]!r} names no directory, as file:///directory does")
@@ -49,6 +52,15 @@ def place_of(value: object) -> Place:
 
 
 StorePlace = Annotated[Path | str, BeforeValidator(place_of)]
+
+
+def _checked(value: str) -> str:
+    if value:
+        place_of(value)
+    return value
+
+
+PlaceText = Annotated[str, AfterValidator(_checked)]  # empty is none
 
 
 def is_bucket(location: Place) -> bool:

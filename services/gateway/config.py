@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from sluice.address import ServerAddress
 from sluice.config import Config, ProcessConfig
-from sluice.place import Place, StorePlace, directory_of, within
+from sluice.place import Place, PlaceText, StorePlace, directory_of, within
 from sluice.runtime.server import LAST_PORT, ServerConfig
 
 
@@ -69,7 +69,7 @@ class GatewayConfig(ProcessConfig):
     router: ServerAddress = Field(description="host:port of its gRPC server.")
     journal: Path = Field(description="File of what clients asked for; it outlives the process.")
     store: StorePlace = Field(description="The store of the trainer: a directory, or a bucket.")
-    weights: str = Field("", description="Where versions of weights are, if not in `store`.")
+    weights: PlaceText = Field("", description="Where versions of weights are, if not in `store`.")
     tinker: TinkerConfig = TinkerConfig()
     server: ServerConfig = ServerConfig()
 

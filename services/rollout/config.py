@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from services.rollout.engine.config import EngineConfig
 from sluice.address import ServerAddress, split_address
 from sluice.config import Config, ProcessConfig
-from sluice.place import StoreCacheConfig, StorePlace, directory_of, is_bucket, within
+from sluice.place import PlaceText, StoreCacheConfig, StorePlace, directory_of, is_bucket, within
 from sluice.runtime.server import LAST_PORT, ServerConfig
 
 
@@ -120,7 +120,7 @@ class RolloutConfig(ProcessConfig):
     )
     store_cache: StoreCacheConfig = StoreCacheConfig()
     store_sync: bool = Field(True, description="False: a crash of the machine may lose groups.")
-    weights: str = Field(
+    weights: PlaceText = Field(
         "", description="Weight versions, e.g. s3://bucket/prefix; default: <store>/weights."
     )
     weights_cache: Path | None = Field(

@@ -16,7 +16,7 @@ from sluice.address import plain_host, split_address
 from sluice.balance.planner import OversizePolicy
 from sluice.config import PLAIN_NAME, Config, ProcessConfig
 from sluice.operations import OperationsConfig
-from sluice.place import Place, StoreCacheConfig, StorePlace, directory_of, within
+from sluice.place import Place, PlaceText, StoreCacheConfig, StorePlace, directory_of, within
 from sluice.runtime.server import LAST_PORT, ServerConfig
 from sluice.weights.adapter import DEFAULT_TARGETS, MAX_ALPHA, MAX_RANK, MIN_ALPHA, AdapterSpec
 from sluice.weights.convert.options import ScaleFormat
@@ -269,7 +269,7 @@ class TrainerConfig(ProcessConfig):
     model: str
     store: StorePlace
     store_cache: StoreCacheConfig = StoreCacheConfig()
-    weights: str = ""
+    weights: PlaceText = ""
     name: str = Field("trainer", pattern=f"^{PLAIN_NAME.pattern}$")
     reference_model: str | None = None
     backend: Literal["reference", "fsdp", "megatron"] = "reference"
@@ -508,8 +508,11 @@ class TrainerConfig(ProcessConfig):
         if value is None:
             return None
         path = Path(value) / "config.json"
-        if not path.is_file():
-            raise ValueError(f"{value} is no model directory: it has no config.json")
+        try:
+            if not path.is_file():
+                raise ValueError(f"{value} is no model directory: it has no config.json")
+        except OSError as error:  # too long a name, or no right to look
+            raise ValueError(f"cannot be looked at: {error.strerror}") from None
         try:
             json.loads(path.read_bytes())
         except ValueError as error:

@@ -11,7 +11,7 @@ from sluice.address import ServerAddress
 from sluice.algo.spec import AdvantageSpec, LossSpec, known_columns
 from sluice.config import PLAIN_NAME, PLAIN_NAME_RULE, Config, ProcessConfig
 from sluice.loop.trackers import TrackersConfig
-from sluice.place import Place, StoreCacheConfig, StorePlace
+from sluice.place import Place, PlaceText, StoreCacheConfig, StorePlace
 from sluice.runtime.messages import LONGEST_SECONDS
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import ServerConfig
@@ -338,7 +338,7 @@ class RunConfig(CommonRunConfig):
     """A training run. Flags override the file, e.g. `--steps 10`."""
 
     router: ServerAddress = ""
-    weights: str = Field(
+    weights: PlaceText = Field(
         "", description="Versions of weights, e.g. s3://bucket/prefix; empty is <store>/weights."
     )
 

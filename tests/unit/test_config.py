@@ -80,6 +80,7 @@ def test_flags_beat_environment_beats_file_beats_defaults(tmp_path, monkeypatch)
         ("model: m\nroots: [/data, '']", "roots: names no path"),
         ("model: m\nstore: ''", "store: names no path"),
         ("model: m\nstore: file://data/store", "store: .*names no directory, as file:///"),
+        ("model: m\nstore: s3:/bucket/run", "store: .*has one slash where a URL has two"),
         ("backend: megatron", "model: Field required"),
         ("- a list", "must hold a mapping"),
         ("model: [", "not valid YAML"),

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sluice.config import parse_config
+from examples.models.tiny_qwen3 import build_tiny_qwen3
+from services.gateway.config import GatewayConfig
+from services.rollout.config import RolloutConfig
+from services.trainer.config import TrainerConfig
+from sluice.config import ConfigError, ProcessConfig, parse_config
+from sluice.loop.config import RunConfig
 from sluice.stack import UpConfig, read_weights
 from sluice.supervise import Supervisor
 
@@ -79,3 +84,32 @@ def test_without_a_location_all_look_into_the_store(tmp_path: Path) -> None:
     written = write(tmp_path, {}, {})
     assert "weights" not in written.config_of("rollout")
     assert read_weights(written.services_file) == ""
+
+
+@pytest.mark.parametrize("weights", ["gs://weights/run", "s3:/weights/run", "s3://"])
+def test_a_location_that_is_none_is_refused_by_name(weights: str, tmp_path: Path) -> None:
+    model = str(build_tiny_qwen3(tmp_path / "model", 0))
+    store, trainer, router = str(tmp_path / "store"), "a:1", "a:2"
+    served = {"trainer": trainer, "router": router}
+    run = {
+        "run_dir": tmp_path,
+        "prompts": {"index_count": 5},
+        "environment": {"name": "prompts"},
+        "sampling": {"max_new_tokens": 5},
+    }
+    gateway = {"model": model, "store": store, "journal": tmp_path / "journal"}
+    given: list[tuple[type[ProcessConfig], dict[str, object]]] = [
+        (TrainerConfig, {"model": model, "store": store}),
+        (RolloutConfig, {"tokenizer": model, "store": store, "router": router}),
+        (GatewayConfig, {**gateway, **served}),
+        (RunConfig, {**run, **served}),
+    ]
+    for config, values in given:
+        assert parse_config(config, {**values, "weights": "s3://weights/run"})
+        with pytest.raises(ConfigError, match=r"^weights: "):
+            parse_config(config, {**values, "weights": weights})
+
+
+def test_a_model_with_too_long_a_name_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="model: cannot be looked at"):
+        parse_config(TrainerConfig, {"model": "x" * 5000, "store": "store"})
