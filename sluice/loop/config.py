@@ -18,6 +18,8 @@ from sluice.runtime.server import ServerConfig
 from sluice.samples.sample import MOST_TEMPERATURE, TEMPERATURES, is_temperature
 
 LARGEST_COUNT = 2**31  # and above, of what a call can say
+MOST_SHUFFLED = 10_000_000  # an epoch's order is made as a whole, in seconds
+MOST_SAMPLES = 1_000_000  # or groups, of what is asked for at once: each is a row, and has a seed
 LARGEST_STALENESS = 10_000  # steps; more groups than that many steps have are no run's
 
 
@@ -25,13 +27,17 @@ class PromptsConfig(Config):
     """Where tasks come from: a JSONL or Parquet file, or indices of a generated data set."""
 
     file: Path | None = None
-    index_count: int | None = Field(None, gt=0)
+    index_count: int | None = Field(None, gt=0, lt=2**63)
     shuffle: bool = True
 
     @model_validator(mode="after")
     def _one_source(self) -> PromptsConfig:
         if (self.file is None) == (self.index_count is None):
             raise ValueError("give either file or index_count")
+        if self.shuffle and (self.index_count or 0) > MOST_SHUFFLED:
+            raise ValueError(
+                f"index_count: more than {MOST_SHUFFLED:,} are not shuffled; give shuffle: false"
+            )
         return self
 
 
@@ -165,7 +171,7 @@ class EnvironmentShare(Config):
     prompts: PromptsConfig
     environment: EnvironmentConfig
     sampling: SamplingConfig | None = Field(None, description="What it leaves out is the run's.")
-    samples_per_group: int | None = Field(None, gt=1)
+    samples_per_group: int | None = Field(None, gt=1, le=MOST_SAMPLES)
     group_timeout_seconds: float | None = Field(None, ge=SHORTEST_GROUP, le=LONGEST_GROUP)
     teacher: str = Field("", description="One of `teachers`.")
 
@@ -192,7 +198,7 @@ class EvaluationSetConfig(Config):
         None, description="What it leaves out is that of training."
     )
     groups: int = Field(64, gt=0, description="All, where there are fewer prompts.")
-    samples: int = Field(1, gt=0)
+    samples: int = Field(1, gt=0, le=MOST_SAMPLES)
     pass_at: tuple[int, ...] = ()
     pass_threshold: float = 1.0
     stop_at_score: float | None = Field(
@@ -359,8 +365,8 @@ class RunConfig(CommonRunConfig):
     teacher: str = Field(
         "", description="Which of several, where neither environment nor row names one."
     )
-    groups_per_step: int = Field(8, gt=0)
-    samples_per_group: int = Field(8, gt=1)
+    groups_per_step: int = Field(8, gt=0, le=MOST_SAMPLES)
+    samples_per_group: int = Field(8, gt=1, le=MOST_SAMPLES)
     max_dropped_in_a_row: int | None = Field(
         None,
         gt=0,
