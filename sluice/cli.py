@@ -37,7 +37,7 @@ from sluice.loop.fleet import NoEngineError
 from sluice.loop.mixture import ScheduleError
 from sluice.loop.report import RunReport
 from sluice.loop.run import TrainingRun
-from sluice.loop.run_directory import RunDirectoryError, owned
+from sluice.loop.run_directory import RunDirectoryError, owned, sole_driver
 from sluice.loop.status import (
     ADDRESS,
     LOOP_ADDRESS,
@@ -48,7 +48,7 @@ from sluice.loop.status import (
 )
 from sluice.loop.training import Critic, MismatchError, TrainerBrokenError, TrainerLostError
 from sluice.loop.workers import NoWorkerError, RolloutFailedError
-from sluice.place import is_bucket
+from sluice.place import directory_of, is_bucket
 from sluice.platform import PlatformError
 from sluice.protoset import PROTOSET_USAGE, write_protoset
 from sluice.run_commands import (
@@ -271,6 +271,7 @@ async def run_sft(config: SftConfig) -> None:
         stack.enter_context(owned(config.run_dir))
         await stack.enter_async_context(_own_port(config))
         archive = await stack.enter_async_context(_own_archive(config))
+        stack.enter_context(_own_trainers(config, [config.trainer]))
         report = stack.enter_context(RunReport(config.run_dir, steps, line=LINE))
         report.begin("sft", config.model_dump(mode="json"))
         report.track(config.trackers, config.model_dump(mode="json"))
@@ -300,6 +301,16 @@ async def _own_archive(config: CommonRunConfig) -> AsyncIterator[RunArchive | No
     archive = RunArchive(str(store), config.run_dir, seconds)
     async with owned_archive(archive, resume=config.resume):
         yield archive
+
+
+def _own_trainers(
+    config: CommonRunConfig, addresses: Sequence[str]
+) -> contextlib.AbstractContextManager[None]:
+    """The trainers of a run, for itself where the store is a directory: a bucket has no locks."""
+    store = directory_of(config.store_place)
+    if store is None:
+        return contextlib.nullcontext()
+    return sole_driver(store, config.run_dir, addresses)
 
 
 @contextlib.asynccontextmanager
@@ -350,6 +361,8 @@ async def run_training(
         stack.enter_context(owned(config.run_dir))
         await stack.enter_async_context(_own_port(config))
         archive = await stack.enter_async_context(_own_archive(config))
+        critics = [] if critic is None else [critic.client.address]
+        stack.enter_context(_own_trainers(config, [config.trainer, *critics]))
         report = stack.enter_context(RunReport(config.run_dir, config.steps))
         report.begin("train", config.model_dump(mode="json"))
         report.track(config.trackers, config.model_dump(mode="json"))

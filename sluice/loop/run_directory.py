@@ -6,19 +6,22 @@ A run checkpoint is one manifest, written last, that names everything a run resu
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import xxhash
 
 from sluice import durable
 from sluice.config import ConfigError
-from sluice.durable import replace_file
+from sluice.durable import DirectoryError, replace_file
 from sluice.loop.config import RunConfig
 from sluice.loop.ledger import Ledger
 from sluice.weights.errors import FileDigestError
@@ -175,6 +178,30 @@ def owned(run_dir: Path) -> Iterator[None]:
     Raises DirectoryError for another loop, RunDirectoryError for what the disk refuses meanwhile.
     """
     with durable.owned(run_dir, "loop"), _typed_errors(run_dir):
+        yield
+
+
+@contextmanager
+def sole_driver(store: Path, run_dir: Path, trainers: Iterable[str]) -> Iterator[None]:
+    """Drive the trainers at these addresses alone, among the runs of a store.
+
+    Two loops would each take a trainer back to checkpoints of its own, and train what the other
+    has trained. For the life of a process, as `owned`. Raises DirectoryError, which names the
+    other run.
+    """
+    with ExitStack() as stack:
+        for address in trainers:
+            path = store / "loops" / f"{quote(address, safe='')}.lock"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                stack.enter_context(durable.locked(path, timeout_seconds=0))
+            except durable.LockTimeoutError:
+                other = path.read_text(errors="replace") or "another process"
+                raise DirectoryError(
+                    f"trainer: {address} is driven by {other}; stop that, or start services of "
+                    "this run's own (--up)"
+                ) from None
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()} for {run_dir}")
         yield
 
 

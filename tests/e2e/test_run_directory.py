@@ -46,6 +46,9 @@ def test_a_second_loop_is_refused_and_the_first_goes_on(stack):
         first.wait_for_step(1)
         line = refusal(stack.train("contested", steps=5, resume=True))
         assert f"process {first.process.pid} (sluice loop) works in" in line
+        line = refusal(stack.train("beside", steps=5))  # a directory of its own, the same trainer
+        assert f"is driven by process {first.process.pid} on" in line
+        assert "contested" in line
         first.wait_for_step(first.rows()[-1]["step"] + 2)
     finally:
         output = ended_by(first, signal.SIGTERM)

@@ -29,6 +29,7 @@ from sluice.loop.run_directory import (
     owned,
     set_aside,
     settings_digests,
+    sole_driver,
     write_run_checkpoint,
 )
 from sluice.loop.workers import load_prompts
@@ -100,6 +101,21 @@ def test_a_directory_is_of_one_loop_at_a_time(tmp_path) -> None:
         raise AssertionError("two loops")
     with owned(tmp_path / "run"):
         """The lock ends with its owner."""
+
+
+def test_a_trainer_is_of_one_loop_at_a_time(tmp_path) -> None:
+    store, first, second = tmp_path / "store", tmp_path / "first", tmp_path / "second"
+    with sole_driver(store, first, ["host:1", "[::1]:2"]):
+        for taken in ("host:1", "[::1]:2"):
+            with (
+                pytest.raises(DirectoryError, match=rf"driven by process {os.getpid()} .*/first"),
+                sole_driver(store, second, ["host:3", taken]),
+            ):
+                raise AssertionError("two loops")
+        with sole_driver(store, second, ["host:3"]):  # that of a refused loop is free again
+            """Another trainer of the same store."""
+    with sole_driver(store, second, ["host:1"]):
+        """The claim ends with its owner."""
 
 
 @pytest.mark.parametrize(
