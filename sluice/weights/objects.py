@@ -145,6 +145,7 @@ class DirectoryObjects(Objects):
             f"{folder}{path[len(top) :]}/{name}"
             for path, _, names in os.walk(top)
             for name in names
+            if not name.startswith(".nfs")  # what NFS makes of a file that is removed while open
         ]
 
     def size(self, key: str) -> int:

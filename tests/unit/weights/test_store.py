@@ -241,6 +241,21 @@ def test_retention_leaves_no_trace_of_pins_on_what_is_gone(store: WeightStore) -
     assert store.pins() == {2: {"engine"}}
 
 
+def test_what_nfs_leaves_of_files_removed_while_open_is_nothing_of_the_store(
+    store: WeightStore,
+) -> None:
+    publish(store)
+    for folder in ("allocated", "promised", "announced/00000001", "pins/00000001"):
+        directory = Path(store.location) / folder
+        directory.mkdir(exist_ok=True)
+        (directory / ".nfs000000000001f00d00000001").touch()
+    second = publish(store, parent=1)
+    assert second.version == 2
+    assert store.pins() == {}
+    assert store.announced(1) == []
+    assert list(store.retain(1)) == [1]
+
+
 def test_retention_spares_the_used_and_the_pinned(store: WeightStore) -> None:
     for _ in range(7):
         publish(store)
