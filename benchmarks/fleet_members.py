@@ -284,6 +284,11 @@ class WorkerStandIn(rollout_grpc.RolloutServiceServicer):
     def __init__(self, host: Host) -> None:
         self._host = host
 
+    async def ListEnvironments(
+        self, request: rollout_pb.ListEnvironmentsRequest, context: object
+    ) -> rollout_pb.ListEnvironmentsResponse:
+        return rollout_pb.ListEnvironmentsResponse()
+
     async def Rollout(
         self, request: rollout_pb.RolloutRequest, context: object
     ) -> AsyncIterator[rollout_pb.RolloutResponse]:

@@ -187,12 +187,12 @@ def sole_driver(store: Path, run_dir: Path, trainers: Iterable[str]) -> Iterator
 
     Two loops would each take a trainer back to checkpoints of its own, and train what the other
     has trained. For the life of a process, as `owned`. Raises DirectoryError, which names the
-    other run.
+    other run. Where the store does not exist nothing is claimed: the run itself says so.
     """
     with ExitStack() as stack:
-        for address in trainers:
+        for address in trainers if store.is_dir() else ():
             path = store / "loops" / f"{quote(address, safe='')}.lock"
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
             try:
                 stack.enter_context(durable.locked(path, timeout_seconds=0))
             except durable.LockTimeoutError:
