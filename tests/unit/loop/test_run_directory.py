@@ -105,6 +105,9 @@ def test_a_directory_is_of_one_loop_at_a_time(tmp_path) -> None:
 
 def test_a_trainer_is_of_one_loop_at_a_time(tmp_path) -> None:
     store, first, second = tmp_path / "store", tmp_path / "first", tmp_path / "second"
+    with sole_driver(store, first, ["host:1"]), sole_driver(store, second, ["host:1"]):
+        assert not store.exists()  # the run says so
+    store.mkdir()
     with sole_driver(store, first, ["host:1", "[::1]:2"]):
         for taken in ("host:1", "[::1]:2"):
             with (
