@@ -190,7 +190,7 @@ def sole_driver(store: Path, run_dir: Path, trainers: Iterable[str]) -> Iterator
     other run. Where the store does not exist nothing is claimed: the run itself says so.
     """
     with ExitStack() as stack:
-        for address in trainers if store.is_dir() else ():
+        for address in dict.fromkeys(trainers) if store.is_dir() else ():
             path = store / "loops" / f"{quote(address, safe='')}.lock"
             path.parent.mkdir(exist_ok=True)
             try:

@@ -119,6 +119,8 @@ def test_a_trainer_is_of_one_loop_at_a_time(tmp_path) -> None:
             """Another trainer of the same store."""
     with sole_driver(store, second, ["host:1"]):
         """The claim ends with its owner."""
+    with sole_driver(store, first, ["host:1", "host:1"]):
+        """A critic that is given as the trainer itself: that it has no value head is told later."""
 
 
 @pytest.mark.parametrize(
