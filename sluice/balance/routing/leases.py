@@ -322,12 +322,14 @@ class _ClientIds:
 class ClientRow:
     """slot: its number in the lease columns; bound: (lease, target) of queued leases that got
     a target and that the client has not been told of; unlisted: leases it did not name when it
-    renewed, of which it may not have heard."""
+    renewed, of which it may not have heard; returning: it had expired, and what it names it still
+    holds."""
 
     name: str
     slot: int
     last_seen: float
-    returning: bool = False  # it had expired: what it lists at its next renewal it still holds
+    returning: bool = False
+    returned_at: float = math.inf  # its first renewal since
     queued: int = 0
     bound: list[tuple[int, int]] = field(default_factory=list)
     unlisted: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))

@@ -241,6 +241,8 @@ class Pool:
         live lease of the client changes nothing.
         """
         row = self.tables.clients.touch(client, now)
+        if row.returning:
+            self.tables.released_ids.add(ids.tolist())
         if len(ids) == 1:
             one = self.tables.leases.release_one(row.slot, int(ids[0]))
             if one is not None:

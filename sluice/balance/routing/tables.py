@@ -23,11 +23,11 @@ _ON_ITS_WAY = 0.1  # share of a client's TTL in which an answer may still arrive
 
 
 class ReleasedIds:
-    """Remembers ids that were released although this router did not know them.
+    """Remembers ids whose release the lease table does not tell.
 
     A renewal that was on its way while its lease was given back must not charge it again. Ids
-    granted here are covered by the lease table; the others are remembered for one to two
-    `keep_seconds`.
+    granted here are covered by the lease table, but for those of a client that has just returned;
+    the others are remembered for one to two `keep_seconds`.
     """
 
     def __init__(self, keep_seconds: float) -> None:
@@ -113,7 +113,7 @@ class Tables:
         known = self.leases.is_live(row.slot, claims.ids)
         unknown = np.flatnonzero(~known)
         adopted = self._adopt(row, claims, unknown, now)
-        row.returning = False
+        self._note_return(row, now)
         released = self._drop_unlisted(row, claims.ids, now)
         known[adopted] = True
         return Renewal(
@@ -123,6 +123,15 @@ class Tables:
             awaited=self._awaited(claims, unknown),
             held_before=self._is_of_another_router(claims.ids[adopted]),
         )
+
+    def _note_return(self, row: ClientRow, now: float) -> None:
+        """Take a client for one that is back once it has renewed for as long as its TTL.
+
+        Its first renewal may be an older one, which was on its way while the line was cut.
+        """
+        row.returned_at = min(row.returned_at, now)
+        if now - row.returned_at >= self.config.client_ttl:
+            row.returning = False
 
     def _is_of_another_router(self, ids: IntArray) -> bool:
         first, next_id = self.leases.first_id, self.leases.next_id

@@ -242,6 +242,38 @@ def test_a_lease_whose_answer_is_on_its_way_outlives_renewals_at_once(make_pool)
     assert pool.tables.targets.charges.sum() == 1
 
 
+def test_a_renewal_from_before_its_leases_does_not_take_them_from_a_client_that_returns(make_pool):
+    """A call that is tried again says what was held when it was made."""
+    pool = make_pool(client_ttl=10, engine_ttl=1000)
+    first = pool.acquire("c", LeaseRequest(count=3), 0.0).first_id
+    assert pool.expire(11.0).lease_count == 3
+    pool.renew("c", LeaseClaims(ids=np.empty(0, dtype=np.int64)), 12.0)
+    mine = _claims(first, first + 1, first + 2)
+    assert pool.renew("c", mine, 12.5).adopted_count == 3
+    assert pool.tables.targets.charges.sum() == 3
+
+
+def test_what_a_client_that_returns_gives_back_is_not_charged_by_a_late_renewal(make_pool):
+    pool = make_pool(client_ttl=10, engine_ttl=1000)
+    first = pool.acquire("c", LeaseRequest(count=2), 0.0).first_id
+    pool.expire(11.0)
+    mine = _claims(first, first + 1)
+    assert pool.renew("c", mine, 12.0).adopted_count == 2
+    assert pool.release("c", np.array([first]), 13.0) == 1
+    assert pool.renew("c", mine, 13.1).adopted_count == 0
+    for second in (16.0, 19.0, 22.5):
+        assert pool.renew("c", _claims(first + 1), second).adopted_count == 0
+    late = _claims(first, first + 1)
+    assert pool.release("c", np.array([first + 1]), 60.0) == 1
+    assert pool.renew("c", late, 60.1).adopted_count == 0, "it is back for long"
+    assert pool.tables.targets.charges.sum() == 0
+
+
+def _claims(*ids: int) -> LeaseClaims:
+    zeros = np.zeros(len(ids), dtype=np.int64)
+    return LeaseClaims(ids=np.array(ids), names=["e0"], engines=zeros, ranks=zeros)
+
+
 def test_a_router_whose_epochs_fell_is_believed_by_those_who_watch_it():
     known = FleetView(random.Random(0))
     for epoch, name, is_now in ((100, "old", False), (5, "new", True), (6, "newer", False)):
