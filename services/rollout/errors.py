@@ -14,6 +14,13 @@ class NoWeightsError(ServiceError):
     reason = "NO_WEIGHTS"
 
 
+class NoTokenizerError(ServiceError):
+    """Stop strings are looked for in text, and the engine has no tokenizer to make any."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "NO_TOKENIZER"
+
+
 class PromptTooLongError(ServiceError):
     """Prompt (and what is to follow it) does not fit the model length or the cache."""
 

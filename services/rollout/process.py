@@ -389,7 +389,9 @@ class RolloutProcess:
 
     def _add_engine(self) -> _EngineRole:
         config = self._config
-        engine = create_engine(config.engine.backend, config.placed_engine)
+        engine = create_engine(
+            config.engine.backend, config.placed_engine, config.tokenizer_directory
+        )
         self.engine = engine
         collector = EngineCollector(engine)
         generations = Generations(engine, config.engine.remembered_tokens)

@@ -16,6 +16,7 @@ from sluice.runtime.messages import LONGEST_SECONDS
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import ServerConfig
 from sluice.samples.sample import MOST_TEMPERATURE, TEMPERATURES, is_temperature
+from sluice.samples.stops import LONGEST_STOP
 
 LARGEST_COUNT = 2**31  # and above, of what a call can say
 MOST_SHUFFLED = 10_000_000  # an epoch's order is made as a whole, in seconds
@@ -56,6 +57,9 @@ class SamplingConfig(Config):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, lt=LARGEST_COUNT)
     stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=LARGEST_COUNT)], ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)], ...] = Field(
+        (), description="Texts that end a sample, with the token that completes one."
+    )
 
     @field_validator("temperature")
     @classmethod

@@ -36,6 +36,7 @@ _FREE = {  # messages and fields that hold any text
     "google.protobuf.Struct",
     "google.protobuf.Value",
     "google.rpc.Status",
+    "sluice.api.rollout.v1.SamplingParams.stop",
     "sluice.api.trainer.v1.CommandResult.transfer_failure",
 }
 _SIGNED = {"sluice.api.router.v1.ReleasedLeases.token_counts"}  # negative says nothing

@@ -101,7 +101,10 @@ class TextTokenizer:
         return texts
 
     def decoder(self, *, special: bool) -> Callable[[int], str]:
-        """Takes tokens one by one; answers text as soon as its bytes are whole."""
+        """Takes tokens one by one; answers text as soon as its bytes are whole.
+
+        `special` answers that of special tokens, too.
+        """
         return _Decoder(partial(self._tokenizer.decode, skip_special_tokens=not special)).add
 
     def _stop_tokens(self, directory: Path) -> tuple[str, ...]:
@@ -127,7 +130,7 @@ class _Decoder:
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
         self._before = list[int]()
-        self._told = ""  # text of those before
+        self._told = ""  # of the text of those before and of the open ones
         self._open = list[int]()
 
     def add(self, token_id: int) -> str:
@@ -135,13 +138,20 @@ class _Decoder:
         text = self._decode([*self._before, *self._open])
         is_cut = text.endswith(_BROKEN)
         if len(self._open) < _OPEN_TOKENS and (is_cut or len(text) <= len(self._told)):
-            return ""
+            return self._tell(text.rstrip(_BROKEN))
         alone = self._decode(self._open)
         # Else a broken byte unmade the characters before it, which were told.
         piece = text[len(self._told) :] if text.startswith(self._told) else alone
         self._before, self._open = self._open, []
         self._told = alone.removesuffix(_BROKEN) if is_cut else alone
         return piece.removesuffix(_BROKEN) if is_cut else piece
+
+    def _tell(self, text: str) -> str:
+        """What is new in a text that has more to come behind it."""
+        if not text.startswith(self._told):
+            return ""
+        piece, self._told = text[len(self._told) :], text
+        return piece
 
 
 def _with_calls(tokenizer: Tokenizer) -> Tokenizer:

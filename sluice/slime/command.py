@@ -251,8 +251,9 @@ def _evaluation(into: Imported) -> None:
         sampling["top_p"] = top_p
     if (top_k := facts.get("eval_top_k", trained.get("top_k", 0))) > 0:
         sampling["top_k"] = top_k
-    if stops := trained.get("stop_token_ids"):
-        sampling["stop_token_ids"] = stops
+    for name in ("stop_token_ids", "stop"):
+        if stops := trained.get(name):
+            sampling[name] = list(stops)
     if samples > 1 and not temperature:
         into.left.append("--n-samples-per-eval-prompt: greedy answers are equal; one is asked")
         samples = 1

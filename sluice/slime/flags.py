@@ -216,6 +216,12 @@ def _stop_tokens(into: Imported, values: Values) -> None:
     set_at(into.run, "sampling.stop_token_ids", [_int(value) for value in values])
 
 
+def _stops(into: Imported, values: Values) -> None:
+    if "" in values:
+        raise NotCarriedError("an empty text ends nothing")
+    set_at(into.run, "sampling.stop", [plain_text(value) for value in values])
+
+
 def _top_k(into: Imported, values: Values) -> None:
     set_at(into.run, "sampling.top_k", max(0, _int(_only(values))))
 
@@ -324,9 +330,7 @@ FLAGS: dict[str, Flag] = {
     "rollout-top-p": _key("run", "sampling.top_p", _float),
     "rollout-top-k": Flag("run: sampling.top_k", "-1 is 0", _top_k),
     "rollout-stop-token-ids": Flag("run: sampling.stop_token_ids", "", _stop_tokens),
-    "rollout-stop": _absent(
-        "sampling.stop_token_ids ends a sample; `stop` is of the OpenAI port alone"
-    ),
+    "rollout-stop": Flag("run: sampling.stop", "", _stops),
     "rollout-skip-special-tokens": _unneeded("tokens travel as numbers"),
     "rollout-shuffle": _true("run", "prompts.shuffle"),
     "rollout-seed": _key("run", "seed", _int),

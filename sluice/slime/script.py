@@ -28,6 +28,9 @@ _EXPANSION = re.compile(r"\$\{(\w+)\[@\]\}")
 _TRAIN = re.compile(r"\btrain(_async)?\.py\b[\"']?")
 _SOURCED = re.compile(r"^[ \t]*(?:source|\.)[ \t]+(\S[^\n]*?)[ \t]*$", re.MULTILINE)
 _OUTSIDE = re.compile(r"\d*>.*|&>.*|<.*|&&?|\|\|?|;")  # what follows is no argument
+_QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*\"""")
+_SIGNS = {ord(sign): 0xE000 + place for place, sign in enumerate("<>&|;")}  # where quoted, text
+_TEXTS = {place: sign for sign, place in _SIGNS.items()}
 DEPTH = 3  # of files that are put in for one another
 
 
@@ -64,9 +67,11 @@ def read_script(text: str, environment: Mapping[str, str]) -> list[tuple[str, Va
         words = [word for array in arrays.values() for word in _words(replaced(array))]
     else:
         words = []
-        for word in _words(replaced(command[0])):
+        line = _QUOTED.sub(lambda quoted: quoted[0].translate(_SIGNS), replaced(command[0]))
+        for word in _words(line):
             if _OUTSIDE.fullmatch(word):
                 break
+            word = word.translate(_TEXTS)
             if match := _EXPANSION.fullmatch(word):
                 words += _words(replaced(arrays.get(match[1], "")))
             else:

@@ -14,7 +14,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from services.rollout.engine.interface import Delta, FinishReason, PauseMode
 from sluice.weights.store import WeightStore
-from tests.contract.engine.cases import SIZES, Model, complete, request_of
+from tests.contract.engine.cases import SIZES, Model, complete, request_of, text_of, write_letters
 from tests.imported import import_checkpoint
 from tests.patience import PATIENCE
 from tests.sglang.conftest import Start
@@ -58,6 +58,7 @@ async def test_experts_are_those_of_the_models_own_router(launch: Start, tmp_pat
     old, new = (build_mixture(tmp_path / name, seed) for seed, name in enumerate("ab"))
     store = WeightStore(tmp_path / "weights", durable=False)
     record = import_checkpoint(store, new.directory, None, 0)
+    write_letters(old.directory)
     engine = await launch(model=str(old.directory), routed_experts=True)
 
     async def ask(model: Model, name: str) -> list[Delta]:
@@ -92,3 +93,12 @@ async def test_experts_are_those_of_the_models_own_router(launch: Start, tmp_pat
     assert drawn[-1].finish_reason is FinishReason.ABORTED
     tokens = tuple(token for delta in drawn for token in delta.token_ids)
     check(new, [4, 2], drawn[-1], tokens)
+
+    (free,) = await complete(engine, request_of("free", [4], temperature=0, max_new_tokens=40))
+    stop = text_of(old.directory, free.token_ids[9:12]).strip("\ufffd")
+    request = request_of("stop", [4], temperature=0, max_new_tokens=40, stop=(stop,))
+    (sample,) = await complete(engine, request)
+    assert stop in text_of(old.directory, sample.token_ids)
+    assert stop not in text_of(old.directory, sample.token_ids[:-1])
+    assert sample.finish_reason is FinishReason.STOP
+    check(new, [4], sample, tuple(sample.token_ids))

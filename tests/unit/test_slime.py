@@ -174,7 +174,8 @@ def test_what_the_script_leaves_out_is_as_slime_has_it() -> None:
     run, services, left = imported(
         "train_async.py --num-rollout 10 --hf-checkpoint /m --load /other/ --save /s "
         "--use-kl-loss --kl-loss-coef 0.1 --rollout-top-p 0.9 --rollout-top-k 5 "
-        "--rollout-stop-token-ids 7 --eval-prompt-data a /a.jsonl --colocate "
+        "--rollout-stop-token-ids 7 --rollout-stop '</search>' \"&&\" "
+        "--eval-prompt-data a /a.jsonl --colocate "
         "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 2"
     )
     assert run["max_staleness"] == 1
@@ -182,6 +183,7 @@ def test_what_the_script_leaves_out_is_as_slime_has_it() -> None:
     assert run["algorithm"]["loss"]["kl_estimator"] == "k1"
     sampling = run["evaluation"]["datasets"]["a"]["sampling"]
     assert (sampling["top_p"], sampling["top_k"], sampling["stop_token_ids"]) == (0.9, 5, [7])
+    assert run["sampling"]["stop"] == sampling["stop"] == ["</search>", "&&"], "quoted: texts"
     assert services["services"]["trainer"]["config"]["optim"] == {
         "betas": [0.9, 0.999],
         "weight_decay": 0.01,

@@ -244,6 +244,7 @@ class EngineConfig(Config):
     waiting_limit: int = Field(4096, ge=1, description="Samples that may wait for a slot.")
     max_samples: int = Field(4096, ge=1, description="Of one request.")
     max_stop_tokens: int = Field(1024, ge=0, description="Stop tokens of one request.")
+    max_stop_strings: int = Field(64, ge=0, description="Stop strings of one request.")
     max_top_tokens: int = Field(1024, ge=0, description="Likeliest tokens a place, of Score.")
     max_media: int = Field(256, ge=0, description="Files of one request.")
     remembered_tokens: int = Field(

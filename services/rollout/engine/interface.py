@@ -20,6 +20,7 @@ from services.rollout.errors import (
 from sluice.imports import import_named
 from sluice.runtime.errors import InvalidFieldError
 from sluice.samples.sample import TEMPERATURES, VersionSpan, is_temperature
+from sluice.samples.stops import LONGEST_STOP
 
 if TYPE_CHECKING:
     from services.rollout.engine.config import EngineConfig
@@ -58,6 +59,7 @@ class Sampling:
     """How tokens are drawn. `top_k` 0 and `top_p` 1 turn them off; temperature 0 is greedy.
 
     The model's own end-of-sequence tokens stop a sample too; the stop token is part of it.
+    So does a token that completes one of the texts of `stop`: that of special tokens counts.
     Top-p cuts what top-k left. A seed and a position in the sequence (prompt included) fix a
     draw, so that a sample cut off and continued by token ids draws as if never cut.
     """
@@ -68,6 +70,7 @@ class Sampling:
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     seeds: tuple[int, ...] = ()  # one per sample; empty draws fresh ones
+    stop: tuple[str, ...] = ()
 
 
 TEXT_ONLY = "the model that serves reads text only"
@@ -102,6 +105,7 @@ class Generation:
     media: tuple[Media, ...] = ()
     version: int | None = None  # of weights that the engine holds; None: those that serve
     processor: str = ""  # digest of the rules by which these were prepared; empty: unknown
+    sampled_count: int = 0  # last tokens of the prompt: a stop string may have begun in them
 
 
 class Timing(NamedTuple):
@@ -283,8 +287,8 @@ class Engine(ABC):
         """Yields deltas of all samples as they come; closing the iterator aborts the request.
 
         The request begins with the first `anext`, which raises NoWeightsError without weights,
-        PromptTooLongError, MediaUnsupportedError, DuplicateRequestError, QueueFullError or
-        InvalidFieldError.
+        PromptTooLongError, MediaUnsupportedError, DuplicateRequestError, QueueFullError,
+        NoTokenizerError or InvalidFieldError.
         EngineFailedError comes at any time when the engine breaks or closes.
         """
 
@@ -399,9 +403,12 @@ class Engine(ABC):
     async def close(self) -> None: ...
 
 
-def create_engine(name: str, config: EngineConfig) -> Engine:
-    """Imports and builds the engine `name` (a key of ENGINES; the config checked it)."""
-    engine: Engine = import_named(ENGINES[name])(config)
+def create_engine(name: str, config: EngineConfig, tokenizer: Path | None = None) -> Engine:
+    """Imports and builds the engine `name` (a key of ENGINES; the config checked it).
+
+    `tokenizer`: directory of the one that stop strings are found by; None: that of the model.
+    """
+    engine: Engine = import_named(ENGINES[name])(config, tokenizer)
     return engine
 
 
@@ -446,6 +453,14 @@ def check_generation(
             length=reserved,
             limit=config.cache_tokens,
         )
+
+
+def check_stop(stop: Sequence[str], field: str) -> None:
+    """Raises InvalidFieldError for a stop string that cannot be looked for."""
+    if "" in stop:
+        raise InvalidFieldError(field, "an empty text ends nothing")
+    if any(len(text) > LONGEST_STOP for text in stop):
+        raise InvalidFieldError(field, f"a text has at most {LONGEST_STOP:,} characters")
 
 
 def check_score(

@@ -289,6 +289,7 @@ def bound_requests(server: Server, config: EngineConfig) -> None:
     server.bound(pb.SamplingParams, "seeds", *samples)
     stop = config.max_stop_tokens, "engine.max_stop_tokens"
     server.bound(pb.SamplingParams, "stop_token_ids", *stop)
+    server.bound(pb.SamplingParams, "stop", config.max_stop_strings, "engine.max_stop_strings")
     server.bound(pb.GenerateRequest, "media", config.max_media, "engine.max_media")
 
 

@@ -23,6 +23,7 @@ from services.rollout.engine.interface import (
     Timing,
     TokenScores,
     as_array,
+    check_stop,
 )
 from services.rollout.errors import VersionUnavailableError
 from sluice.api.common.v1 import sample_pb2
@@ -98,6 +99,7 @@ def sampling_from_proto(
     for name, is_good, rule in checks:
         if not is_good:
             raise InvalidFieldError(f"{field}.{name}", rule)
+    check_stop(message.stop, f"{field}.stop")
     return Sampling(
         max_new_tokens=message.max_new_tokens,
         temperature=temperature,
@@ -105,6 +107,7 @@ def sampling_from_proto(
         top_p=top_p,
         stop_token_ids=tuple(message.stop_token_ids),
         seeds=tuple(message.seeds),
+        stop=tuple(message.stop),
     )
 
 
@@ -116,6 +119,7 @@ def sampling_to_proto(sampling: Sampling) -> pb.SamplingParams:
         top_k=sampling.top_k,
         stop_token_ids=sampling.stop_token_ids,
         seeds=sampling.seeds,
+        stop=sampling.stop,
     )
 
 
@@ -123,6 +127,8 @@ def generation_from_proto(message: pb.GenerateRequest, *, stream: bool) -> Gener
     """Reads a request. Raises InvalidFieldError naming what is out of range."""
     if message.dp_rank < 0:
         raise InvalidFieldError("dp_rank", "must not be negative")
+    if message.sampled_count > len(message.prompt_token_ids):
+        raise InvalidFieldError("sampled_count", "must be of the prompt's tokens")
     sample_count = message.sample_count or 1
     return Generation(
         request_id=message.request_id,
@@ -132,6 +138,7 @@ def generation_from_proto(message: pb.GenerateRequest, *, stream: bool) -> Gener
         dp_rank=message.dp_rank,
         stream=stream,
         processor=message.processor,
+        sampled_count=message.sampled_count,
     )
 
 

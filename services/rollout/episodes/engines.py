@@ -156,6 +156,7 @@ def _request(
         media=media_to_proto(media),
         processor=generation.processor,
         takes_columns=True,
+        sampled_count=generation.sampled_count,
     )
 
 

@@ -137,12 +137,14 @@ class PartialSamples:
             seeds=tuple(seeds[index] for index in indices) if seeds else (),
             max_new_tokens=self._budget(indices[0]),
         )
+        sampled = so_far.token_ids if so_far else ()
         return Generation(
             request_id=new_request_id(),
-            prompt_token_ids=(*prompt, *(so_far.token_ids if so_far else ())),
+            prompt_token_ids=(*prompt, *sampled),
             sampling=sampling,
             sample_count=len(indices),
             dp_rank=dp_rank,
+            sampled_count=len(sampled),
         )
 
     def add(self, index: int, delta: Delta) -> bool:

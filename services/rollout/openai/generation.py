@@ -22,6 +22,7 @@ from sluice.client import new_request_id
 from sluice.runtime.idempotency import all_of
 from sluice.samples.messages import text_of
 from sluice.samples.sample import MediaSpan
+from sluice.samples.stops import StopMatch
 from sluice.samples.tokenizer import TextTokenizer, off_loop
 
 REMEMBERED_CALLS = 10_000
@@ -34,7 +35,7 @@ class TextStream:
         self, tokenizer: TextTokenizer, stops: Sequence[str], *, special: bool, keep_stop: bool
     ) -> None:
         """`special`: show special tokens; `keep_stop`: the stop string belongs to the text."""
-        self._tokenizer, self._stops = tokenizer, [_StopMatch(stop) for stop in stops]
+        self._tokenizer, self._stops = tokenizer, [StopMatch(stop) for stop in stops]
         self._special, self._keep_stop = special, keep_stop
         self._decode = tokenizer.decoder(special=special)
         self._token_ids: list[int] = []
@@ -86,35 +87,6 @@ class TextStream:
         shown = self._said.read(self._shown - start)
         self._said.seek(0, io.SEEK_END)
         return shown
-
-
-class _StopMatch:
-    """Finds one stop string in a text that comes in pieces, in time that does not depend on how
-    long the string is (Knuth, Morris and Pratt, 1977)."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.matched = 0  # characters of it with which what came so far ends
-        self._borders = [0, 0]  # by length: of the longest beginning that this one ends with, too
-
-    def find(self, piece: str) -> int:
-        """Returns where in the piece the string ends for the first time; 0: nowhere."""
-        for end, character in enumerate(piece, 1):
-            self.matched = self._extended(self.matched, character)
-            if self.matched == len(self.text):
-                return end
-        return 0
-
-    def _extended(self, size: int, character: str) -> int:
-        while size and self.text[size] != character:
-            size = self._border(size)
-        return size + (self.text[size] == character)
-
-    def _border(self, size: int) -> int:
-        while len(self._borders) <= size:  # only as far as the text got
-            last = len(self._borders) - 1
-            self._borders.append(self._extended(self._borders[last], self.text[last]))
-        return self._borders[size]
 
 
 class ToolCalls:

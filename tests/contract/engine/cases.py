@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -21,7 +23,7 @@ from services.rollout.engine.interface import Delta, Engine, Generation, Samplin
 
 StartEngine = Callable[..., Awaitable[Engine]]
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -68,6 +70,25 @@ def family_of(directory: Path) -> str:
     """Of a model that `build_model` made."""
     kind: str = json.loads((directory / "config.json").read_bytes())["model_type"]
     return kind
+
+
+def write_letters(directory: Path) -> Path:
+    """A tokenizer of letters, pairs of them and bytes, so that no text is cut in one way alone."""
+    pairs = [a + b for a in ascii_lowercase[:6] for b in ascii_lowercase[:11]]
+    pieces = [*"ÃĥÂ©", "<end>", *ascii_lowercase, *pairs][: SIZES["vocab_size"]]
+    made = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, []))
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<end>"])
+    directory.mkdir(exist_ok=True)
+    made.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def text_of(directory: Path, token_ids: Sequence[int]) -> str:
+    """By the tokenizer of a directory; special tokens are text, too."""
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False)
+    return text
 
 
 def request_of(name: str, prompt: list[int], count: int = 1, **settings: Any) -> Generation:

@@ -60,7 +60,8 @@ async def start_engine(
 ) -> AsyncIterator[StartEngine]:
     """Starts engines of one backend with the given settings, and closes them in the end.
 
-    An SGLang engine with a model gives it to a server that runs already.
+    An SGLang engine with a model gives it to a server that runs already. `tokenizer` is a
+    directory.
     """
     async with starting(request, tmp_path) as start:
         yield start
@@ -79,7 +80,7 @@ async def start_seeded_engine(
 async def starting(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[StartEngine]:
     started: list[Engine] = []
 
-    async def start(**settings: Any) -> Engine:
+    async def start(*, tokenizer: Path | None = None, **settings: Any) -> Engine:
         if request.param == "sglang":
             servers: SharedServers = request.getfixturevalue("sglang_servers")
             sglang: dict[str, Any] = {"python": PYTHON}
@@ -89,7 +90,7 @@ async def starting(request: pytest.FixtureRequest, folder: Path) -> AsyncIterato
                 sglang = {"url": servers.url(model)}
             settings["sglang"] = SglangConfig(**sglang)
         config = EngineConfig(backend=request.param, threads=1, **settings)
-        engine = create_engine(request.param, config)
+        engine = create_engine(request.param, config, tokenizer)
         started.append(engine)
         await engine.start()
         return engine

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from services.rollout.engine.interface import FinishReason
-from tests.contract.engine.cases import Model, StartEngine, complete, gather, request_of
+from services.rollout.errors import NoTokenizerError
+from tests.contract.engine.cases import (
+    Model,
+    StartEngine,
+    complete,
+    gather,
+    request_of,
+    text_of,
+    write_letters,
+)
 
 PROMPTS = [[5], [1, 2, 3], list(range(40)), [7] * 19]
 
@@ -153,6 +165,55 @@ async def test_a_stop_token_ends_a_sample_and_belongs_to_it(
     assert cut.token_ids == free.token_ids[: first + 1]
     assert cut.finish_reason is FinishReason.STOP
     assert beside.token_ids == free.token_ids
+
+
+async def test_a_stop_string_ends_a_sample_however_it_is_cut(
+    qwen3: Model, tmp_path: Path, start_engine: StartEngine
+) -> None:
+    letters = write_letters(tmp_path / "letters")
+    engine = await start_engine(model=str(qwen3.directory), tokenizer=letters)
+    draw = random.Random(3)
+    settings: dict[str, Any] = {"temperature": 0, "max_new_tokens": 24}
+    for prompt in ([4], [9, 8], [30, 31, 32]):
+        name = str(prompt)
+        (free,) = await complete(engine, request_of(name, prompt, **settings))
+        end = draw.randrange(6, 20)
+        inside = text_of(letters, free.token_ids[end - 4 : end]).strip("\ufffd")
+        stops = ("no such text", inside, inside + "?")
+        whole = next(
+            n for n in range(1, 25) if any(s in text_of(letters, free.token_ids[:n]) for s in stops)
+        )
+        request = request_of(name + "stop", prompt, stop=stops, **settings)
+        other = request_of(name + "beside", prompt, **settings)
+        (cut,), (beside,) = await asyncio.gather(complete(engine, request), complete(engine, other))
+        assert cut.token_ids == free.token_ids[:whole]
+        assert cut.logprobs == pytest.approx(free.logprobs[:whole], abs=1e-4)
+        assert cut.finish_reason is FinishReason.STOP
+        assert cut.spans[-1].last_token == whole - 1
+        assert beside.token_ids == free.token_ids
+        (pieces,) = await gather(engine, replace(request, request_id="s" + name, stream=True))
+        assert [token for piece in pieces for token in piece.token_ids] == [*cut.token_ids]
+        assert [piece.finish_reason for piece in pieces][-1] is FinishReason.STOP
+        before = free.token_ids[: whole - 1]
+        rest = replace(
+            request,
+            request_id="rest" + name,
+            prompt_token_ids=[*prompt, *before],
+            sampled_count=len(before),
+        )
+        (last,) = await complete(engine, rest)
+        assert [*before, *last.token_ids] == [*cut.token_ids]
+        assert last.finish_reason is FinishReason.STOP
+    load = engine.status().rank_loads[0]
+    assert (load.running_count, load.waiting_count, load.used_tokens) == (0, 0, 0)
+
+
+async def test_an_engine_without_a_tokenizer_refuses_stop_strings(
+    qwen3: Model, start_engine: StartEngine
+) -> None:
+    engine = await start_engine(model=str(qwen3.directory))
+    with pytest.raises(NoTokenizerError):
+        await complete(engine, request_of("a", [4], stop=("a",)))
 
 
 async def test_the_model_length_ends_a_sample(qwen3: Model, start_engine: StartEngine) -> None:

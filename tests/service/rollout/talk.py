@@ -20,6 +20,7 @@ from services.rollout.environments.environment import (
 from sluice.config import Config
 
 PATH = "tests.service.rollout.talk:TalkEnvironment"
+HEARING = "tests.service.rollout.talk:HearingEnvironment"
 STALLING = "tests.service.rollout.talk:StallingEnvironment"
 STRICT = "tests.service.rollout.talk:StrictEnvironment"
 
@@ -49,6 +50,20 @@ class TalkEnvironment(Environment):
 
     def reward(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
         return [Reward(reward=float(len(response.turns))) for response in responses]
+
+
+class HearingEnvironment(TalkEnvironment):
+    """Counts the turns that a stop string of its own ended."""
+
+    name = "hearing"
+    stops = ("7", "34", "=5")
+
+    def reward(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
+        heard = []
+        for response in responses:
+            texts = [turn.text for turn in response.turns]
+            heard.append(sum(text.endswith(self.stops) for text in (*texts, response.text)))
+        return [Reward(reward=float(n), scores={"heard": float(n)}) for n in heard]
 
 
 class StallingEnvironment(TalkEnvironment):

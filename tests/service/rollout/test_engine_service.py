@@ -420,7 +420,7 @@ async def test_unknown_pause_modes_are_refused(engine: EngineClient, store: Stor
 
 
 async def test_the_limits_of_the_settings_are_those_of_requests(store: Store) -> None:
-    limits = {"max_stop_tokens": 2, "max_top_tokens": 2, "max_media": 1}
+    limits = {"max_stop_tokens": 2, "max_stop_strings": 1, "max_top_tokens": 2, "max_media": 1}
     settings = {"roles": ["engine"], "engine_id": "rollout-0", "engine": {**ENGINE, **limits}}
     score = {"token_ids": [1, 2, 3], "prompt_length": 1}
     media = [{"kind": 1, "blob": {"digest": "a"}}] * 2
@@ -434,7 +434,9 @@ async def test_the_limits_of_the_settings_are_those_of_requests(store: Store) ->
         with typed_errors():
             await engine.stub.Score(pb.ScoreRequest(**score, top_count=2))
         stops = generate_request(sampling={"stop_token_ids": [7, 8, 9]})
+        texts = generate_request(sampling={"stop": ["a", "b"]})
         for call, setting in (
+            (engine.stub.Generate(texts), "max_stop_strings"),
             (engine.stub.Score(pb.ScoreRequest(**score, top_count=3)), "max_top_tokens"),
             (engine.stub.Generate(generate_request(media=media)), "max_media"),
             (engine.stub.Generate(stops), "max_stop_tokens"),

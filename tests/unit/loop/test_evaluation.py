@@ -101,7 +101,12 @@ class World:
                 "router": "r:1",
                 "prompts": {"index_count": 1},
                 "environment": {"name": "train"},
-                "sampling": {"max_new_tokens": 5, "top_p": 0.9, "stop_token_ids": [7]},
+                "sampling": {
+                    "max_new_tokens": 5,
+                    "top_p": 0.9,
+                    "stop_token_ids": [7],
+                    "stop": ["x"],
+                },
                 "deterministic": deterministic,
                 "evaluation": {"datasets": datasets, **evaluation},
             },
@@ -138,6 +143,7 @@ async def test_every_data_set_has_its_own_sampling_and_its_row(world) -> None:
     assert greedy.rollout.sampling.temperature == 0 and greedy.rollout.sample_count == 1
     assert (greedy.rollout.sampling.max_new_tokens, greedy.rollout.sampling.top_p) == (5, 1)
     assert greedy.rollout.sampling.stop_token_ids == [7]
+    assert greedy.rollout.sampling.stop == sampled.rollout.sampling.stop == ["x"]
     assert sampled.rollout.environment.name == "other"
     drawn = sampled.rollout.sampling
     assert (drawn.temperature, drawn.max_new_tokens) == (pytest.approx(0.7), 9)

@@ -167,11 +167,12 @@ def test_what_a_share_leaves_out_is_the_run_s():
     a, b = config.shares["a"], config.shares["b"]
     assert (a.sampling.max_new_tokens, a.samples_per_group, a.group_timeout_seconds) == (5, 6, 600)
     assert (b.sampling.max_new_tokens, b.samples_per_group, b.group_timeout_seconds) == (9, 3, 7)
-    sampling = {"max_new_tokens": 5, "temperature": 0.8, "stop_token_ids": [7, 8]}
+    sampling = {"max_new_tokens": 5, "temperature": 0.8, "stop_token_ids": [7, 8], "stop": ["x"]}
     config = parse(environments={"a": SHARE, "b": {**SHARE, **own}}, sampling=sampling)
     drawn = config.shares["b"].sampling
     assert drawn is not None
     assert (drawn.max_new_tokens, drawn.temperature, drawn.stop_token_ids) == (9, 0.8, (7, 8))
+    assert drawn.stop == ("x",)
     (name, alone), *_ = parse(**ONE).shares.items()
     assert name == "" and alone.samples_per_group == 8
 

@@ -79,6 +79,10 @@ def test_the_loss_has_the_temperature_of_the_sampling(temperature):
         (sampling(top_k=2**31), r"sampling\.top_k"),
         (sampling(stop_token_ids=[2**31]), r"sampling\.stop_token_ids\.0"),
         (sampling(stop_token_ids=[7, -1]), r"sampling\.stop_token_ids\.1"),
+        (sampling(stop=[""]), r"sampling\.stop\.0"),
+        (sampling(stop=["a", "b" * 5000]), r"sampling\.stop\.1"),
+        (sampling(stop=["\ud800"]), r"sampling\.stop\.0"),
+        (sampling(stop="a"), r"sampling\.stop"),
         ({"max_staleness": 10_001}, r"max_staleness"),
         (sampling(temperature=float("nan")), r"sampling\.temperature"),
         (
@@ -154,6 +158,7 @@ def test_what_only_just_works_is_taken():
     assert configured(stop_window=3, stop_at_reward=0.5)
     most = 2**31 - 1
     assert configured(**sampling(max_new_tokens=most, top_k=most, stop_token_ids=[0, most]))
+    assert configured(**sampling(stop=["\0", "a" * 1024, "\n\n", "🙂"]))
     assert configured(max_mismatch=0).max_mismatch == 0
     assert configured().max_mismatch > 0
 

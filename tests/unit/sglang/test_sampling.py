@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,11 @@ def test_every_parameter_reaches_it() -> None:
         "no_stop_trim": True,
     }
     names = {field.name for field in fields(Sampling)}
-    assert names == found.keys() - {"sampling_seed", "no_stop_trim"} | {"seeds"}
+    own = {"seeds", "stop"}  # stop strings are found in what it sends
+    assert names == found.keys() - {"sampling_seed", "no_stop_trim"} | own
+    assert told(replace(SAMPLING, stop=("a",))).keys() == told(SAMPLING).keys()
+    intervals = [told(replace(SAMPLING, stop=each))["stream_interval"] for each in (("a",), ())]
+    assert intervals[0] < intervals[1], "what is drawn behind a stop string is for nothing"
     assert told(Sampling(max_new_tokens=5))["top_k"] == -1, "off"
     least = told(Sampling(max_new_tokens=5, top_p=5e-324))["top_p"]
     assert 0 < least < 1 / 1_000_000 and least == np.float32(least), "not 0 as a float32"

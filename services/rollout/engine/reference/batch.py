@@ -36,6 +36,7 @@ from services.rollout.engine.reference.drawing import (
     draw_fixed,
 )
 from sluice.samples.sample import VersionSpan
+from sluice.samples.stops import StopSearch
 
 TopTokens = tuple[tuple[int, float], ...]  # likeliest first, with log-probabilities
 
@@ -51,6 +52,7 @@ class Request:
     seeds: tuple[int, ...]
     stops: tuple[int, ...]
     budget: int  # tokens each sample may have
+    searches: Sequence[StopSearch] = ()  # one per sample, where there are stop strings
     arrived: float = field(default_factory=time.monotonic)
     admitted: float = 0.0
     started: int = 0
@@ -104,6 +106,7 @@ class Lane:
     slot: int = 0  # in the outputs
     sent: int = 0  # tokens already handed out
     began: float = 0.0  # when its first token was drawn; 0: never
+    has_stop: bool = False  # a stop string is complete
     prompt_experts: torch.Tensor | None = None  # int16[prompt, mixture layers, chosen]
     versions: list[tuple[int, ServedWeights]] = field(default_factory=list)
 
@@ -271,6 +274,7 @@ class DecodeBatch:
         """`pad_rows`: the cache has memory for so many rows of a size as it makes of theirs."""
         self.lanes: list[Lane] = []
         self.streaming = False  # some lane wants its tokens as they come
+        self._searching = False  # some lane has stop strings
         self._broken = set[int]()  # requests with logits that are not finite, by key
         self._device, self._fixed_rows = shape.device, fixed_rows
         self._rows = CacheRows(shape, max_length, pad_rows)
@@ -319,7 +323,8 @@ class DecodeBatch:
             block.advance()
             full |= block.length > block.capacity
         self._steps_left -= 1
-        return full or self._steps_left == 0 or bool(columns.stopped().any())
+        has_stop = self._searching and self._search(self.lanes, drawn.tokens)
+        return full or has_stop or self._steps_left == 0 or bool(columns.stopped().any())
 
     def start(self, groups: Sequence[tuple[Request, list[Lane]]]) -> None:
         """Draws the first tokens of samples whose prompt is ready; `settle` must follow."""
@@ -345,6 +350,7 @@ class DecodeBatch:
         self._columns = fresh if self._columns is None else self._columns.joined(fresh)
         first = len(self.lanes)
         self.lanes += lanes
+        self._search(lanes, drawn.tokens)
         for request, members in groups:
             assert request.prompt.kv is not None
             self._rows.place(request.prompt.kv, range(first, first + len(members)))
@@ -355,6 +361,9 @@ class DecodeBatch:
         if self._columns is None:
             return []
         stopped = self._columns.stopped()
+        for row, lane in enumerate(self.lanes):
+            if lane.has_stop:
+                stopped[row] = True
         rows = (stopped | (self._columns.counts >= self._columns.budgets)).nonzero()[:, 0]
         reasons = [
             FinishReason.STOP if stop else FinishReason.LENGTH for stop in stopped[rows].tolist()
@@ -382,6 +391,16 @@ class DecodeBatch:
         """Return keys of requests whose logits were not finite, once: what they drew is nothing."""
         broken, self._broken = self._broken, set()
         return broken
+
+    def _search(self, lanes: Sequence[Lane], tokens: torch.Tensor) -> bool:
+        """Looks for stop strings, which end with these tokens; true where one does."""
+        searched = [(row, lane) for row, lane in enumerate(lanes) if lane.request.searches]
+        if not searched:
+            return False
+        drawn = tokens.tolist()
+        for row, lane in searched:
+            lane.has_stop = lane.request.searches[lane.index].add(drawn[row])
+        return any(lane.has_stop for _, lane in searched)
 
     def _draw(
         self,
@@ -432,6 +451,7 @@ class DecodeBatch:
             self._columns = self._columns.select(rows) if order else None
         self._blocks = []
         self.streaming = any(lane.request.generation.stream for lane in self.lanes)
+        self._searching = any(lane.request.searches for lane in self.lanes)
         if self._columns is not None:
             places = self._columns.positions.tolist()
             self._blocks = self._rows.blocks(places, whole_rows=self._fixed_rows > 0)

@@ -53,6 +53,7 @@ from services.rollout.errors import (
 )
 from sluice.algo.likeliest import find_likeliest
 from sluice.runtime.errors import QueueFullError, ServiceError
+from sluice.samples.stops import StopSearch
 
 NOTHING_SHOWN = Sight((), torch.empty(3, 0, dtype=torch.int64), {})
 
@@ -526,8 +527,11 @@ class EngineCore:
         """The adapters that are held, in the order of their commits."""
         return [] if self.model is None else [a.weights for a in self.model.adapters.held.values()]
 
-    def submit(self, key: int, generation: Generation) -> None:
-        """Queues a request; its deltas come to the outbox. Raises typed errors."""
+    def submit(self, key: int, generation: Generation, searches: Sequence[StopSearch] = ()) -> None:
+        """Queues a request; its deltas come to the outbox. Raises typed errors.
+
+        `searches`: one per sample, where it has stop strings.
+        """
         model = self._serving()
         shown = model.images.read(
             generation.prompt_token_ids, generation.media, generation.processor
@@ -545,6 +549,7 @@ class EngineCore:
             seeds=sampling.seeds or tuple(fresh),
             stops=tuple(model.stop_token_ids | frozenset(sampling.stop_token_ids)),
             budget=min(sampling.max_new_tokens, self.max_length - prompt.length),
+            searches=searches,
         )
         self._intake.push(request)
         self._live[key] = request

@@ -42,6 +42,7 @@ from services.rollout.engine.reference.loading import (
     open_model,
 )
 from services.rollout.engine.reference.model import ServingModel, yield_to_others
+from services.rollout.engine.stops import StopStrings
 from services.rollout.engine.versions import PreparedVersions, check_adapter, check_whole
 from services.rollout.errors import (
     AdapterBaseError,
@@ -250,8 +251,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class ReferenceEngine(Engine):
     """Serves asyncio callers; the model and all that runs belong to one device thread."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Path | None = None) -> None:
         self._config = config
+        self._stops = StopStrings(tokenizer or (Path(config.model) if config.model else None))
         self._dtype, self._device = DTYPES[config.dtype], platform.current().device()
         platform.current().keep_memory()
         self._core = EngineCore(config)
@@ -288,9 +290,10 @@ class ReferenceEngine(Engine):
             await self._thread.call(partial(self._core.serve, model, weights))
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
+        searches = await self._stops.searches(generation)
         left = max(1, generation.sample_count)  # the core refuses 0: wait for that
         with self._stream(generation.request_id) as (key, outcomes):
-            self._thread.post(partial(self._core.submit, key, generation), key)
+            self._thread.post(partial(self._core.submit, key, generation, searches), key)
             while left:
                 for outcome in await outcomes.get():
                     if isinstance(outcome, ServiceError):

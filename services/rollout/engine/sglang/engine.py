@@ -43,6 +43,7 @@ from services.rollout.engine.sglang.weights import (
     read_model,
     read_version,
 )
+from services.rollout.engine.stops import StopStrings
 from services.rollout.engine.versions import (
     PreparedVersions,
     check_base,
@@ -77,8 +78,9 @@ DRAIN_SECONDS = 3.0  # for what was aborted to end
 class SglangEngine(Engine):
     """Hands requests to SGLang in slots of its own, so that limits and pauses are as elsewhere."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Path | None = None) -> None:
         self._config = config
+        self._stops = StopStrings(tokenizer or (Path(config.model) if config.model else None))
         self._replica = Replica(config)
         self._folders = self._replica.adapters.folders
         self._disk = ThreadPoolExecutor(1, "engine-weights")
@@ -118,6 +120,7 @@ class SglangEngine(Engine):
         self._keeper = asyncio.create_task(self._keep(), name="sglang")
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
+        searches = await self._stops.searches(generation)
         self._check_serving()
         length = self._max_length
         size = len(self._load.by_rank(0))
@@ -152,6 +155,7 @@ class SglangEngine(Engine):
             self._routing,
             expanded=prompt,
             unsampled=self._images.unsampled,
+            searches=searches,
         )
         pinned = generation.version is not None
         if pinned:

@@ -38,6 +38,7 @@ from services.rollout.engine.sglang.samples import PendingSample, Routing, sampl
 from services.rollout.engine.versions import adapter_name, tag
 from services.rollout.errors import EngineFailedError
 from sluice.runtime.errors import ServiceError
+from sluice.samples.stops import StopSearch
 
 
 class PromptAlteredError(ServiceError):
@@ -104,8 +105,12 @@ class Job:
         *,
         expanded: Sequence[int],
         unsampled: Sequence[int],
+        searches: Sequence[StopSearch] = (),
     ) -> None:
-        """`expanded`: the prompt as the model reads it; `unsampled` tokens end a sample."""
+        """`expanded`: the prompt as the model reads it; `unsampled` tokens end a sample.
+
+        `searches`: one per sample, where it has stop strings.
+        """
         self.generation, self._server, self._budget = generation, server, budget
         self._routing, self._unsampled = routing, unsampled
         self._expanded = expanded
@@ -119,11 +124,11 @@ class Job:
                 temperature=generation.sampling.temperature,
                 arrived=now,
                 routing=routing,
+                search=searches[index] if searches else None,
             )
             for index in range(generation.sample_count)
         ]
         self._images = [base64.b64encode(one.data).decode() for one in generation.media]
-        self._unended = len(self._samples)
         self._is_aborted = self._is_warm = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._released = asyncio.Event()  # a slot was given back
@@ -144,8 +149,8 @@ class Job:
 
     def interrupt(self) -> None:
         """Ends what has drawn tokens; what was sent and has not goes back to the gate."""
-        if self._unended and any(sample.sent for sample in self._running()):
-            self._spawn(self._interrupt())
+        if wanted := [sample for sample in self._running() if sample.sent]:
+            self._spawn(self._interrupt(wanted))
 
     def fail(self, error: ServiceError) -> None:
         """Ends with an error."""
@@ -276,7 +281,7 @@ class Job:
     def _take(self, sample: PendingSample, message: dict[str, Any]) -> None:
         if sample.finish is not None:  # it was cut off here before SGLang said so
             return
-        server, is_new = self._server, not sample.began
+        server, is_new, had_stop = self._server, not sample.began, sample.has_stop
         if self._images and is_new and "prompt_token_ids" in message:
             given, read = list(self.generation.prompt_token_ids), message["prompt_token_ids"]
             # With encoders the placeholders grow later, and out of sight.
@@ -295,7 +300,8 @@ class Job:
             return
         if sample.finish is not None:
             self._release(sample)
-            self._unended -= 1
+        elif sample.has_stop and not had_stop:  # what it came from is known once SGLang ends it
+            self._spawn(self._interrupt([sample]))
         self._report(sample)
 
     def _report(self, sample: PendingSample) -> None:
@@ -309,8 +315,7 @@ class Job:
             self._release(sample)
         else:
             self._server.load.depart(self._rank)
-        sample.finish = FinishReason.ABORTED
-        self._unended -= 1
+        sample.finish = FinishReason.STOP if sample.has_stop else FinishReason.ABORTED
         if report:
             self._report(sample)
 
@@ -324,9 +329,8 @@ class Job:
         if sample.finish is None:
             sample.sent = sample.began = 0.0
 
-    async def _interrupt(self) -> None:
+    async def _interrupt(self, wanted: Sequence[PendingSample]) -> None:
         """Asks SGLang to end what was sent, and does without its answer if it has none in time."""
-        wanted = [sample for sample in self._running() if sample.sent]
         deadline = time.monotonic() + ABORT_SECONDS
         with contextlib.suppress(SGLangRefusedError):
             for sample in wanted:

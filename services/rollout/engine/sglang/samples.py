@@ -26,6 +26,7 @@ from services.rollout.engine.versions import Version, parse_tag
 from services.rollout.errors import EngineFailedError, UnfitWeightsError
 from sluice.runtime.errors import InvalidFieldError
 from sluice.samples.sample import VersionSpan
+from sluice.samples.stops import StopSearch
 from sluice.weights.errors import InvalidCheckpointError
 from sluice.weights.rules.shape import ConfigKeys, read_shape
 from sluice.weights.rules.weight_map import family_of
@@ -106,6 +107,7 @@ def parse_experts(text: str, routing: Routing, tokens: int) -> np.ndarray:
 
 _LEAST_TOP_P = 2.0**-20  # keeps the likeliest token alone, as all below do: kernels divide by it
 QUIET_INTERVAL = 64  # tokens between the messages of a sample that nobody follows
+STOP_INTERVAL = 8  # where it has stop strings: what is drawn behind one is drawn for nothing
 
 _FINISH = {
     "stop": FinishReason.STOP,
@@ -124,20 +126,23 @@ class PendingSample:
     temperature: float
     arrived: float
     routing: Routing | None = None  # of a model whose experts are wanted
+    search: StopSearch | None = None  # where there are stop strings
     weights: ServedWeights | None = None  # that it was sent for
     sent: float = 0.0
     began: float = 0.0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[Version | ServedWeights] = field(default_factory=list)
+    came: int = 0  # tokens that SGLang sent, those behind a stop string too
     reported: int = 0
+    has_stop: bool = False  # a stop string is complete: what comes is left out
     finish: FinishReason | None = None
     experts: np.ndarray | None = None
 
     def take(
         self, message: Mapping[str, Any], serving: Version | ServedWeights, *, is_delta: bool
     ) -> int:
-        """Adds what a message of SGLang brings; returns the number of new tokens.
+        """Adds what a message of SGLang brings; returns the number of tokens that it drew.
 
         `is_delta`: messages carry what is new, not everything so far. Raises EngineFailedError
         for a message that contradicts those before, or what the finish reason says went wrong.
@@ -145,22 +150,35 @@ class PendingSample:
         meta = message["meta_info"]
         ids, rows = message["output_ids"], meta.get("output_token_logprobs") or []
         if not is_delta:
-            ids, rows = ids[len(self.token_ids) :], rows[len(self.token_ids) :]
+            ids, rows = ids[self.came :], rows[self.came :]
         if len(ids) != len(rows):
             raise EngineFailedError(f"SGLang sent {len(ids)} tokens and {len(rows)} log-probs")
         if ids and not self.began:
             self.began = time.monotonic()
-        self.token_ids += ids
-        self.logprobs += [row[0] for row in rows]
+        self.came += len(ids)
+        count = self._up_to_stop(ids)
+        self.token_ids += ids[:count]
+        self.logprobs += [row[0] for row in rows[:count]]
         version: Version | ServedWeights = parse_tag(meta.get("weight_version")) or serving
         if self._is_of_adapter:  # SGLang names the base's alone
             assert self.weights is not None
             version = self.weights
-        self.versions += [version] * len(ids)
+        self.versions += [version] * count
         reason = meta.get("finish_reason")
         if reason is not None:
             self._end(meta, reason)
         return len(ids)
+
+    def _up_to_stop(self, token_ids: Sequence[int]) -> int:
+        """How many of these belong to the sample."""
+        if self.has_stop:
+            return 0
+        if self.search is not None:
+            for count, token_id in enumerate(token_ids, 1):
+                if self.search.add(token_id):
+                    self.has_stop = True
+                    return count
+        return len(token_ids)
 
     @property
     def _is_of_adapter(self) -> bool:
@@ -176,26 +194,31 @@ class PendingSample:
                 else (EngineFailedError(f"SGLang gave up: {message}"))
             )
         count = len(self.token_ids)
-        if kind != "abort" and meta.get("completion_tokens") != count:
-            raise EngineFailedError(f"SGLang drew {meta.get('completion_tokens')}, sent {count}")
+        if kind != "abort" and meta.get("completion_tokens") != self.came:
+            drawn = meta.get("completion_tokens")
+            raise EngineFailedError(f"SGLang drew {drawn}, sent {self.came}")
         exact = None if self._is_of_adapter else versions_of(meta, count)
         if exact is not None:
             self.versions[self.reported :] = exact[self.reported :]
         self.finish = _FINISH.get(str(kind), FinishReason.ABORTED)
+        was_cut = self.finish is FinishReason.ABORTED
+        if self.has_stop:
+            self.finish = FinishReason.STOP
         if self.routing is not None:
-            self.experts = self._experts_of(meta, self.routing)
+            text = meta.get("routed_experts")
+            if text is None and not was_cut:  # else SGLang may have dropped what it computed
+                raise EngineFailedError("SGLang ended a sample without its routed experts")
+            if text is not None:
+                self.experts = self._experts_of(meta["prompt_tokens"], text, self.routing)
 
-    def _experts_of(self, meta: Mapping[str, Any], routing: Routing) -> np.ndarray | None:
-        text = meta.get("routed_experts")
-        if text is None:
-            if self.finish is FinishReason.ABORTED:  # SGLang may have dropped what it computed
-                return None
-            raise EngineFailedError("SGLang ended a sample without its routed experts")
-        return parse_experts(text, routing, meta["prompt_tokens"] + len(self.token_ids) - 1)
+    def _experts_of(self, prompt_length: int, text: str, routing: Routing) -> np.ndarray:
+        experts = parse_experts(text, routing, prompt_length + self.came - 1)
+        return experts[: prompt_length + len(self.token_ids) - 1]
 
     def delta(self) -> Delta | None:
         """Returns what has come since the last one; None while that is not to be sent."""
-        if self.finish is None and not (self.follows and self.reported < len(self.token_ids)):
+        is_new = self.reported < len(self.token_ids) and not self.has_stop
+        if self.finish is None and not (self.follows and is_new):
             return None
         first, self.reported = self.reported, len(self.token_ids)
         logprobs = tuple(self.logprobs[first:])
@@ -233,10 +256,13 @@ def sampling_parameters(
 ) -> dict[str, Any]:
     """Returns SGLang's sampling parameters of one sample; `unsampled` tokens end it.
 
+    Stop strings are found here: its servers have no tokenizer, and one that has looks at as many
+    tokens as the string is encoded in, so that it misses what is drawn in more, or was cut off.
     A server that is not deterministic refuses seeds; one that is takes 42 where none is given, so
     that all samples of a prompt would be the same (0.5.23).
     """
     sampling = generation.sampling
+    interval = STOP_INTERVAL if sampling.stop else QUIET_INTERVAL
     parameters: dict[str, Any] = {
         "max_new_tokens": budget,
         "temperature": sampling.temperature,
@@ -244,7 +270,7 @@ def sampling_parameters(
         "top_p": max(sampling.top_p, _LEAST_TOP_P),
         "stop_token_ids": [*sampling.stop_token_ids, *unsampled],
         "no_stop_trim": True,  # the stop token belongs to the sample
-        "stream_interval": 1 if generation.stream else QUIET_INTERVAL,
+        "stream_interval": 1 if generation.stream else interval,
     }
     if is_seeded:
         fresh = secrets.randbits(62)

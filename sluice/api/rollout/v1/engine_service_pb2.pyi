@@ -31,20 +31,22 @@ PAUSE_MODE_ABORT: PauseMode
 PAUSE_MODE_IN_PLACE: PauseMode
 
 class SamplingParams(_message.Message):
-    __slots__ = ("max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "seeds")
+    __slots__ = ("max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "seeds", "stop")
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SEEDS_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
     max_new_tokens: int
     temperature: float
     top_p: float
     top_k: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     seeds: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seeds: _Optional[_Iterable[int]] = ...) -> None: ...
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seeds: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class VersionBounds(_message.Message):
     __slots__ = ("min_version", "exact_version")
@@ -97,7 +99,7 @@ class SampleTiming(_message.Message):
     def __init__(self, queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "sample_count", "dp_rank", "versions", "media", "takes_columns", "processor", "adapter")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "sample_count", "dp_rank", "versions", "media", "takes_columns", "processor", "adapter", "sampled_count")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +110,7 @@ class GenerateRequest(_message.Message):
     TAKES_COLUMNS_FIELD_NUMBER: _ClassVar[int]
     PROCESSOR_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_COUNT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: SamplingParams
@@ -118,7 +121,8 @@ class GenerateRequest(_message.Message):
     takes_columns: bool
     processor: str
     adapter: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., dp_rank: _Optional[int] = ..., versions: _Optional[_Union[VersionBounds, _Mapping]] = ..., media: _Optional[_Iterable[_Union[Media, _Mapping]]] = ..., takes_columns: bool = ..., processor: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+    sampled_count: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., dp_rank: _Optional[int] = ..., versions: _Optional[_Union[VersionBounds, _Mapping]] = ..., media: _Optional[_Iterable[_Union[Media, _Mapping]]] = ..., takes_columns: bool = ..., processor: _Optional[str] = ..., adapter: _Optional[str] = ..., sampled_count: _Optional[int] = ...) -> None: ...
 
 class Media(_message.Message):
     __slots__ = ("kind", "blob")

@@ -1,0 +1,116 @@
+"""A sample ends with the token by which the text of all its tokens first holds a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from sluice.samples.stops import StopSearch
+from sluice.samples.tokenizer import TextTokenizer
+
+TEXTS = ["naïve café 漢字 🙂🙂 end", "</search> <search>", "a\n\nUser: next\0", "x — y…"]
+STOPS = [
+    "</search>",
+    "</s",
+    "h>",
+    "\n\n",
+    "漢",
+    "🙂🙂",
+    "é ",
+    " ",
+    "<end>",
+    "a<end>",
+    "\0",
+    "y",
+    "a",
+]
+SIZE = 320
+
+
+def byte_level(directory: Path) -> Path:
+    """Tokens may be parts of characters, or a character and part of the next."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=SIZE, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False
+    )
+    made.train_from_iterator(TEXTS * 3, trainer)
+    made.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def byte_fallback(directory: Path) -> Path:
+    """As Llama's: bytes are tokens of their own, a text's first space is none."""
+    words = ["<end>", "▁", "▁a", "a", "</", "s", "</s", "earch", ">", "h>", "x", "User", "\n", "漢"]
+    names = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
+    made = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True))
+    made.add_special_tokens([AddedToken("<end>", special=True)])
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    made.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="module", params=[byte_level, byte_fallback])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = request.param(tmp_path_factory.mktemp("tokenizer"))
+    return folder
+
+
+def expected(directory: Path, token_ids: Sequence[int], stops: Sequence[str]) -> int:
+    """Tokens of the sample, from every prefix decoded alone; 0: no stop string."""
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    for count in range(1, len(token_ids) + 1):
+        text = tokenizer.decode(list(token_ids[:count]), skip_special_tokens=False)
+        if any(stop in text for stop in stops):
+            return count
+    return 0
+
+
+def found(directory: Path, token_ids: Sequence[int], stops: Sequence[str], before: int = 0) -> int:
+    decode = TextTokenizer(directory).decoder(special=True)
+    search = StopSearch(decode, stops, token_ids[:before])
+    ends = (n for n, each in enumerate(token_ids[before:], before + 1) if search.add(each))
+    return next(ends, 0)
+
+
+token_lists = st.lists(st.integers(0, 315), max_size=24)
+texts = st.lists(st.sampled_from([*STOPS, *TEXTS, "</sear", "</</search"]), max_size=4)
+stop_lists = st.lists(st.sampled_from(STOPS), min_size=1, max_size=4)
+
+
+@settings(max_examples=300, deadline=None)
+@given(token_lists, texts, token_lists, stop_lists, st.floats(0, 1), st.sampled_from([1, 20]))
+@example([], ["</sear", "</search>"], [], ["</search>", "</s"], 0.5, 1)
+@example([3], ["</search>"], [], ["</search>"], 0.99, 20)
+def test_the_first_token_with_which_the_text_holds_a_stop_string(
+    directory: Path,
+    first: list[int],
+    said: list[str],
+    last: list[int],
+    stops: list[str],
+    share: float,
+    times: int,
+) -> None:
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    size = tokenizer.get_vocab_size()
+    inner = tokenizer.encode("".join(said), add_special_tokens=False).ids
+    token_ids = [each % size for each in (*first * times, *inner, *last)]
+    end = expected(directory, token_ids, stops)
+    assert found(directory, token_ids, stops) == end
+    # cut off somewhere before, and gone on from there
+    cut = int(share * max(0, (end or len(token_ids)) - 1))
+    assert found(directory, token_ids, stops, cut) == end
