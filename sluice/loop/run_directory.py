@@ -284,7 +284,7 @@ def settings_digests(config: RunConfig, prompts: str) -> dict[str, str]:
     `prompts` is the digest of the tasks and their order.
     """
     dumped = config.model_dump(mode="json", include=_SHAPING)
-    return {name: _digest(value) for name, value in dumped.items()} | {"prompts": prompts}
+    return {name: digest_of(value) for name, value in dumped.items()} | {"prompts": prompts}
 
 
 def check_resumed(
@@ -342,5 +342,6 @@ def check_layouts(
         note(f"resumed with another layout of ranks ({name}: {had}; now {has}): numbers differ")
 
 
-def _digest(value: object) -> str:
+def digest_of(value: object) -> str:
+    """Of a setting, as JSON has it."""
     return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
+from xxhash import xxh3_128_hexdigest
 
 from sluice import faults
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
@@ -23,7 +23,7 @@ from sluice.loop.ledger import LedgerGroup
 from sluice.loop.report import RunReport
 from sluice.loop.row_files import PromptFileError, read_rows
 from sluice.loop.run import TrainerRun
-from sluice.loop.run_directory import RunCheckpoint, checked_run_checkpoint
+from sluice.loop.run_directory import RunCheckpoint, checked_run_checkpoint, digest_of
 from sluice.loop.training import StepReport, train_step
 from sluice.loop.workers import epoch_order
 from sluice.samples.arrow import encode_group
@@ -200,7 +200,7 @@ class StepRows:
     @property
     def digest(self) -> str:
         """That of their blob."""
-        return xxhash.xxh3_128_hexdigest(self.data)
+        return xxh3_128_hexdigest(self.data)
 
 
 class ConversationRows:
@@ -227,6 +227,7 @@ class ConversationRows:
         self._tokenizer, self._rows_per_step = tokenizer, rows_per_step
         self._options = dict(template or {})
         self._check_options()
+        self.digest = digest_of([xxh3_128_hexdigest(config.file.read_bytes()), config.shuffle])
         order = partial(epoch_order, len(self._rows), config.shuffle, seed)
         self._order = lru_cache(maxsize=1)(order)
 
@@ -335,9 +336,9 @@ class SftRun(TrainerRun[SftConfig]):
         archive: RunArchive | None = None,
     ) -> None:
         """Raises ConfigError and RunDirectoryError for a run_dir that does not fit."""
-        checked_run_checkpoint(config.run_dir, resume=config.resume, seed=config.seed)
+        settings = checked_settings(config, rows)
         super().__init__(config, report, archive=archive)
-        self._rows = rows
+        self._rows, self._settings = rows, settings
         self.steps = step_count(config, rows)
         self._blobs = open_blobs(config.store_place, config.store_cache)
         self._algorithm = AlgorithmConfig(loss=config.loss)
@@ -458,6 +459,27 @@ def load_rows(config: SftConfig) -> ConversationRows:
         config.seed,
         config.template,
     )
+
+
+def checked_settings(config: SftConfig, rows: ConversationRows) -> dict[str, str]:
+    """Digests of what shapes a run, by setting, as its run checkpoints keep them.
+
+    Raises ConfigError where the run to resume had another, and RunDirectoryError.
+    """
+    run_checkpoint = checked_run_checkpoint(config.run_dir, resume=config.resume, seed=config.seed)
+    settings = {
+        "rows": rows.digest,
+        "rows_per_step": digest_of(config.rows_per_step),
+        "template": digest_of(config.template),
+        "loss": digest_of(config.loss.model_dump(mode="json", exclude_defaults=True)),
+    }
+    for name, before in run_checkpoint.settings.items() if run_checkpoint is not None else ():
+        if settings.get(name) != before:
+            raise ConfigError(
+                f"{name}: not as in the run to resume; begin another run_dir from its checkpoint "
+                "(initial_checkpoint)"
+            )
+    return settings
 
 
 def step_count(config: SftConfig, rows: ConversationRows) -> int:

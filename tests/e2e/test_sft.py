@@ -130,7 +130,10 @@ def test_a_killed_run_goes_on_and_trains_on_no_row_twice(folder: Path, whole: st
 def test_other_rows_are_no_continuation(folder: Path, whole: str) -> None:
     again = run(folder, "whole", resume=True, rows_per_step=16)
     assert again.returncode == 2
-    assert "another rows.file, rows_per_step, seed, tokenizer or template" in again.stderr
+    assert "rows_per_step: not as in the run to resume" in again.stderr
+    again = run(folder, "whole", resume=True, loss={"name": "sft", "aggregation": "sample_mean"})
+    assert again.returncode == 2
+    assert "loss: not as in the run to resume" in again.stderr
 
 
 def test_a_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
