@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,9 +21,8 @@ from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import ClientCache, EngineClient, RouterClient, new_request_id
 from sluice.runtime.errors import RemoteError, typed_errors
-from sluice.runtime.idempotency import all_of
 from sluice.runtime.recovery import Backoff, NotReadyError, is_passing
-from sluice.samples.tokenizer import TextTokenizer
+from sluice.samples.stops import LONGEST_STOP
 
 logger = logging.getLogger(__name__)
 
@@ -135,9 +133,7 @@ class Samplers:
     """Answers sampling requests."""
 
     def __init__(self, config: GatewayConfig, engines: Engines) -> None:
-        """Raises ConfigError for a model without a tokenizer."""
         self._config, self._engines = config, engines
-        self._tokenizer = TextTokenizer(config.model)
 
     async def sample(self, sampler: SamplerRecord, asked: SampleTokens) -> bytes:
         """A SampleResponse. Raises ServiceError, RemoteError and NotReadyError."""
@@ -207,14 +203,8 @@ class Samplers:
                 f"prompt: {len(prompt)} tokens leave no room for another: the model takes "
                 f"{len(prompt) + room}"
             )
-        stops = _stop_strings(params)
-        if not stops:
-            request = self._request(sampler, prompt, params, room, range(count))
-            return await self._persist(sampler, lambda: self._whole(request()))
-        parts = [self._request(sampler, prompt, params, room, [index]) for index in range(count)]
-        return await all_of(
-            self._persist(sampler, partial(self._until, each, stops)) for each in parts
-        )
+        request = self._request(sampler, prompt, params, room, count)
+        return await self._persist(sampler, lambda: self._whole(request()))
 
     def _request(
         self,
@@ -222,16 +212,17 @@ class Samplers:
         prompt: Sequence[int],
         params: SamplingParams,
         room: int,
-        indices: Sequence[int],
+        count: int,
     ) -> Callable[[], pb.GenerateRequest]:
         """Makes requests that differ in their id alone."""
-        seeds = [] if params.seed is None else [_wrapped(params.seed + i) for i in indices]
+        seeds = [] if params.seed is None else [_wrapped(params.seed + i) for i in range(count)]
         sampling = pb.SamplingParams(
             max_new_tokens=min(room, params.max_tokens or room),
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=max(0, params.top_k),
             stop_token_ids=_stop_tokens(params),
+            stop=_stop_strings(params),
             seeds=seeds,
         )
 
@@ -240,7 +231,7 @@ class Samplers:
                 request_id=new_request_id(),
                 prompt_token_ids=prompt,
                 sampling=sampling,
-                sample_count=len(indices),
+                sample_count=count,
                 takes_columns=True,
                 adapter=_adapter(sampler),
             )
@@ -251,34 +242,6 @@ class Samplers:
         with typed_errors():
             answer = await self._engines.proxy.stub.Generate(request)
         return [_sequence(each) for each in sorted(answer.completions, key=lambda c: c.index)]
-
-    async def _until(
-        self, make: Callable[[], pb.GenerateRequest], stops: Sequence[str]
-    ) -> DrawnSamples:
-        """One sample up to the token that completes a stop string; the stream ends there."""
-        decode, text = self._tokenizer.decoder(special=True), ""
-        tokens, logprobs = [np.empty(0, np.int32)], [np.empty(0, np.float32)]
-        longest = max(map(len, stops))
-        call = self._engines.proxy.stub.StreamGenerate(pb.StreamGenerateRequest(generate=make()))
-        try:
-            with typed_errors():
-                async for message in call:
-                    delta = _sequence(message.delta)
-                    for count, token in enumerate(delta.token_ids.tolist(), 1):
-                        piece = decode(token)
-                        text += piece
-                        if any(stop in text[-(longest + len(piece)) :] for stop in stops):
-                            tokens.append(delta.token_ids[:count])
-                            logprobs.append(delta.logprobs[:count])
-                            return DrawnSamples(
-                                np.concatenate(tokens), np.concatenate(logprobs), stopped=True
-                            )
-                    tokens.append(delta.token_ids)
-                    logprobs.append(delta.logprobs)
-                    stopped = delta.stopped
-        finally:
-            call.cancel()
-        return DrawnSamples(np.concatenate(tokens), np.concatenate(logprobs), stopped=stopped)
 
     async def _persist(self, sampler: SamplerRecord, call: Callable[[], Any]) -> Any:
         """Call again while engines come, go, or have given the adapter's place to another."""
@@ -319,6 +282,8 @@ def check_supported(asked: SampleTokens, max_samples: int) -> None:
             raise RefusedError(f"{name} is not served here")
     if asked.sampling_params.stop == []:
         raise RefusedError("stop: [] is not served here: the model's own end always ends a sample")
+    if not all(0 < len(text) <= LONGEST_STOP for text in _stop_strings(asked.sampling_params)):
+        raise RefusedError(f"stop: a text has 1 to {LONGEST_STOP:,} characters")
     _check_tokens("stop", _stop_tokens(asked.sampling_params))
     if asked.topk_sample_logprobs and asked.sampling_params.temperature != 1:
         raise RefusedError(
@@ -353,10 +318,7 @@ def _adapter(sampler: SamplerRecord) -> str:
 
 def _stop_strings(params: SamplingParams) -> list[str]:
     stop = params.stop
-    found = [stop] if isinstance(stop, str) else [s for s in stop or () if isinstance(s, str)]
-    if "" in found:
-        raise RefusedError("stop: an empty string ends nothing")
-    return found
+    return [stop] if isinstance(stop, str) else [s for s in stop or () if isinstance(s, str)]
 
 
 def _stop_tokens(params: SamplingParams) -> list[int]:

@@ -485,6 +485,8 @@ async def test_numbers_beyond_any_meaning_are_refused_and_cost_no_model(http: Ht
         ({"topk_sample_logprobs": 10**10}, "topk_sample_logprobs"),
         ({"sampling_params": {"stop": [10**12]}}, "stop has a number"),
         ({"sampling_params": {"stop": [-1]}}, "stop has a number"),
+        ({"sampling_params": {"stop": ["a" * 5000]}}, "stop: a text has 1 to 1,024"),
+        ({"sampling_params": {"stop": ""}}, "stop: a text has 1 to 1,024"),
         ({"num_samples": 10**12}, "num_samples"),
     ],
 )
