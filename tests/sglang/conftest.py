@@ -67,17 +67,17 @@ async def attach(
 async def launch(tmp_path: Path) -> AsyncIterator[Start]:
     """An engine with a server of its own."""
     shared = {"python": PYTHON, "stop_seconds": 0.5}
-    async with _starting(shared) as start:
+    async with _starting(shared, threads=1) as start:
         yield start
 
 
 @asynccontextmanager
-async def _starting(shared: dict[str, Any]) -> AsyncIterator[Start]:
+async def _starting(shared: dict[str, Any], **every: Any) -> AsyncIterator[Start]:
     started: list[SglangEngine] = []
 
     async def start(*, sglang: dict[str, Any] | None = None, **settings: Any) -> SglangEngine:
         own = SglangConfig(**shared, **(sglang or {}))
-        engine = SglangEngine(EngineConfig(backend="sglang", threads=1, sglang=own, **settings))
+        engine = SglangEngine(EngineConfig(backend="sglang", sglang=own, **every, **settings))
         started.append(engine)
         await engine.start()
         return engine

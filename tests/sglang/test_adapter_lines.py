@@ -62,7 +62,6 @@ def running(root: Path, model: Path, sglang: dict[str, Any]) -> Iterator[Running
     settings = {
         "backend": "sglang",
         "model": str(model),
-        "threads": 1,
         "max_running": 16,
         "max_model_length": 512,
         "max_cached_tokens": 8192,

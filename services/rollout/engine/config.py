@@ -34,6 +34,9 @@ _NOT_ITS_OWN = {  # what this process has to know, by where it is told
     "encoder_urls": "set engine.sglang.encoders",
 }
 MAX_NODES = 1024
+# what says how a server is started: of the engine, and of `sglang`
+_TO_START_WITH = ("dtype", "prefill_chunk_tokens", "threads")
+_TO_START = ("python", "environment", "host", "start_seconds", "stop_seconds")
 
 
 def size_of(arguments: Mapping[str, Any], *names: str) -> int:
@@ -186,7 +189,7 @@ class SglangConfig(Config):
         _check_arguments("server_args.", self.server_args)
         if self.url and (self.server_args or self.encoders or self.lora):
             raise ValueError("url: a running server takes no server_args, encoders or lora")
-        if self.url and (own := self._changed("python", "environment", "host")):
+        if self.url and (own := self._changed(*_TO_START)):
             raise ValueError(f"url: a running server takes no {own}, which is to start one")
         if not self.encoders and (own := self._changed("encoder_args", "encoder_backend")):
             raise ValueError(f"{own}: has no effect without encoders")
@@ -309,6 +312,10 @@ class EngineConfig(Config):
             raise ValueError(
                 "deterministic: has no effect on a server that runs; start that one with "
                 "enable_deterministic_inference"
+            )
+        if self.sglang.url and (own := self.model_fields_set.intersection(_TO_START_WITH)):
+            raise ValueError(
+                f"{min(own)}: has no effect on a server that runs, which was started with its own"
             )
         return self
 

@@ -88,8 +88,11 @@ async def starting(request: pytest.FixtureRequest, folder: Path) -> AsyncIterato
                 families = request.getfixturevalue("family_models")
                 model = families[family_of(Path(settings["model"]))]
                 sglang = {"url": servers.url(model)}
+                settings.pop("prefill_chunk_tokens", None)  # that server has its own
             settings["sglang"] = SglangConfig(**sglang)
-        config = EngineConfig(backend=request.param, threads=1, **settings)
+        else:
+            settings["threads"] = 1
+        config = EngineConfig(backend=request.param, **settings)
         engine = create_engine(request.param, config, tokenizer)
         started.append(engine)
         await engine.start()

@@ -24,6 +24,10 @@ def sglang(**settings: Any) -> dict[str, Any]:
         (sglang(**RUNNING, python="/python"), r"a running server takes no python"),
         (sglang(**RUNNING, environment={"A": "1"}), r"a running server takes no environment"),
         (sglang(**RUNNING, host="10.0.0.1"), r"a running server takes no host"),
+        (sglang(**RUNNING, stop_seconds=1), r"a running server takes no stop_seconds"),
+        (sglang(**RUNNING) | {"dtype": "float32"}, r"engine: dtype: has no effect on a server"),
+        (sglang(**RUNNING) | {"threads": 1}, r"threads: has no effect on a server"),
+        (sglang(**RUNNING) | {"prefill_chunk_tokens": 9}, r"prefill_chunk_tokens: has no effect"),
         (sglang(**RUNNING) | {"deterministic": True}, r"deterministic: has no effect on a server"),
         (sglang(encoder_args={"tp_size": 1}), r"encoder_args: has no effect without encoders"),
         (sglang(encoder_backend="mooncake"), r"encoder_backend: has no effect without encoders"),
@@ -37,7 +41,8 @@ def test_what_has_no_effect_is_refused_by_its_key(engine: dict[str, Any], messag
 @pytest.mark.parametrize(
     "engine",
     [
-        sglang(**RUNNING),
+        sglang(**RUNNING) | {"max_model_length": 99, "max_running": 9, "max_cached_tokens": 99},
+        sglang() | {"dtype": "float32", "prefill_chunk_tokens": 9, "threads": 1},
         sglang() | {"deterministic": True},
         sglang(encoders=1, encoder_args={"tp_size": 1}, encoder_backend="mooncake"),
         sglang(python="/python", environment={"A": "1"}, host="10.0.0.1"),
