@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,9 @@ from services.rollout.openai.verifiers.environment import (
     VerifiersSettings,
 )
 from services.rollout.process import RolloutProcess
+from sluice.demo.tiny_qwen3 import DIGITS
 
+NONE: Mapping[str, Any] = {}
 PLAYER = """
 import json, os, sys, urllib.request
 settings = json.loads(sys.argv[1])
@@ -78,12 +80,12 @@ def _settings(process: RolloutProcess | None, **values: Any) -> VerifiersSetting
     return VerifiersSettings(**{"environment": "mine", "openai_url": url, **values})
 
 
-def _episodes(task: Task, count: int, **bounds: int) -> list[Episode]:
+def _episodes(task: Task, count: int, stops: Mapping[str, Any], **bounds: int) -> list[Episode]:
     prompt = SamplingPrompt(
         group_id="g",
         token_ids=(),
         sample_count=count,
-        sampling=Sampling(max_new_tokens=3, temperature=1.0, seeds=tuple(range(8, 8 + count))),
+        sampling=Sampling(max_new_tokens=3, seeds=tuple(range(8, 8 + count)), **stops),
         bounds=VersionBounds(**bounds),
         pool="policy",
     )
@@ -91,12 +93,14 @@ def _episodes(task: Task, count: int, **bounds: int) -> list[Episode]:
     return [Episode(index, task, prompt, nothing, nothing) for index in range(count)]
 
 
-async def _play(settings: VerifiersSettings, count: int = 2, **bounds: int) -> list[Any]:
+async def _play(
+    settings: VerifiersSettings, count: int = 2, stops: Mapping[str, Any] = NONE, **bounds: int
+) -> list[Any]:
     task = await VerifiersEnvironment(settings).make_task(TaskRequest(index=1))
     generate = VerifiersEnvironment.generator(settings)
     assert generate is not None
     return await connector.asyncio.gather(
-        *(generate(episode) for episode in _episodes(task, count, **bounds))
+        *(generate(episode) for episode in _episodes(task, count, stops, **bounds))
     )
 
 
@@ -111,6 +115,18 @@ async def test_a_group_becomes_the_tokens_that_the_port_sampled(process: Rollout
         assert set(spans) == {process.engine.status().version}
     assert process.openai is not None
     assert await process.openai.responder.recorder.names() == {"open": [], "closed": []}
+
+
+async def test_stop_strings_and_stop_tokens_of_the_run_end_answers(process: RolloutProcess) -> None:
+    """One of each token of the model: an answer has one token, and without them more."""
+    stops = {"stop": tuple(DIGITS), "stop_token_ids": (10, 11, 12)}
+    lengths = []
+    for each in (NONE, stops):
+        parts = await _play(_settings(process), stops=each)
+        answers = [answer for (first, *_) in parts for answer in first.answers]
+        lengths.append([len(answer.token_ids) for answer in answers])
+    assert max(lengths[0]) == 3
+    assert set(lengths[1]) == {1}
 
 
 async def test_weights_out_of_bounds_do_not_answer(process: RolloutProcess) -> None:

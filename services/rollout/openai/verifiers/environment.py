@@ -233,8 +233,16 @@ def _sampling_of(episode: Episode) -> dict[str, Any]:
     }
     if episode.seed is not None:
         arguments["seed"] = episode.seed >> 3  # within what the port takes
+    extra: dict[str, Any] = {}
     if sampling.top_k:
-        arguments["extra_body"] = {"top_k": sampling.top_k}
+        extra["top_k"] = sampling.top_k
+    if sampling.stop_token_ids:
+        extra["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.stop:
+        arguments["stop"] = list(sampling.stop)
+        extra["include_stop_str_in_output"] = True  # as environments here see it
+    if extra:
+        arguments["extra_body"] = extra
     return arguments
 
 
