@@ -107,9 +107,10 @@ def _raw_reward(sample: Sample) -> float:
 def _details(index: int, sample: Sample) -> pb.SampleDetails:
     raw, mask = sample.columns.get("raw_reward"), sample.columns.get("loss_mask")
     names = _score_names(tuple(sample.columns))
+    scores = {name.removeprefix(SCORE_PREFIX): float(sample.columns[name]) for name in names}
     return pb.SampleDetails(
         raw_reward=None if raw is None else float(raw),
-        scores={name.removeprefix(SCORE_PREFIX): float(sample.columns[name]) for name in names},
+        scores=scores or None,  # an empty one takes as long as the rest
         episode=int(sample.columns.get("episode", index)),
         turn_count=1 if mask is None else _turns(np.asarray(mask)),
     )
