@@ -27,6 +27,8 @@ from sluice.config import ConfigError, ProcessConfig, hint, load_config, refuse_
 from sluice.convert_command import CheckpointError, convert, verify
 from sluice.doctor import DOCTOR_USAGE, DoctorConfig, UnfitError, doctor
 from sluice.durable import DirectoryError
+from sluice.importers.slime import import_slime
+from sluice.importers.verl import import_verl
 from sluice.imports import run_process
 from sluice.init import INIT_USAGE, InitConfig, init
 from sluice.logs_command import LOGS_USAGE
@@ -67,7 +69,6 @@ from sluice.runtime.addresses import by_name, read_services
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import Server
 from sluice.runtime.waits import age_of, listed_in
-from sluice.slime.command import IMPORT_USAGE, import_slime
 from sluice.stack import STACK_FILE, UpConfig, read_store, read_weights
 from sluice.supervise import LONGEST_PATH, ServiceDiedError, Supervisor, end_supervisor
 
@@ -78,7 +79,8 @@ USAGE = {
     "demo": "sluice demo [--run-dir DIR] [--steps N] ...",
     "doctor": DOCTOR_USAGE,
     "init": INIT_USAGE,
-    "import-slime": IMPORT_USAGE,
+    "import-slime": "sluice import-slime SCRIPT.sh [-o DIR]",
+    "import-verl": "sluice import-verl SCRIPT.sh [-o DIR]",
     "up": "sluice up SERVICES.yaml [--on local|ray] [--address HOST:PORT] [--key value ...]",
     "down": "sluice down RUN_DIR",
     "train": "sluice train RUN.yaml [--up SERVICES.yaml] [--key value ...]",
@@ -101,6 +103,7 @@ SUMMARY = {
     "doctor": "what this machine lacks for a run, and the remedy",
     "init": "write a commented run.yaml and services.yaml for a model and a task",
     "import-slime": "write run.yaml and services.yaml from a run script of slime",
+    "import-verl": "write run.yaml and services.yaml from a run script of verl",
     "up": "start services, keep them alive until Ctrl-C; on Ray until `sluice down`",
     "down": "end the services of a run directory, on this machine or on Ray",
     "train": "train; with --up on services that live as long as the run",
@@ -122,7 +125,8 @@ HELP = ("-h", "--help")
 CHECK_LOSS = "check-loss"
 ALONE = ("doctor",)  # needs no argument
 # these have no keys to list
-UNCONFIGURED = ("down", "logs", "trace", "completion", "import-slime", "protoset", CHECK_LOSS)
+IMPORTS = ("import-slime", "import-verl")
+UNCONFIGURED = ("down", "logs", "trace", "completion", *IMPORTS, "protoset", CHECK_LOSS)
 
 
 class ScoredRunConfig(RunConfig):
@@ -518,7 +522,7 @@ async def completion(arguments: Sequence[str]) -> None:
         "demo": ("--run-dir", "--seed", "--algorithm", "--steps", "--target", "--max-staleness"),
         "convert": ("--to", "--origin"),
         "verify": ("--model",),
-        **dict.fromkeys(("report", "samples", "init", "import-slime"), ("-o",)),
+        **dict.fromkeys(("report", "samples", "init", *IMPORTS), ("-o",)),
     }
     print(completion_script(arguments[0], configs, more), end="")
 
@@ -541,6 +545,7 @@ def main() -> int:
         "doctor": doctor,
         "init": init,
         "import-slime": import_slime,
+        "import-verl": import_verl,
         "completion": completion,
         "up": up,
         "down": down,

@@ -325,13 +325,15 @@ def limits_page() -> str:
                 lines += [f"## [{title}]({path.name}): {what}", "", body.strip(), ""]
     rows = [
         row
-        for row in (ROOT / "docs" / "from-slime.md").read_text().split("\n")
+        for name in ("from-slime.md", "from-verl.md")
+        for row in (ROOT / "docs" / name).read_text().split("\n")
         if row.startswith("|") and "not there" in row
     ]
     lines += [
         "## Beside slime and verl",
         "",
-        "Flags and keys of theirs that have no counterpart ([all of them](from-slime.md)).",
+        "Flags and keys of theirs that have no counterpart (all: [slime](from-slime.md), "
+        "[verl](from-verl.md)).",
         "",
         "| theirs | here |",
         "|---|---|",

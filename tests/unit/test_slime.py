@@ -15,17 +15,17 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.config import RolloutConfig
 from services.rollout.engine import config as engine_config
-from services.trainer.config import TrainerConfig
 from sluice import cli
 from sluice.algo.losses import LossInputs, compute_loss
 from sluice.config import ConfigError, parse_config
+from sluice.importers.documents import UNKNOWN
+from sluice.importers.shell import with_sourced
+from sluice.importers.slime import import_script, read_script
+from sluice.importers.slime_flags import ADVANTAGES, find_flag, flag_table
 from sluice.loop.config import RunConfig
-from sluice.slime.command import UNKNOWN, import_script
-from sluice.slime.flags import ADVANTAGES, find_flag, flag_table
-from sluice.slime.script import read_script, with_sourced
 from sluice.stack import UpConfig
+from tests.unit.imported_stack import assert_loads
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = r"""
@@ -94,20 +94,6 @@ def model(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     return tmp_path / "model"
-
-
-def assert_loads(run: dict, services: dict, model: Path) -> None:
-    """In every process that reads a part of it."""
-    parse_config(RunConfig, run)
-    parse_config(UpConfig, services)
-    for name, entry in services["services"].items():
-        config = entry.get("config", {})
-        if entry["kind"] == "trainer":
-            there = {"model": str(model)}  # a trainer looks at its model first
-            parse_config(TrainerConfig, {"store": "x", "name": name, **config, **there})
-        if entry["kind"] == "rollout":
-            more = {"store": "x", "router": "a:1", "engine_id": "e"}
-            parse_config(RolloutConfig, {**more, **config})
 
 
 def test_every_number_arrives_where_it_has_an_effect(model: Path) -> None:
@@ -219,7 +205,7 @@ python train.py --hf-checkpoint ${BASE}/m --tensor-model-parallel-size ${TP} \\
   --actor-num-nodes $NODES --actor-num-gpus-per-node $GPUS ${MODEL_ARGS[@]} ${WANDB_ARGS[@]} \\
   --sglang-cuda-graph-bs 1 $(seq 16 8 32) --sglang-router-port 9 --lr 2e-6 2>&1 | tee log
 """
-    text, missing = with_sourced(script, tmp_path, {})
+    text, missing = with_sourced(script, tmp_path, {}, "import-slime")
     assert missing == ["source /nowhere/n.sh: is not there; what it says is not carried"]
     flags = dict(read_script(text, {}))
     assert flags["hf-checkpoint"] == ["/root/m"]

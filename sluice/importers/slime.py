@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-from rich.console import Console
+from sluice.config import ConfigError
+from sluice.importers.documents import (
+    UNKNOWN,
+    Imported,
+    NotCarriedError,
+    Values,
+    check_documents,
+    plain_text,
+    plain_value,
+    set_at,
+    write_imported,
+)
+from sluice.importers.shell import Shell, joined_lines
+from sluice.importers.slime_flags import REWARDS, find_flag
 
-from sluice.config import ConfigError, parse_config
-from sluice.init import write_new
-from sluice.loop.config import RunConfig
-from sluice.slime.flags import REWARDS, Imported, NotCarriedError, find_flag, plain_text, set_at
-from sluice.slime.script import Values, read_file, read_script, training_command, with_sourced
-from sluice.stack import UpConfig
-
-IMPORT_USAGE = "sluice import-slime SCRIPT.sh [-o DIR]"
+COMMAND = "import-slime"
+_TRAIN = re.compile(r"\btrain(_async)?\.py\b[\"']?")
 
 
 async def import_slime(arguments: Sequence[str]) -> None:
@@ -26,26 +31,34 @@ async def import_slime(arguments: Sequence[str]) -> None:
 
     Raises ConfigError.
     """
-    from sluice.run_commands import leading, plain_lines, take_value
+    write_imported(COMMAND, import_script, arguments)
 
-    rest = list(arguments)
-    output = Path(take_value(rest, "-o") or ".")
-    places, flags = leading(rest)
-    if len(places) != 1 or flags:
-        raise ConfigError(f"import-slime takes one SCRIPT.sh: {IMPORT_USAGE}")
-    script = Path(places[0])
-    text, missing = with_sourced(read_file(script), script.parent, os.environ)
-    run, services, left = import_script(text, Path("runs") / script.stem, os.environ)
-    left = [*missing, *left]
-    head = f"# From {plain_lines(script.name)} by `sluice import-slime`; what is left to do:\n"
-    head += "".join(f"#   {plain_lines(line)}\n" for line in left)
-    documents = {"services.yaml": services, "run.yaml": run}
-    write_new(
-        output,
-        {name: head + yaml.safe_dump(each, sort_keys=False) for name, each in documents.items()},
-    )
-    told = [*left, f"wrote {output / 'services.yaml'} and {output / 'run.yaml'}"]
-    Console().print(plain_lines("\n".join(told)), highlight=False, markup=False, soft_wrap=True)
+
+def read_script(text: str, environment: Mapping[str, str]) -> list[tuple[str, Values]]:
+    """Flags and their values as the training command would get them. Raises ConfigError.
+
+    Arrays are put in where the command names them; of a script without it, all are.
+    """
+    shell, command = Shell(text, environment, COMMAND), training_command(text)
+    words = list(shell.array_words()) if command is None else shell.words(command[0])
+    if not any(word.startswith("--") for word in words):
+        raise ConfigError(f"{COMMAND}: the script has no command train.py and no arguments")
+    flags: list[tuple[str, Values]] = []
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            flags.append((name, [value] if equals else []))
+        elif flags:
+            flags[-1][1].append(word)
+    return flags
+
+
+def training_command(text: str) -> tuple[str, bool] | None:
+    """What stands behind the name of the program, and whether that is train_async.py."""
+    for line in joined_lines(text).splitlines():
+        if (found := _TRAIN.search(line)) and not line.lstrip().startswith("#"):
+            return line[found.end() :], bool(found[1])
+    return None
 
 
 def import_script(
@@ -57,7 +70,7 @@ def import_script(
     own does, is told as well, and stands in the files as a value to be replaced.
     """
     into = Imported()
-    command = training_command(text.replace("\\\n", " "))
+    command = training_command(text)
     if command and command[1]:
         into.run["max_staleness"] = 1  # train_async.py samples ahead of one step
     for name, values in read_script(text, environment):
@@ -82,18 +95,9 @@ def import_script(
     return run, services, list(dict.fromkeys(into.left))
 
 
-def _plain(text: str) -> Any:
-    """A number or a truth where the text is one."""
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-    return value if isinstance(value, bool | int | float) else text
-
-
 def _server_argument(into: Imported, name: str, values: Values) -> None:
     name = name.replace("-", "_")
-    known = [_plain(plain_text(value)) for value in values]
+    known = [plain_value(plain_text(value)) for value in values]
     value = True if not known else known[0] if len(known) == 1 else known
     set_at(into.rollout, f"engine.sglang.server_args.{name}", value)
 
@@ -270,7 +274,6 @@ def _evaluation(into: Imported) -> None:
     into.left.append("--eval-prompt-data: groups: 1024 bounds the tasks; give their number")
 
 
-UNKNOWN = "REPLACE-ME"
 PROMPT_LENGTH = 2048  # tokens, where the script has no limit
 GROUP_SECONDS = 14_400  # slime has no limit of a group; this one is of its requests
 
@@ -383,9 +386,5 @@ def _documents(into: Imported, run_dir: Path) -> tuple[dict[str, Any], dict[str,
     entries["rollout"] = rollout
     _devices(into, entries)
     services = {"run_dir": str(run_dir), "services": entries}
-    try:
-        parse_config(UpConfig, services)
-        parse_config(RunConfig, run)
-    except ConfigError as error:
-        into.left.append(f"the files do not load as they are: {error}")
+    check_documents(into, services)
     return run, services

@@ -1,4 +1,4 @@
-"""docs/from-slime.md names keys of ours: each is one of today's configuration."""
+"""Pages about importers name keys of ours: each is one of today's configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from services.trainer.config import TrainerConfig
 from sluice.config import models_of
 from sluice.loop.config import RunConfig
 
-PAGE = (Path(__file__).parents[2] / "docs" / "from-slime.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = {name: (DOCS / name).read_text() for name in ("from-slime.md", "from-verl.md")}
 MODELS: dict[str, type[BaseModel]] = {
     "run": RunConfig,
     "trainer": TrainerConfig,
@@ -24,10 +25,10 @@ KEY = r"[a-z][\w.<>]*"
 OPEN = ("engine.sglang.server_args.", "environment.settings.")  # whose names are of others
 
 
-def named_keys() -> list[tuple[str, str]]:
-    """(which file, dotted key) of all that the page speaks of."""
+def named_keys(page: str) -> list[tuple[str, str]]:
+    """(which file, dotted key) of all that a page speaks of."""
     found = list[tuple[str, str]]()
-    for row in (line for line in PAGE.splitlines() if line.startswith("|")):
+    for row in (line for line in page.splitlines() if line.startswith("|")):
         spans = " ; ".join(re.findall(r"`([^`]+)`", row))
         for name, keys in re.findall(rf"(run|trainer|rollout): ((?:{KEY}(?:, )?)+)", spans):
             found += [(name, key) for key in keys.split(", ") if key]
@@ -48,8 +49,9 @@ def is_key(model: type[BaseModel], key: str) -> bool:
     return True
 
 
-def test_every_key_of_ours_that_the_page_names_is_there() -> None:
-    named = named_keys()
+@pytest.mark.parametrize("page", PAGES.values(), ids=list(PAGES))
+def test_every_key_of_ours_that_the_page_names_is_there(page: str) -> None:
+    named = named_keys(page)
     assert {name for name, _ in named} == set(MODELS)
     assert len(named) > 80
     wrong = [

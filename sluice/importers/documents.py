@@ -1,0 +1,219 @@
+"""What importers have in common: two documents, and how one flag or key adds to them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from sluice.config import ConfigError, parse_config
+from sluice.importers.shell import read_script_file, with_sourced
+from sluice.init import write_new
+from sluice.loop.config import RunConfig
+from sluice.stack import UpConfig
+
+Values = list[str]
+UNKNOWN = "REPLACE-ME"
+Put = Callable[["Imported", Values], None]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """`ours`: the key it becomes; empty where `why` says what to do, or why there is nothing."""
+
+    ours: str = ""
+    why: str = ""
+    put: Put | None = None
+
+
+class NotCarriedError(Exception):
+    """A value has no counterpart; the message says what to do."""
+
+
+@dataclass
+class Imported:
+    """The two documents as they grow."""
+
+    run: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    rollout: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)  # of several flags together
+    left: list[str] = field(default_factory=list)  # what could not be carried, for people
+
+    def document(self, name: str) -> dict[str, Any]:
+        return {"run": self.run, "trainer": self.trainer, "rollout": self.rollout}[name]
+
+
+def set_at(tree: dict[str, Any], path: str, value: Any) -> None:
+    *above, last = path.split(".")
+    for name in above:
+        tree = tree.setdefault(name, {})
+    tree[last] = value
+
+
+def only(values: Values) -> str:
+    if len(values) != 1:
+        raise NotCarriedError(f"takes one value, has {len(values)}")
+    return values[0]
+
+
+def whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise NotCarriedError(f"{text!r} is no whole number") from None
+
+
+def number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise NotCarriedError(f"{text!r} is no number") from None
+    if not math.isfinite(value):
+        raise NotCarriedError(f"{text!r} is not finite")
+    return value
+
+
+def plain_text(text: str) -> str:
+    if "$" in text:
+        raise NotCarriedError(f"{text!r} is known to the shell alone")
+    return text
+
+
+def key_of(document: str, path: str, read: Callable[[str], Any], why: str = "") -> Flag:
+    def put(into: Imported, values: Values) -> None:
+        set_at(into.document(document), path, read(only(values)))
+
+    return Flag(f"{document}: {path}", why, put)
+
+
+def set_true(document: str, path: str) -> Flag:
+    def put(into: Imported, _: Values) -> None:
+        set_at(into.document(document), path, True)
+
+    return Flag(f"{document}: {path}", "", put)
+
+
+def fact(name: str, read: Callable[[str], Any], ours: str, why: str = "") -> Flag:
+    def put(into: Imported, values: Values) -> None:
+        into.facts[name] = read(only(values))
+
+    return Flag(ours, why, put)
+
+
+def switch(name: str, ours: str, why: str = "") -> Flag:
+    def put(into: Imported, values: Values) -> None:
+        if values:
+            raise NotCarriedError("takes no value")
+        into.facts[name] = True
+
+    return Flag(ours, why, put)
+
+
+def choice(name: str, known: Mapping[str, Any], ours: str) -> Flag:
+    def put(into: Imported, values: Values) -> None:
+        value = only(values)
+        if value not in known:
+            raise NotCarriedError(f"{value!r} is not there; known: {', '.join(known)}")
+        into.facts[name] = known[value]
+
+    return Flag(ours, f"{', '.join(known)}", put)
+
+
+def unneeded(why: str) -> Flag:
+    return Flag("", f"not needed: {why}")
+
+
+def absent(why: str) -> Flag:
+    return Flag("", f"not there: {why}")
+
+
+def by_hand(why: str) -> Flag:
+    return Flag("", f"by hand: {why}")
+
+
+def only_zero(why: str) -> Flag:
+    """What is not needed at 0, and not there otherwise."""
+
+    def put(_: Imported, values: Values) -> None:
+        if any(map(number, values)):
+            raise NotCarriedError(f"{', '.join(values)}: {why}")
+
+    return Flag("", f"not needed at 0: {why}", put)
+
+
+def untaken(why: str) -> Flag:
+    """A switch or a value that is not there, of a family that is not needed."""
+
+    def put(_: Imported, values: Values) -> None:
+        raise NotCarriedError(why)
+
+    return Flag("", f"not there: {why}", put)
+
+
+def plain_value(text: str) -> Any:
+    """A number or a truth where the text is one."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return value if isinstance(value, bool | int | float) else text
+
+
+def check_documents(into: Imported, services: dict[str, Any]) -> None:
+    """Say what keeps the files from loading."""
+    try:
+        parse_config(UpConfig, services)
+        parse_config(RunConfig, into.run)
+    except ConfigError as error:
+        into.left.append(f"the files do not load as they are: {error}")
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes what stands in two places twice."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+Importer = Callable[
+    [str, Path, Mapping[str, str]], tuple[dict[str, Any], dict[str, Any], list[str]]
+]
+
+
+def write_imported(command: str, importer: Importer, arguments: Sequence[str]) -> None:
+    """Write run.yaml and services.yaml of a script; list what could not be carried.
+
+    Raises ConfigError.
+    """
+    from sluice.run_commands import leading, plain_lines, take_value
+
+    rest = list(arguments)
+    output = Path(take_value(rest, "-o") or ".")
+    places, flags = leading(rest)
+    if len(places) != 1 or flags:
+        usage = f"sluice {command} SCRIPT.sh [-o DIR]"
+        raise ConfigError(f"{command} takes one SCRIPT.sh: {usage}")
+    script = Path(places[0])
+    text = read_script_file(script, command)
+    text, missing = with_sourced(text, script.parent, os.environ, command)
+    run, services, left = importer(text, Path("runs") / script.stem, os.environ)
+    left = [*missing, *left]
+    head = f"# From {plain_lines(script.name)} by `sluice {command}`; what is left to do:\n"
+    head += "".join(f"#   {plain_lines(line)}\n" for line in left)
+    documents = {"services.yaml": services, "run.yaml": run}
+    write_new(
+        output,
+        {
+            name: head + yaml.dump(each, Dumper=_Plain, sort_keys=False)
+            for name, each in documents.items()
+        },
+    )
+    told = [*left, f"wrote {output / 'services.yaml'} and {output / 'run.yaml'}"]
+    Console().print(plain_lines("\n".join(told)), highlight=False, markup=False, soft_wrap=True)

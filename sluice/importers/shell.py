@@ -1,0 +1,200 @@
+"""Reads a shell script as far as the arguments of one command need it, without running anything."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from sluice.config import ConfigError
+
+LARGEST_BYTES = 1 << 20
+LARGEST_NUMBER = 1 << 62  # of a shell's sums
+LONGEST_SUM = 1000  # characters
+LONGEST_VALUE = 1 << 16  # of a variable
+DEPTH = 3  # of files that are put in for one another
+
+_INSIDE = r"(?:[^()\n]|\((?:[^()\n]|\([^()\n]*\))*\))*"  # of a sum, with two levels of its own
+_SUM = re.compile(rf"\$\(\(({_INSIDE})\)\)")
+_ASSIGNMENT = re.compile(
+    r"^([ \t]*)(?:export[ \t]+)?([A-Za-z_]\w*)="
+    rf"""("[^"]*"|'[^']*'|\$\(\({_INSIDE}\)\)|[^\s#;(][^\s;]*|)[ \t]*(?:\#.*)?$""",
+    re.MULTILINE,
+)
+_ARRAY = re.compile(
+    r"^([ \t]*)([A-Za-z_]\w*)(\+?)=\((?![^\n]*\)\s*$)(.*?)^\s*\)", re.MULTILINE | re.DOTALL
+)
+_ONE_LINE_ARRAY = re.compile(r"^([ \t]*)([A-Za-z_]\w*)(\+?)=\(([^()\n]*)\)\s*$", re.MULTILINE)
+_REFERENCE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
+_EXPANSION = re.compile(r"\$\{(\w+)\[@\]\}")
+_SOURCED = re.compile(r"^[ \t]*(?:source|\.)[ \t]+(\S[^\n]*?)[ \t]*$", re.MULTILINE)
+_OUTSIDE = re.compile(r"\d*>.*|&>.*|<.*|&&?|\|\|?|;")  # what follows is no argument
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*\"""")
+_SIGNS = {ord(sign): 0xE000 + place for place, sign in enumerate("<>&|;")}  # where quoted, text
+_TEXTS = {place: sign for sign, place in _SIGNS.items()}
+_OPERATORS: dict[type[ast.AST], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
+}
+
+
+class Shell:
+    """Variables and arrays that a script sets, or gives a default, or that `environment` has.
+
+    What stands in a branch counts as well: arrays of several add up, and a variable of
+    `environment` stays as it is. `command` is the importer's, of whose refusals it is a part.
+    """
+
+    def __init__(self, text: str, environment: Mapping[str, str], command: str) -> None:
+        self._command = command
+        self._variables = dict(environment)
+        for indent, name, value in _ASSIGNMENT.findall(joined_lines(text)):
+            known = self.replaced(value.strip("\"'"))
+            if _is_text(known, name) and not (indent and environment.get(name)):
+                self._variables[name] = known
+        self._arrays: dict[str, str] = {}
+        found = (*_ONE_LINE_ARRAY.finditer(text), *_ARRAY.finditer(text))
+        for match in sorted(found, key=lambda match: match.start()):
+            before = self._arrays.get(match[2], "") if match[1] or match[3] else ""
+            self._arrays[match[2]] = f"{before}\n{match[4]}"
+
+    def replaced(self, words: str) -> str:
+        """The text with the values of the variables, and of the sums, that are known."""
+        for _ in range(4):
+            after = _SUM.sub(self._sum, _REFERENCE.sub(self._value, words))
+            if after == words:
+                break
+            words = after
+        return words
+
+    def words(self, command: str) -> list[str]:
+        """The arguments of a command, arrays put in, up to where another one begins."""
+        words: list[str] = []
+        line = _QUOTED.sub(lambda quoted: quoted[0].translate(_SIGNS), self.replaced(command))
+        for word in self._cut(line):
+            if _OUTSIDE.fullmatch(word):
+                break
+            word = word.translate(_TEXTS)
+            if match := _EXPANSION.fullmatch(word):
+                words += self._cut(self._arrays.get(match[1], ""))
+            else:
+                words.append(word)
+        return words
+
+    def array_words(self) -> Iterator[str]:
+        """The words of all arrays, for a script without the command."""
+        for array in self._arrays.values():
+            yield from self._cut(array)
+
+    def _value(self, match: re.Match[str]) -> str:
+        value = self._variables.get(match[1] or match[3], "")
+        if value:
+            return value
+        return match[0] if match[2] is None else match[2].strip("\"'")
+
+    def _sum(self, match: re.Match[str]) -> str:
+        """The value of a sum of whole numbers; itself where that is not known."""
+        text = _NAME.sub(lambda name: self._variables.get(name[0], name[0]), match[1])
+        if len(text) > LONGEST_SUM or "//" in text:
+            return match[0]
+        try:
+            return str(_evaluate(ast.parse(text.strip().replace("/", "//"), mode="eval").body))
+        except (ValueError, SyntaxError, ArithmeticError, RecursionError):
+            return match[0]
+
+    def _cut(self, text: str) -> list[str]:
+        """The words of a shell; a substitution such as `$(seq 2)` is one."""
+        try:
+            cut = shlex.split(self.replaced(text), comments=True)
+        except ValueError as error:
+            detail = f"the script is no text of a shell: {error}"
+            raise ConfigError(f"{self._command}: {detail}") from None
+        words: list[str] = []
+        for word in cut:
+            if words and "$(" in words[-1] and words[-1].count("(") > words[-1].count(")"):
+                words[-1] += f" {word}"
+            else:
+                words.append(word)
+        return words
+
+
+def _is_text(value: str, name: str) -> bool:
+    """Whether a value of a variable is one of text, with others in it at most."""
+    others = {found[1] or found[3] for found in _REFERENCE.finditer(value)}
+    return (
+        len(value) <= LONGEST_VALUE
+        and "$(" not in value
+        and "`" not in value
+        and name not in others
+    )
+
+
+def joined_lines(text: str) -> str:
+    """The text with lines that a backslash goes on in one."""
+    return text.replace("\\\n", " ")
+
+
+def _evaluate(node: ast.AST) -> int:
+    """Raises ValueError for more than sums of whole numbers, or for too large ones."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        value = node.value
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = -_evaluate(node.operand)
+    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        value = _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
+    else:
+        raise ValueError("no sum")
+    if abs(value) > LARGEST_NUMBER:
+        raise ValueError("too large")
+    return value
+
+
+def with_sourced(
+    text: str,
+    folder: Path,
+    environment: Mapping[str, str],
+    command: str,
+    depth: int = DEPTH,
+) -> tuple[str, list[str]]:
+    """The script with the files that it takes in, and those that are not there, a line each.
+
+    A variable of their names that `environment` has not is taken for the folder of the script.
+    """
+    left: list[str] = []
+
+    def taken_in(match: re.Match[str]) -> str:
+        name = match[1].strip("\"'")
+        place = re.sub(r"^\$\(.*\)", str(folder), name)
+        place = _REFERENCE.sub(lambda m: environment.get(m[1] or m[3]) or str(folder), place)
+        path = folder / place
+        if "\0" in place or depth == 0 or not os.path.isfile(path):
+            left.append(f"source {name}: is not there; what it says is not carried")
+            return ""
+        inner, more = with_sourced(
+            read_script_file(path, command), path.parent, environment, command, depth - 1
+        )
+        left.extend(more)
+        return inner
+
+    return _SOURCED.sub(taken_in, text), left
+
+
+def read_script_file(script: Path, command: str) -> str:
+    """Raises ConfigError for what cannot be read, or is no text."""
+    try:
+        with script.open("rb") as file:
+            data = file.read(LARGEST_BYTES + 1)
+        if len(data) > LARGEST_BYTES:
+            raise ValueError("too large")
+        return data.decode()
+    except OSError as error:
+        raise ConfigError(f"{command}: {str(script)[:200]}: {error.strerror}") from None
+    except ValueError:  # a name with NUL, bytes that are no text, too many of them
+        raise ConfigError(f"{command}: {str(script)[:200]!r} is no script") from None

@@ -1,0 +1,381 @@
+"""What a run script of verl becomes; the scripts here are ones in their form."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice import cli
+from sluice.algo.losses import LossInputs, compute_loss
+from sluice.config import ConfigError, parse_config
+from sluice.importers.shell import Shell
+from sluice.importers.verl import import_script, read_overrides
+from sluice.importers.verl_keys import KEYS, find_key, key_table
+from sluice.loop.config import RunConfig
+from tests.unit.imported_stack import assert_loads
+
+ROOT = Path(__file__).parent.parent.parent
+ACTOR = "actor_rollout_ref.actor"
+RUN = "python3 -m verl.trainer.main_ppo "
+SCRIPT = r"""
+set -x
+NNODES=${NNODES:-1}
+RAY_DATA_HOME=${RAY_DATA_HOME:-"${HOME}/verl"}
+max_prompt_length=$((1024 * 2))
+max_response_length=$((1024 * 8 - 24))  # of dapo
+TRAIN_FILE="['$RAY_DATA_HOME/gsm8k/train.parquet', '$RAY_DATA_HOME/math/train.parquet']"
+LOSS="
+    actor_rollout_ref.actor.clip_ratio_low=0.2 \
+    actor_rollout_ref.actor.clip_ratio_high=0.28 \
+    actor_rollout_ref.actor.clip_ratio_c=10.0"
+ARGS=( trainer.total_training_steps=400 )
+
+python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer'\
+    algorithm.adv_estimator=grpo \
+    algorithm.norm_adv_by_std_in_grpo=False \
+    +algorithm.filter_groups.enable=True \
+    data.train_files="$TRAIN_FILE" \
+    data.val_files="${RAY_DATA_HOME}/math/test.parquet" \
+    data.train_batch_size=512 \
+    data.max_prompt_length=${max_prompt_length} \
+    data.max_response_length=${max_response_length} \
+    +data.apply_chat_template_kwargs.enable_thinking=False \
+    actor_rollout_ref.model.path=/models/qwen \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.optim.lr_warmup_steps=10 \
+    actor_rollout_ref.actor.optim.lr_decay_style='cosine' \
+    actor_rollout_ref.actor.optim.min_lr=1e-7 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=128 \
+    actor_rollout_ref.actor.use_dynamic_bsz=True \
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$(((max_prompt_length + \
+        max_response_length) / 2)) \
+    actor_rollout_ref.actor.loss_agg_mode="token-mean" \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
+    $LOSS \
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \
+    actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=null \
+    +actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full \
+    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.n=16 \
+    actor_rollout_ref.rollout.top_k=-1 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.8 \
+    +actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3 \
+    actor_rollout_ref.rollout.val_kwargs.n=4 \
+    actor_rollout_ref.rollout.val_kwargs.do_sample=True \
+    actor_rollout_ref.rollout.val_kwargs.temperature=0.6 \
+    reward_model.reward_manager=dapo \
+    +reward_model.reward_kwargs.overlong_buffer_cfg.enable=True \
+    +reward_model.reward_kwargs.overlong_buffer_cfg.len=4096 \
+    trainer.logger='["console","wandb"]' \
+    trainer.nnodes="${NNODES}" trainer.n_gpus_per_node=8 \
+    trainer.test_freq=5 trainer.save_freq=-1 \
+    trainer.brand_new=7 \
+    "${ARGS[@]}" $@ 2>&1 | tee log.txt
+"""
+
+
+def imported(script: str, **environment: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    if "main_ppo" not in script and "_async_main" not in script:
+        script = RUN + script
+    return import_script(script, Path("runs/verl"), environment)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return tmp_path / "model"
+
+
+def test_every_value_arrives_where_it_has_an_effect(model: Path) -> None:
+    run, services, left = imported(SCRIPT, HOME="/home/me")
+    assert_loads(run, services, model)
+    config = parse_config(RunConfig, run)
+    assert (config.steps, config.groups_per_step, config.samples_per_group) == (400, 512, 16)
+    assert (config.sampling.max_new_tokens, config.sampling.top_k) == (8168, 0)
+    files = {name: each.prompts.file for name, each in config.environments.items()}
+    assert files == {
+        "gsm8k": Path("/home/me/verl/gsm8k/train.parquet"),
+        "math": Path("/home/me/verl/math/train.parquet"),
+    }
+    assert config.environments["math"].environment.settings == {
+        "prompt_key": "prompt",
+        "answer_key": "reward_model.ground_truth",
+        "chat": True,
+        "reward": "math",
+        "template": {"enable_thinking": False},
+    }
+    algorithm = config.algorithm
+    assert algorithm.mini_batches == 4
+    assert (algorithm.advantage.name, algorithm.advantage.scale_by_std) == ("grpo", False)
+    assert run["algorithm"]["advantage"]["overlong"] == {
+        "max_length": 8168,
+        "buffer": 4096,
+        "penalty": 1.0,
+    }
+    assert run["algorithm"]["loss"] == {
+        "name": "ppo_clip",
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "dual_clip": 10.0,
+        "old_logprobs": "old",
+        "kl_coefficient": 0.001,
+        "kl_estimator": "low_variance",
+    }
+    assert [each.name for each in config.filters] == ["reward_std"]
+    assert (config.placement, config.checkpoint_every) == ("colocated", 0)
+    assert config.evaluation is not None and config.evaluation.every_steps == 5
+    held_out = config.evaluation.datasets["math"]
+    assert (held_out.samples, held_out.environment) == (4, "math")
+    assert held_out.sampling is not None and held_out.sampling.temperature == 0.6
+    trainer = services["services"]["trainer"]["config"]
+    assert trainer["megatron"] == {"tensor": 2, "sequence_parallel": True, "recompute": "full"}
+    assert (trainer["backend"], trainer["ranks"]) == ("megatron", {"count": 8})
+    assert trainer["max_tokens_per_micro_batch"] == (2048 + 8168) // 2
+    assert trainer["optim"] == {
+        "learning_rate": 1e-6,
+        "weight_decay": 0.01,
+        "betas": [0.9, 0.999],
+        "max_grad_norm": 1.0,
+        "warmup_steps": 40,
+        "schedule": "cosine",
+        "decay_steps": 1600,
+        "minimum_ratio": pytest.approx(0.1),
+    }
+    rollout = services["services"]["rollout"]
+    assert (rollout["replicas"], rollout["devices"]) == (2, list(range(8)))
+    assert rollout["config"]["engine"]["max_model_length"] == 2048 + 8168
+    assert rollout["config"]["engine"]["sglang"]["server_args"] == {
+        "mem_fraction_static": 0.8,
+        "attention_backend": "fa3",
+        "tp_size": 4,
+        "enable_memory_saver": True,
+    }
+    told = "\n".join(left)
+    for word in ("trainer.brand_new: is unknown", "trainer.logger", "rollout.name vllm", "dapo"):
+        assert word in told
+    assert "experiment_name" not in told and "do not load" not in told
+
+
+def test_what_the_script_leaves_out_is_as_verl_has_it(model: Path) -> None:
+    run, services, left = imported("actor_rollout_ref.model.path=/m data.train_files=/t.parquet")
+    assert_loads(run, services, model)
+    assert run["algorithm"]["advantage"] == {"name": "gae", "whiten": True, "gae_lambda": 1.0}
+    assert run["critic"]["loss"] == {"name": "value", "value_clip": 0.5}
+    assert (run["groups_per_step"], run["samples_per_group"]) == (512, 2), "n is 1 there"
+    assert run["algorithm"]["mini_batches"] == 4
+    loss = run["algorithm"]["loss"]
+    assert (loss["clip_high"], loss["dual_clip"], loss["old_logprobs"]) == (0.2, 3.0, "old")
+    assert run["prompts"] == {"file": "/t.parquet", "shuffle": True}
+    assert run["sampling"] == {"max_new_tokens": 512}
+    entries = services["services"]
+    assert entries["trainer"]["config"]["backend"] == "fsdp"
+    assert entries["trainer"]["config"]["fsdp"] == {
+        "dtype": "bfloat16",
+        "activation_checkpointing": True,
+    }
+    assert entries["critic"]["config"]["optim"]["learning_rate"] == 1e-5
+    assert entries["critic"]["config"]["head"] == "value"
+    assert entries["rollout"]["replicas"] == 4, "engines have two GPUs of eight"
+    assert any("at least 2 samples" in line for line in left)
+
+
+@pytest.mark.parametrize(
+    ("program", "keys", "expected"),
+    [
+        ("verl.experimental.one_step_off_policy.main_ppo", "", (1, 1024, 2)),
+        (
+            "verl.experimental.fully_async_policy.fully_async_main",
+            "async_training.require_batches=2 async_training.trigger_parameter_sync_step=4 "
+            "actor_rollout_ref.actor.ppo_mini_batch_size=32 async_training.staleness_threshold=1.5 "
+            "rollout.total_rollout_steps=25600",
+            (2, 256, 2),
+        ),
+    ],
+)
+def test_trainers_that_sample_ahead_have_devices_of_their_own(
+    program: str, keys: str, expected: tuple[int, int, int], model: Path
+) -> None:
+    common = (
+        "rollout.nnodes=1 rollout.n_gpus_per_node=4 actor_rollout_ref.rollout.n=8 "
+        "actor_rollout_ref.model.path=/m trainer.n_gpus_per_node=4 algorithm.adv_estimator=rloo"
+    )
+    run, services, _ = imported(f"python3 -m {program} {common} {keys}")
+    assert_loads(run, services, model)
+    rollout = services["services"]["rollout"]
+    assert (run["max_staleness"], run["groups_per_step"], rollout["replicas"]) == expected
+    assert rollout["devices"] == [4, 5, 6, 7]
+    assert "placement" not in run
+    assert run.get("steps") == (100 if keys else None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "word"),
+    [
+        ("algorithm.adv_estimator=remax", "'remax' is not there"),
+        ("actor_rollout_ref.actor.clip_ratio=0.1", "clip_ratio_low and clip_ratio_high count"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=300", "does not divide"),
+        ("actor_rollout_ref.actor.use_kl_loss=maybe", "neither true nor false"),
+        ("actor_rollout_ref.actor.optim.lr=nan", "is not finite"),
+        ("actor_rollout_ref.actor.optim.lr=$LR", "LR"),
+        ("data.max_response_length=1e9999", "is no whole number"),
+        ("algorithm.use_kl_in_reward=True algorithm.adv_estimator=grpo", "not there with grpo"),
+        (
+            "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=kl",
+            "is 0",
+        ),
+        ("custom_reward_function.path=/r.py", "functions of your own"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.x=1", "SGLang is the engine"),
+        ("actor_rollout_ref.actor.use_kl_los=True", "is unknown"),
+        ("trainer.nnodes=4", "several hosts"),
+        ("reward_model.enable=True", "a service of its own"),
+    ],
+)
+def test_what_cannot_be_carried_is_said(keys: str, word: str) -> None:
+    _, _, left = imported(keys)
+    assert any(word in line for line in left), left
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("$((2 * N + 1))", "15"),
+        ("$(((N + 1) * (N - 1)))", "48"),
+        ("$((-N / 2))", "-3"),
+        ("$((N / 0))", "$((N / 0))"),
+        ("$((N ** N))", "$((N ** N))"),
+        ("$((N << 70))", "$((N << 70))"),
+        ("$((UNSET + 1))", "$((UNSET + 1))"),
+        ("$((9999999999999999999 * 9))", "$((9999999999999999999 * 9))"),
+        ("${M:-$((N * 2))}", "14"),
+    ],
+)
+def test_sums_of_a_shell_are_those_of_whole_numbers(text: str, value: str) -> None:
+    assert Shell("N=7\n", {}, "x").replaced(text) == value
+
+
+def test_variables_that_name_each_other_do_not_grow_for_ever() -> None:
+    lines = "".join(f'A{i}="$A{i - 1} $A{i - 1} $Z"\n' for i in range(1, 64))
+    shell = Shell(f'Z="$A63"\nA0="word word"\n{lines}', {}, "x")
+    assert len(shell.replaced("$A63")) < 1 << 20
+
+
+def test_the_last_of_a_key_counts_and_quotes_are_no_part_of_a_value() -> None:
+    given, _ = read_overrides(
+        RUN + "trainer.a=1 +trainer.b='x y' trainer.a=\"2\" ++trainer.c=\"['u', 'v']\" plain", {}
+    )
+    assert given == {"trainer.a": "2", "trainer.b": "x y", "trainer.c": "['u', 'v']"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "low", "high"), [("vanilla", 0.2, 0.28), ("gspo", 0.3, 0.4), ("geo_mean", 0.4, 0.1)]
+)
+def test_a_loss_has_the_gradient_of_its_formula_there(mode: str, low: float, high: float) -> None:
+    """core_algos.py of verl, of two samples of which the second is longer."""
+    run, _, _ = imported(
+        f"{ACTOR}.policy_loss.loss_mode={mode} "
+        f"{ACTOR}.clip_ratio_low={low} {ACTOR}.clip_ratio_high={high}"
+    )
+    spec = parse_config(RunConfig, run).algorithm.loss
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.tensor([3, 7])
+    index = torch.repeat_interleave(torch.arange(2), lengths)
+    old = -torch.rand(10, generator=generator, dtype=torch.float64)
+    ratio = torch.randn(10, generator=generator, dtype=torch.float64) * 0.5
+    advantages = torch.tensor([1.5, -0.5], dtype=torch.float64)[index]
+
+    def theirs(logprobs: torch.Tensor) -> torch.Tensor:
+        log = logprobs - old
+        means = torch.stack([log[index == i].mean() for i in range(2)])
+        if mode == "geo_mean":
+            sign = advantages.sign()
+            log = sign * torch.min(sign * log, sign * log.clamp(-low, high))
+            means = torch.stack([log[index == i].mean() for i in range(2)])
+            return (-advantages[[0, 3]] * means.exp()).mean()
+        if mode == "gspo":
+            log = logprobs - logprobs.detach() + means.detach()[index]
+        losses = torch.max(
+            -advantages * log.exp(), -advantages * log.exp().clamp(1 - low, 1 + high)
+        )
+        if mode == "gspo":
+            return torch.stack([losses[index == i].mean() for i in range(2)]).mean()
+        return torch.where(advantages < 0, losses.min(-advantages * 3.0), losses).mean()
+
+    def ours(logprobs: torch.Tensor) -> torch.Tensor:
+        by_sample = spec.aggregation == "sample_mean"
+        columns = {"old_logprobs": old, "rollout_logprobs": old, "advantages": advantages}
+        inputs = LossInputs(
+            outputs=logprobs,
+            mask=torch.ones(10, dtype=torch.bool),
+            sample_index=index,
+            sample_weights=1 / lengths / 2 if by_sample else torch.full((2,), 0.1),
+            columns=columns,
+        )
+        return compute_loss(inputs, spec).loss
+
+    gradients = []
+    for loss in (theirs, ours):
+        logprobs = (old + ratio).requires_grad_()
+        gradients += torch.autograd.grad(loss(logprobs), logprobs)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-6, atol=1e-8)
+    assert gradients[0].abs().max() > 0
+
+
+@given(st.text(max_size=200))
+def test_no_text_ends_in_a_trace(text: str) -> None:
+    for script in (
+        text,
+        f'A="{text}"\n{RUN}$A',
+        *(f"{RUN}{key}={text}" for key in list(KEYS)[:40]),
+    ):
+        with contextlib.suppress(ConfigError):
+            import_script(script, Path("runs/x"), {})
+
+
+@given(
+    st.sampled_from(list(KEYS)), st.sampled_from(["-1", "0", "null", "", "[]", "{}", "x" * 5000])
+)
+def test_every_key_takes_any_value(key: str, value: str) -> None:
+    assert find_key(key) is not None
+    run, services, _ = imported(f"{key}={value} trainer.total_training_steps=3")
+    assert run and services
+
+
+def test_the_page_lists_every_key() -> None:
+    assert key_table() in (ROOT / "docs" / "from-verl.md").read_text()
+
+
+def test_the_command_writes_files_that_load(tmp_path: Path, model: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPT)
+    out, error = io.StringIO(), io.StringIO()
+
+    def run(*arguments: object) -> int:
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(error),
+        ):
+            patch.setattr(sys, "argv", ["sluice", "import-verl", *map(str, arguments)])
+            return cli.main()
+
+    assert run(script, "-o", tmp_path / "out") == 0
+    assert "trainer.brand_new" in out.getvalue()
+    services = yaml.safe_load((tmp_path / "out" / "services.yaml").read_text())
+    assert_loads(yaml.safe_load((tmp_path / "out" / "run.yaml").read_text()), services, model)
+    assert "&id" not in (tmp_path / "out" / "services.yaml").read_text()
+    assert run(script, "-o", tmp_path / "out") == 2
+    assert "is there already" in error.getvalue()
+    assert run(ROOT / "README.md", "-o", tmp_path / "none") == 2
+    assert "no command of verl" in error.getvalue()
