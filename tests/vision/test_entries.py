@@ -381,6 +381,8 @@ async def check_port(client: AsyncOpenAI) -> None:
             )
         code = "unsupported_content" if reason == "MEDIA_UNSUPPORTED" else reason.lower()
         assert refused.value.code == code, name
+        if reason == "TOO_MANY_IMAGES":
+            assert f"images.max_count is {LIMITS['max_count']}" in refused.value.message
 
 
 async def check_recorded(

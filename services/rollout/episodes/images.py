@@ -135,7 +135,7 @@ class Images:
         if self._reader.rules is None:
             raise MediaUnsupportedError(f"{first}: {self._reader.refusal}", field=first)
         if (count := before + len(sources)) > self._config.max_count:
-            message = f"{count} images in one sample, more than {self._config.max_count}"
+            message = f"{count} images in one sample, images.max_count is {self._config.max_count}"
             raise ImageRefusedError("TOO_MANY_IMAGES", first, message)
         roots = self._config.roots if files else ()
         loop = asyncio.get_running_loop()
