@@ -13,6 +13,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -20,6 +21,7 @@ from urllib.parse import quote
 import xxhash
 
 from sluice import durable
+from sluice.address import split_address
 from sluice.config import ConfigError
 from sluice.durable import DirectoryError, replace_file
 from sluice.loop.config import RunConfig
@@ -190,8 +192,9 @@ def sole_driver(store: Path, run_dir: Path, trainers: Iterable[str]) -> Iterator
     other run. Where the store does not exist nothing is claimed: the run itself says so.
     """
     with ExitStack() as stack:
-        for address in dict.fromkeys(trainers) if store.is_dir() else ():
-            path = store / "loops" / f"{quote(address, safe='')}.lock"
+        named = {place: address for address in trainers for place in _places(address)}
+        for place, address in sorted(named.items()) if store.is_dir() else ():
+            path = store / "loops" / f"{quote(place, safe='')}.lock"
             path.parent.mkdir(exist_ok=True)
             try:
                 stack.enter_context(durable.locked(path, timeout_seconds=0))
@@ -203,6 +206,31 @@ def sole_driver(store: Path, run_dir: Path, trainers: Iterable[str]) -> Iterator
                 ) from None
             path.write_text(f"process {os.getpid()} on {socket.gethostname()} for {run_dir}")
         yield
+
+
+def _places(address: str) -> set[str]:
+    """Where a trainer is, alike for whoever reaches it, by name or number, from its host or not."""
+    host, port = split_address(address.lower())
+    name = socket.gethostname().lower()
+    found, own = _resolve(host), _resolve(name) | {name}
+    if found & own or any(map(_is_loopback, found)):
+        found |= own
+    return {f"{each}:{port}" for each in found if not _is_loopback(each)}
+
+
+def _resolve(host: str) -> set[str]:
+    """The numbers of a host; itself where nobody knows them."""
+    try:
+        return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return {host}
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 @contextmanager

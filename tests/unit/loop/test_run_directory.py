@@ -6,6 +6,8 @@ import contextlib
 import errno
 import json
 import os
+import re
+import socket
 import sqlite3
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -121,6 +123,20 @@ def test_a_trainer_is_of_one_loop_at_a_time(tmp_path) -> None:
         """The claim ends with its owner."""
     with sole_driver(store, first, ["host:1", "host:1"]):
         """A critic that is given as the trainer itself: that it has no value head is told later."""
+
+
+@pytest.mark.parametrize("other", ["127.0.0.1", "LOCALHOST", "[::1]", socket.gethostname()])
+def test_a_trainer_is_the_same_by_whatever_name(tmp_path, other) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    with sole_driver(store, tmp_path / "first", ["localhost:5"]):
+        with (
+            pytest.raises(DirectoryError, match=rf"{re.escape(other)}:5 is driven by process"),
+            sole_driver(store, tmp_path / "second", [f"{other}:5"]),
+        ):
+            raise AssertionError("two loops")
+        with sole_driver(store, tmp_path / "second", [f"{other}:6"]):
+            """Another trainer of the same host."""
 
 
 @pytest.mark.parametrize(
