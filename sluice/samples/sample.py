@@ -285,6 +285,15 @@ def _validate_experts(sample: Sample) -> None:
             "routed_experts",
             f"are of {len(experts)} tokens, not of {len(sample.token_ids) - 1}",
         )
+    ordered = np.sort(experts, axis=-1)
+    twice = np.argwhere(ordered[..., 1:] == ordered[..., :-1])
+    if len(twice):
+        token, layer, _ = twice[0]
+        raise InvalidSampleError(
+            sample.sample_id,
+            "routed_experts",
+            f"name an expert twice for token {token}, in mixture layer {layer}",
+        )
 
 
 def _validate_media(sample: Sample) -> None:

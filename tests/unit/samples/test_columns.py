@@ -90,3 +90,13 @@ def test_faults_name_their_field(change: dict[str, object], field: str) -> None:
     with pytest.raises(InvalidSampleError) as failure:
         validate_sample(replace(GOOD, **change))  # type: ignore[arg-type]
     assert (failure.value.sample_id, failure.value.field) == ("g/0", field)
+
+
+def test_a_token_goes_to_an_expert_once() -> None:
+    experts = np.array([[[5, 1, 0], [2, 5, 3]]] * 6, np.int16)
+    sample = replace(GOOD, token_ids=np.arange(7, dtype=np.int32), routed_experts=experts)
+    validate_sample(sample)
+    experts[4, 1] = [3, 2, 3]
+    message = r"routed_experts.* twice for token 4, in mixture layer 1"
+    with pytest.raises(InvalidSampleError, match=message):
+        validate_sample(sample)
