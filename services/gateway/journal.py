@@ -28,6 +28,7 @@ from services.gateway.errors import JournalDamagedError
 from sluice.config import ConfigError
 from sluice.durable import owned
 from sluice.runtime import waits
+from sluice.runtime.idempotency import settle
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +190,7 @@ async def to_its_end(doing: asyncio.Future[T]) -> T:
     try:
         return await asyncio.shield(doing)
     except asyncio.CancelledError:
-        await asyncio.wait([doing])
+        await settle(doing)
         caller = asyncio.current_task()
         assert caller is not None
         caller.uncancel()

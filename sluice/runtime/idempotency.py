@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -119,8 +120,15 @@ async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.wait([task])
+        await settle(task)
         raise
+
+
+async def settle(task: asyncio.Future[Any]) -> None:
+    """Waits for the end of a task, however often the caller is cancelled meanwhile."""
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([task])
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -7,7 +7,7 @@ import pytest
 
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.runtime.errors import RequestIdReusedError
-from sluice.runtime.idempotency import RequestLog, RequestTable
+from sluice.runtime.idempotency import RequestLog, RequestTable, to_its_end
 
 REQUEST = pb.DeleteBatchRequest(batch="batches/a")
 
@@ -144,3 +144,23 @@ def test_a_table_tells_the_value_of_an_id_from_a_later_one():
         value = table.add(str(number), "digest", [number])
         table.done(str(number), value)
         assert list(table) == [[number]]
+
+
+async def test_what_must_not_be_left_half_done_ends_however_often_it_is_cancelled() -> None:
+    begun, may_end, done = asyncio.Event(), asyncio.Event(), list[str]()
+
+    async def work() -> None:
+        begun.set()
+        await may_end.wait()
+        done.append("all of it")
+
+    caller = asyncio.create_task(to_its_end(work()))
+    await begun.wait()
+    for _ in range(3):
+        caller.cancel()
+        await asyncio.wait([caller], timeout=0)
+        assert not caller.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert done == ["all of it"]
