@@ -46,8 +46,9 @@ KEYS_HEAD = """## Rows of a run
 Keys of `RUN_DIR/metrics.jsonl`, a row a step, and of trackers ([trackers.md](trackers.md)). Which
 of them a run has depends on its algorithm. Evaluations are rows of their own in the file, with
 `evaluation` and `dataset`; there their keys have no `eval/<data set>/`. What is a token's own
-(`ratio`, `entropy`, shares of tokens) is a mean over the tokens that were computed: rows whose
-advantages are all 0 are not, unless the loss has a KL or an entropy term.
+(`ratio`, `entropy`, shares of tokens) is a mean over the tokens that were computed, in all
+mini-batches and epochs: rows whose advantages are all 0 are not, unless the loss has a KL or an
+entropy term.
 """
 
 

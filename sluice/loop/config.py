@@ -21,6 +21,7 @@ from sluice.samples.stops import LONGEST_STOP
 LARGEST_COUNT = 2**31  # and above, of what a call can say
 MOST_SHUFFLED = 10_000_000  # an epoch's order is made as a whole, in seconds
 MOST_SAMPLES = 1_000_000  # or groups, of what is asked for at once: each is a row, and has a seed
+MOST_EPOCHS = 64  # over one batch, which is far beyond what its ratios bear
 LARGEST_STALENESS = 10_000  # steps; more groups than that many steps have are no run's
 
 
@@ -104,7 +105,10 @@ class AlgorithmConfig(Config):
 
     advantage: AdvantageSpec = AdvantageSpec(name="grpo")
     loss: LossSpec = LossSpec(name="ppo_clip", clip_low=0.2)
-    mini_batches: int = Field(1, gt=0, description="Optimizer steps per rollout batch.")
+    mini_batches: int = Field(1, gt=0, description="Optimizer steps of an epoch.")
+    epochs: int = Field(
+        1, gt=0, le=MOST_EPOCHS, description="Times that a step goes over its groups."
+    )
 
     @property
     def columns(self) -> frozenset[str]:

@@ -93,8 +93,8 @@ ROW_KEYS = {
     "opsm_dropped": "Share of tokens that off-policy sequence masking dropped.",
     "correction_<n>_dropped": "Share of tokens that a stage of corrections dropped.",
     "mtp_loss": "Cross-entropy of the layer of multi-token prediction, nats a guessed token.",
-    "tokens": "Tokens that the loss was of.",
-    "grad_norm": "Gradient norm, unclipped.",
+    "tokens": "Tokens that the loss was of, once in each epoch.",
+    "grad_norm": "Gradient norm, unclipped; mean of the optimizer steps.",
     "learning_rate": "Learning rate of the last optimizer step.",
     "critic_<metric>": "What the critic's loss and steps have: loss, clipped_value, return, "
     "grad_norm and so on.",

@@ -695,6 +695,7 @@ class TrainingRun(TrainerRun[RunConfig]):
                 groups,
                 optimizer_step=self.optimizer_step,
                 name=f"step-{self.step}",
+                seed=self.config.seed,
                 critic=self.critic,
                 critic_alone=self.step < self._warmup_steps,
                 max_mismatch=limit,

@@ -46,6 +46,8 @@ _SHAPING = {
     "sampling",
     "teacher",
 }
+# settings that earlier releases did not have, and what they did
+_FORMER: dict[str, dict[str, Any]] = {"algorithm": {"epochs": 1}, "sampling": {"stop": []}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,6 +314,8 @@ def settings_digests(config: RunConfig, prompts: str) -> dict[str, str]:
     `prompts` is the digest of the tasks and their order.
     """
     dumped = config.model_dump(mode="json", include=_SHAPING)
+    for part, former in _FORMER.items():
+        dumped[part] = dict(each for each in dumped[part].items() if each not in former.items())
     return {name: digest_of(value) for name, value in dumped.items()} | {"prompts": prompts}
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import random
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -310,13 +311,17 @@ async def train_step(
     *,
     optimizer_step: int,
     name: str,
+    seed: int = 0,
     critic: Critic | None = None,
     critic_alone: bool = False,
     max_mismatch: float = 0.0,
     teach: Teach | None = None,
     looked_at: Sequence[LedgerGroup] = (),
 ) -> StepReport:
-    """Trains on finished groups: `mini_batches` optimizer steps over references alone.
+    """Trains on finished groups: `epochs` x `mini_batches` optimizer steps over references alone.
+
+    All compare with what was known before the first of them. `seed` and `name` decide which groups
+    are a mini-batch in which epoch.
 
     With critic_alone the actor learns nothing. Raises RemoteError; then gradients may or
     may not have been added, and the caller goes back to a run checkpoint. Raises MismatchError,
@@ -333,7 +338,7 @@ async def train_step(
     metrics = await _add_columns(trainer, algorithm, batch, critic)
     reports = []
     critic_steps: list[CriticStep] = []
-    for part, share in enumerate(_mini_batches(groups, algorithm.mini_batches)):
+    for part, share in enumerate(mini_batches(groups, algorithm, f"{seed}/{name}")):
         sample_ids = [] if len(share) == len(groups) else _sample_ids(share)
         part_id = f"{batch_id}-{part}"
         async with AsyncExitStack() as stack:
@@ -435,10 +440,20 @@ def _explain(
     )
 
 
-def _mini_batches(groups: Sequence[LedgerGroup], count: int) -> list[Sequence[LedgerGroup]]:
-    """Returns contiguous shares, as even as can be."""
-    bounds = [len(groups) * i // count for i in range(count + 1)]
-    return [groups[a:b] for a, b in itertools.pairwise(bounds) if b > a]
+def mini_batches(
+    groups: Sequence[LedgerGroup], algorithm: AlgorithmConfig, lot: str
+) -> Iterator[Sequence[LedgerGroup]]:
+    """Yields for each optimizer step its groups; an epoch's shares are as even as can be.
+
+    The first epoch takes the groups as they come, the others in an order that `lot` draws.
+    """
+    count, order = algorithm.mini_batches, list(groups)
+    bounds = [len(order) * i // count for i in range(count + 1)]
+    for epoch in range(algorithm.epochs):
+        if epoch:
+            order = list(groups)
+            random.Random(f"{lot}/{epoch}").shuffle(order)
+        yield from (order[a:b] for a, b in itertools.pairwise(bounds) if b > a)
 
 
 def _sample_ids(groups: Sequence[LedgerGroup]) -> list[str]:

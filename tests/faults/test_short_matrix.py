@@ -4,7 +4,16 @@ import pytest
 
 from tools.fault_cases import SHORT, SHORT_COLOCATED, SHORT_DISTURBANCES, Disturbance, Fault
 from tools.fault_matrix import disturb, inject, kill_all
-from tools.fault_stack import STEPS
+from tools.fault_stack import STEPS, FaultRun, Outcome
+
+EPOCHS = {"algorithm": {"mini_batches": 2, "epochs": 2}}
+# Of the third step, which follows a run checkpoint: four optimizer steps, two an epoch.
+BETWEEN = (
+    Fault("loop", "stepped", 2 * 4 + 2),
+    Fault("loop", "gradients", 2 * 4 + 3),
+    Fault("trainer", "done.StepOptimizer", 2 * 4 + 2),
+    Fault("trainer", "rank0.forward_backward", 2 * 4 + 3),
+)
 
 
 def test_steps_change_the_weights(stack):
@@ -48,6 +57,27 @@ def test_a_run_survives_or_says_what_is_wrong(stack, seconds, disturbance: Distu
     wrong = (outcome.lost, outcome.doubled, outcome.silent, outcome.orphans)
     assert wrong == (0, 0, 0, 0)
     assert outcome.digests or outcome.told  # which are those of the undisturbed run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(stack, seconds) -> Outcome:
+    """A run of several epochs."""
+    services, reference = stack
+    outcome = FaultRun(services, "epochs", seconds, EPOCHS).run()
+    assert not outcome.failure
+    assert len(set(outcome.digests) | set(reference.digests)) == 2 * STEPS
+    return outcome
+
+
+@pytest.mark.parametrize("fault", BETWEEN, ids=lambda fault: f"{fault.process}-{fault.name}")
+def test_a_run_survives_between_two_epochs(stack, seconds, undisturbed, fault: Fault):
+    services, _ = stack
+    name = f"epochs-{fault.process}-{fault.name}"
+    outcome = FaultRun(services, name, seconds, EPOCHS).run(fault)
+    assert not outcome.failure
+    assert (outcome.lost, outcome.doubled, outcome.hung) == (0, 0, False)
+    assert outcome.digests == undisturbed.digests
+    assert (outcome.starts, outcome.returns) == ((2, 0) if fault.process == "loop" else (1, 1))
 
 
 def test_a_run_survives_the_death_of_everything(stack, seconds):

@@ -116,6 +116,10 @@ def test_the_loss_has_the_temperature_of_the_sampling(temperature):
             {"algorithm": {"mini_batches": 9}, "groups_per_step": 8},
             r"algorithm\.mini_batches: 9 .* groups_per_step 8",
         ),
+        *[
+            ({"algorithm": {"epochs": wrong}}, r"^algorithm\.epochs: ")
+            for wrong in (0, -1, 65, 10**30, 1.5, "two", "", True, False, None, [2], {})
+        ],
         (
             {"algorithm": GAE, "critic": {"warmup_steps": 7}, "steps": 7},
             r"critic\.warmup_steps: 7 leave none of the 7 steps",
@@ -153,6 +157,8 @@ def test_what_cannot_work_or_has_no_effect_is_refused_by_its_key(changes, messag
 
 def test_what_only_just_works_is_taken():
     assert configured(algorithm={"mini_batches": 8}, groups_per_step=8)
+    assert configured(algorithm={"mini_batches": 8, "epochs": 64}).algorithm.epochs == 64
+    assert configured().algorithm.epochs == 1
     assert configured(algorithm=GAE, critic={"warmup_steps": 6}, steps=7)
     assert configured(algorithm={"loss": {"name": "sft"}})
     assert configured(stop_window=3, stop_at_reward=0.5)

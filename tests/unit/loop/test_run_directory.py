@@ -379,6 +379,16 @@ def test_other_settings_are_told(resumed) -> None:
     ]
 
 
+def test_settings_that_came_later_change_nothing_where_they_are_left_out(tmp_path, resumed) -> None:
+    """Digests are those that the release before them wrote."""
+    found = digests(config(tmp_path))
+    assert (found["algorithm"], found["sampling"]) == ("f8d6311c7fad5f18", "491374293a2f7279")
+    assert resumed(algorithm={"epochs": 2}) == ["resumed with another algorithm"]
+    assert resumed(sampling={"max_new_tokens": 5, "stop": ["="]}) == [
+        "resumed with another sampling"
+    ]
+
+
 def test_a_deterministic_run_has_no_other_settings(resumed) -> None:
     with pytest.raises(ConfigError, match="deterministic: the run to resume had another sampling"):
         resumed(sampling={"max_new_tokens": 6}, deterministic=True)

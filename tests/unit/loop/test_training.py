@@ -8,7 +8,9 @@ import pytest
 
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.config import ConfigError
-from sluice.loop.training import check_lengths, why_not_active
+from sluice.loop.config import AlgorithmConfig
+from sluice.loop.ledger import LedgerGroup
+from sluice.loop.training import check_lengths, mini_batches, why_not_active
 from sluice.runtime.wire import timestamp_of
 
 
@@ -42,3 +44,34 @@ def test_samples_are_no_longer_than_a_trainer_takes_them() -> None:
     assert noted.startswith("the critic takes 15 tokens of a sample at most, and engines go to 16")
     with pytest.raises(ConfigError, match=r"sampling.max_new_tokens: 15, and the critic takes 15"):
         check_lengths("critic", pb.Trainer(max_row_tokens=15), longest=16, response=15)
+
+
+def shares(epochs: int, lot: str = "0/step-0", group_count: int = 7, count: int = 3) -> list:
+    """The positions of the groups of each optimizer step, by epoch."""
+    groups = [
+        LedgerGroup(position=number, group_id=f"g{number}", state="generated", issue_step=0)
+        for number in range(group_count)
+    ]
+    algorithm = AlgorithmConfig(mini_batches=count, epochs=epochs)
+    steps = [[group.position for group in share] for share in mini_batches(groups, algorithm, lot)]
+    assert len(steps) == epochs * count
+    return [steps[i : i + count] for i in range(0, len(steps), count)]
+
+
+def test_each_epoch_has_every_group_once_in_mini_batches_of_its_own() -> None:
+    first, *others = shares(epochs=16)
+    assert first == [[0, 1], [2, 3], [4, 5, 6]]  # as they come
+    for epoch in others:
+        assert sorted(number for share in epoch for number in share) == list(range(7))
+        assert [len(share) for share in epoch] == [2, 2, 3]
+    sets = {tuple(frozenset(share) for share in epoch) for epoch in others}
+    assert len(sets) > 10
+
+
+def test_epochs_are_drawn_again_for_each_step_and_alike_in_each_run() -> None:
+    assert shares(epochs=3) == shares(epochs=3)
+    assert shares(epochs=4)[:3] == shares(epochs=3)
+    for lot in ("0/step-1", "1/step-0"):
+        assert shares(epochs=3, lot=lot)[0] == shares(epochs=3)[0]
+        assert shares(epochs=3, lot=lot)[1:] != shares(epochs=3)[1:]
+    assert all(len(epoch) == 1 for epoch in shares(epochs=3, count=1))
