@@ -226,13 +226,20 @@ def _reward_kl(into: Imported, given: dict[str, Any]) -> None:
         into.left.append("algorithm.kl_ctrl.type: not there: the coefficient does not adapt")
 
 
+def _optimizer_steps(into: Imported) -> int:
+    """Of one training step."""
+    algorithm = into.run["algorithm"]
+    count: int = algorithm.get("mini_batches", 1) * algorithm.get("epochs", 1)
+    return count
+
+
 def _optim(into: Imported) -> None:
     """With verl's defaults, where they are others than ours.
 
     verl's schedules count training steps, ours count optimizer steps.
     """
     facts, optim = into.facts, into.trainer.setdefault("optim", {})
-    each = into.run["algorithm"].get("mini_batches", 1)
+    each = _optimizer_steps(into)
     steps = facts.get("decay") or into.run.get("steps", 0)
     optim.setdefault("learning_rate", 1e-6)
     optim.setdefault("weight_decay", 0.01)
@@ -444,7 +451,7 @@ def _critic(into: Imported, trainer: dict[str, Any]) -> dict[str, Any]:
     }
     optim.pop("warmup_steps", None)
     if warmup := _warmup(into, "critic_warmup", into.run.get("steps", 0)):
-        optim["warmup_steps"] = warmup * into.run["algorithm"].get("mini_batches", 1)
+        optim["warmup_steps"] = warmup * _optimizer_steps(into)
     critic = {**trainer, "head": "value", "optim": optim}
     critic["model"] = facts.get("critic_model", trainer["model"])
     critic.pop("lora", None)

@@ -174,11 +174,6 @@ def _reward_manager(into: Imported, values: Values) -> None:
         raise NotCarriedError(f"{plain_text(name)!r}: {_OWN}")
 
 
-def _epochs(_: Imported, values: Values) -> None:
-    if whole(only(values)) > 1:
-        raise NotCarriedError("a step's samples are passed once")
-
-
 def _positive(text: str) -> int:
     """0 where a negative number, which is never, stands."""
     return max(0, whole(text))
@@ -200,7 +195,7 @@ _PROFILER = absent("there is no profiler; docs/trace.md has spans of every sampl
 _OWN = "functions of your own are named otherwise: docs/rollout.md, Your own functions"
 _TURNS = by_hand("environment: tools of run.yaml, or one of your own: docs/rollout.md")
 _REWARD_MODEL = by_hand("a service of its own, and reward: reward_model: docs/rollout.md")
-_CRITIC_STEPS = by_hand("a critic goes by the mini-batches of the run")
+_CRITIC_STEPS = by_hand("a critic goes by the mini-batches and epochs of the run")
 _BATCHES = unneeded("the ranks of the trainer go by the same plan for it")
 _SLEEP = unneeded("with placement: colocated who waits has given its memory away")
 _LOGGED = unneeded("`sluice samples` has them")
@@ -297,7 +292,7 @@ KEYS: dict[str, Flag] = {
         "micro_batch", whole, "trainer: max_tokens_per_micro_batch", "without use_dynamic_bsz"
     ),
     f"{_ACTOR}.ppo_micro_batch_size": _PACKED,
-    f"{_ACTOR}.ppo_epochs": Flag("", "not there above 1: samples are passed once", _epochs),
+    f"{_ACTOR}.ppo_epochs": key_of("run", "algorithm.epochs", whole),
     f"{_ACTOR}.shuffle": unneeded("groups of a step are dealt to mini-batches by the seed"),
     f"{_ACTOR}.ulysses_sequence_parallel_size": fact("context", whole, "trainer: fsdp.context"),
     f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size": fact(

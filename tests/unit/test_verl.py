@@ -191,6 +191,23 @@ def test_what_the_script_leaves_out_is_as_verl_has_it(model: Path) -> None:
     assert any("at least 2 samples" in line for line in left)
 
 
+def test_epochs_are_carried_and_schedules_count_their_steps(model: Path) -> None:
+    """Four mini-batches of the defaults, twice."""
+    run, services, left = imported(
+        "actor_rollout_ref.actor.ppo_epochs=2 actor_rollout_ref.actor.optim.lr_warmup_steps=10 "
+        "critic.optim.lr_warmup_steps=5 trainer.total_training_steps=100 "
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine "
+        "actor_rollout_ref.model.path=/m data.train_files=/t.parquet"
+    )
+    assert_loads(run, services, model)
+    algorithm = parse_config(RunConfig, run).algorithm
+    assert (algorithm.mini_batches, algorithm.epochs) == (4, 2)
+    optims = {name: services["services"][name]["config"]["optim"] for name in ("trainer", "critic")}
+    assert (optims["trainer"]["warmup_steps"], optims["trainer"]["decay_steps"]) == (80, 800)
+    assert optims["critic"]["warmup_steps"] == 40
+    assert not any("ppo_epochs" in line for line in left)
+
+
 @pytest.mark.parametrize(
     ("program", "keys", "expected"),
     [
@@ -226,6 +243,7 @@ def test_trainers_that_sample_ahead_have_devices_of_their_own(
         ("algorithm.adv_estimator=remax", "'remax' is not there"),
         ("actor_rollout_ref.actor.clip_ratio=0.1", "clip_ratio_low and clip_ratio_high count"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=300", "does not divide"),
+        ("actor_rollout_ref.actor.ppo_epochs=65", "algorithm.epochs: "),
         ("actor_rollout_ref.actor.use_kl_loss=maybe", "neither true nor false"),
         ("actor_rollout_ref.actor.optim.lr=nan", "is not finite"),
         ("actor_rollout_ref.actor.optim.lr=$LR", "LR"),
