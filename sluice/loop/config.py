@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import (
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from sluice.address import ServerAddress
 from sluice.algo.spec import AdvantageSpec, LossSpec, known_columns
@@ -68,6 +75,11 @@ class SamplingConfig(Config):
         if temperature and not is_temperature(temperature):
             raise ValueError(f"{TEMPERATURES}, or 0")
         return temperature
+
+    @model_serializer(mode="wrap")
+    def _without_no_stop(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Runs of releases that had no stop strings resume under the same digest."""
+        return {name: value for name, value in write(self).items() if name != "stop" or value}
 
     def over(self, other: SamplingConfig) -> SamplingConfig:
         """Return the other one, changed by what is given here."""

@@ -26,6 +26,7 @@ from sluice.loop.run_directory import (
     check_ledger,
     check_resumed,
     damaged_run_checkpoints,
+    digest_of,
     latest_run_checkpoint,
     list_run_checkpoints,
     owned,
@@ -343,6 +344,13 @@ def test_ranks_that_are_laid_out_otherwise_are_told_or_refused(role) -> None:
     assert f"{role}: data 2" in note and "now data 1" in note
     with pytest.raises(ConfigError, match=rf"^deterministic: .*\({role}: data 2.*now data 1\)"):
         check_layouts(run_checkpoint, now, pytest.fail, deterministic=True)
+
+
+def test_a_run_of_a_release_without_stop_strings_has_the_same_digest(tmp_path: Path) -> None:
+    then = {"max_new_tokens": 5, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": []}
+    assert digests(config(tmp_path))["sampling"] == digest_of(then)
+    stops = config(tmp_path, sampling={"max_new_tokens": 5, "stop": ["</s>"]})
+    assert digests(stops)["sampling"] != digest_of(then)
 
 
 def test_run_checkpoint_without_a_ledger_are_no_new_run(tmp_path) -> None:
