@@ -7,6 +7,7 @@ import math
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 from pydantic import Field, JsonValue
 
 from services.rollout.environments.environment import (
@@ -219,7 +220,8 @@ def _text(value: Any, key: str) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isfinite(value):  # how some programs write what is missing
             raise TaskError(f"row.{key}", f"is {value}, which is no number")
-        return str(value)
+        # as people write it: 1e-07 is read as e - 7 by who reads mathematics
+        return str(value) if isinstance(value, int) else np.format_float_positional(value, trim="-")
     if value is None:
         raise TaskError(f"row.{key}", "is required")
     raise TaskError(f"row.{key}", f"must be a text or a number, not {type(value).__name__}")

@@ -85,6 +85,15 @@ def test_a_malformed_row_is_named(row: dict[str, Any] | None, key: str) -> None:
         environment.check(environment.settings_type(), TaskRequest(row=row))
 
 
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [(2, "2"), (2.0, "2"), (0.1, "0.1"), (-3.5, "-3.5"), (1e-7, "0.0000001"), (2**60, str(2**60))],
+)
+def test_a_number_is_the_answer_that_people_write(answer: float, text: str) -> None:
+    task = prompts().make_task(TaskRequest(row={"prompt": "1=", "answer": answer}))
+    assert task.answer == text
+
+
 def test_rows_become_text_or_chat() -> None:
     row = {"prompt": "12=", "answer": 12}
     plain = prompts().make_task(TaskRequest(row=row))
