@@ -64,18 +64,27 @@ class UnquantizableWeightsError(ServiceError):
 class OversizeSampleError(ServiceError):
     """A row is longer than a micro-batch may be, and the policy does not admit it.
 
-    A row of no batch has no sample_id; its position names it.
+    Or than the positions that a model has `learned`. A row of no batch has no sample_id; its
+    position names it.
     """
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     reason = "OVERSIZE_SAMPLE"
 
-    def __init__(self, sample_id: str, row: int, length: int, cap: int) -> None:
+    def __init__(
+        self, sample_id: str, row: int, length: int, cap: int, *, learned: bool = False
+    ) -> None:
         name: dict[str, str | int] = {"sample_id": sample_id} if sample_id else {"row": row}
         what = f"sample {sample_id!r}" if sample_id else f"row {row}"
+        limit = (
+            f"the model has learned {cap} positions: have engines end there "
+            "(engine.max_model_length), or set oversize_policy: truncate"
+            if learned
+            else f"a micro-batch holds {cap}: give the trainer more (max_tokens_per_micro_batch), "
+            "or an oversize_policy: truncate, or alone"
+        )
         super().__init__(
-            f"{what} has {length} tokens, a micro-batch holds {cap}: give the trainer more "
-            "(max_tokens_per_micro_batch), or an oversize_policy: truncate, or alone",
+            f"{what} has {length} tokens, {limit}",
             length=length,
             cap=cap,
             **name,

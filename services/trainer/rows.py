@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from services.trainer.backends.fsdp.families import learned_positions
 from services.trainer.config import TrainerConfig
 from services.trainer.errors import OversizeSampleError
 from sluice.balance.planner import OversizePolicy, TransformerShape, shape_from_config
@@ -44,13 +45,15 @@ MASS_ROUNDING = 1e-2  # of probabilities in bfloat16, added up
 class RowLimits:
     """Limits of the rows that this model and these ranks train on.
 
-    max_tokens: of a row, unless the policy runs longer ones alone. images: how the model is shown
-    them, if it is. placeholder: the token that stands for them.
+    max_tokens: of a row, unless the policy runs longer ones alone. positions: that the model has
+    learned; 0 where it takes any. images: how the model is shown them, if it is. placeholder: the
+    token that stands for them.
     """
 
     vocabulary_size: int
     max_tokens: int
     oversize: OversizePolicy = OversizePolicy.ERROR
+    positions: int = 0
     images: ImageRules | None = None
     placeholder: int = -1
 
@@ -68,24 +71,31 @@ class RowLimits:
             shape_from_config(model).vocabulary_size,
             config.max_tokens_per_micro_batch * context_size,
             config.oversize_policy,
+            learned_positions(model),
             _read_images(config) if sees else None,
             model["image_token_id"] if sees else -1,
         )
 
     def admit(self, sample: Sample, row: int = 0) -> Sample:
         """Return the sample as the ranks hold it. Raises OversizeSampleError."""
-        length, cap = len(sample.token_ids), self.max_tokens
-        if length <= cap or self.oversize is OversizePolicy.ALONE:
+        length, cap = len(sample.token_ids), self.longest
+        if cap is None or length <= cap:
             return sample
-        if self.oversize is OversizePolicy.ERROR or sample.prompt_length >= cap:
-            raise OversizeSampleError(sample.sample_id, row, length, cap)
+        if self.oversize is not OversizePolicy.TRUNCATE or sample.prompt_length >= cap:
+            learned = cap == self.positions
+            raise OversizeSampleError(sample.sample_id, row, length, cap, learned=learned)
         return truncate_sample(sample, cap)
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of a row as ranks hold it; None where any number fits."""
+        alone = self.oversize is OversizePolicy.ALONE
+        bounds = [self.positions, 0 if alone else self.max_tokens]
+        return min(filter(None, bounds), default=None)
 
     def keep(self, facts: RowFacts) -> bool:
         """Tell from their facts whether all rows stay as they came."""
-        fits = self.oversize is OversizePolicy.ALONE or bool(
-            (facts.lengths <= self.max_tokens).all()
-        )
+        fits = self.longest is None or bool((facts.lengths <= self.longest).all())
         prompts = facts.prompt_lengths
         return fits and bool(((prompts >= 1) & (prompts <= facts.lengths)).all())
 

@@ -118,7 +118,7 @@ def shape_from_config(config: Mapping[str, Any]) -> TransformerShape:
     Raises KeyError naming a size of the text that is absent.
     """
     tower = _tower_from_config(config.get("vision_config") or {})
-    config = config.get("text_config", config)
+    config = _by_usual_names(config.get("text_config", config))
     layer_types = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
     head_count = config["num_attention_heads"]
     window = config.get("sliding_window") or None
@@ -136,6 +136,23 @@ def shape_from_config(config: Mapping[str, Any]) -> TransformerShape:
         linear_attention_layer_count=layer_types.count("linear_attention"),
         tower=tower,
     )
+
+
+_OTHER_NAMES = {  # of GPT-2 and OPT
+    "activation_function": "hidden_act",
+    "ffn_dim": "intermediate_size",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_layer": "num_hidden_layers",
+}
+
+
+def _by_usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    named = {_OTHER_NAMES.get(name, name): value for name, value in config.items()}
+    if "n_embd" in config and not named.get("intermediate_size"):
+        named["intermediate_size"] = 4 * config["n_embd"]
+    return named
 
 
 def _tower_from_config(config: Mapping[str, Any]) -> TowerShape | None:

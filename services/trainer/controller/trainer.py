@@ -71,9 +71,10 @@ class Trainer:
     @property
     def max_row_tokens(self) -> int:
         """Return how long a row may be; 0 where any is taken, or before the mesh is known."""
-        limits = self._planner.limits
+        limits = self.batches.limits
         is_known = self.ranks.state == trainer_pb.Trainer.STATE_ACTIVE
-        return limits.cap if is_known and limits.oversize is OversizePolicy.ERROR else 0
+        cuts = limits.oversize is OversizePolicy.TRUNCATE
+        return (limits.longest or 0) if is_known and not cuts else 0
 
     async def start(self, controller: str) -> None:
         """Launch the ranks and wait until they are active or have failed."""

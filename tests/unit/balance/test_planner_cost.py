@@ -149,3 +149,13 @@ def test_a_tower_of_another_kind_costs_nothing_that_is_known():
     strange = {name: QWEN3_VL[name] for name in QWEN3_VL if name != "depth"}
     assert shape_from_config({"text_config": DENSE, "vision_config": strange}).tower is None
     assert shape_from_config(DENSE).tower is None
+
+
+def test_the_sizes_of_gpt2_and_opt_are_read_by_their_own_names() -> None:
+    """Both smallest are known as models of 124 million weights; no product is made of positions."""
+    gpt2 = {"n_embd": 768, "n_layer": 12, "n_head": 12, "activation_function": "gelu_new"}
+    opt = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+    opt |= {"activation_function": "relu", "ffn_dim": 3072}
+    for config in (gpt2, opt, {**gpt2, "n_inner": None}):
+        shape = shape_from_config({**config, "vocab_size": 50257})
+        assert shape.flops_per_token / 2e6 == pytest.approx(123.5, abs=0.1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from services.trainer.config import TrainerConfig
 from services.trainer.controller.planning import Planner
 from services.trainer.controller.uploads import bare, find_facts
 from services.trainer.errors import OversizeSampleError
@@ -14,6 +17,7 @@ from services.trainer.rank.table import RowTable
 from services.trainer.rows import RowLimits
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.balance.planner import OversizePolicy, PlanLimits
+from sluice.config import parse_config
 from sluice.runtime.wire import blob_to_proto
 from sluice.samples.arrow import encode_group
 from sluice.samples.blobs import BlobStore
@@ -68,6 +72,42 @@ def test_the_policy_decides(tmp_path: Path) -> None:
     assert lengths(OversizePolicy.ALONE) == [3, 8]
     with pytest.raises(OversizeSampleError):  # nothing of the response would be left
         lengths(OversizePolicy.TRUNCATE, cap=2)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 6},
+        {
+            "model_type": "opt",
+            "hidden_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "ffn_dim": 8,
+        },
+    ],
+    ids=["gpt2", "opt"],
+)
+def test_a_row_ends_where_the_learned_positions_of_the_model_do(
+    tmp_path: Path, model: dict[str, Any]
+) -> None:
+    """A rank has no position for the rest, whatever a micro-batch holds."""
+    positions = model.get("n_positions", 2048)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50, **model}))
+    values = {"model": str(tmp_path), "backend": "fsdp", "store": str(tmp_path)}
+
+    def admit(policy: str, length: int) -> int:
+        config = parse_config(TrainerConfig, values | {"oversize_policy": policy})
+        sample = make_sample("g/0", [1], [2] * (length - 1))
+        return len(RowLimits.from_config(config).admit(sample).token_ids)
+
+    for policy in ("error", "truncate", "alone"):
+        assert admit(policy, positions) == positions
+    assert admit("truncate", positions + 1) == positions
+    for policy in ("error", "alone"):
+        with pytest.raises(OversizeSampleError, match=f"has learned {positions} positions") as made:
+            admit(policy, positions + 1)
+        assert made.value.metadata["cap"] == str(positions)
 
 
 def test_front_and_rank_cut_alike(tmp_path: Path) -> None:

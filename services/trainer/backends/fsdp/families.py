@@ -74,6 +74,7 @@ REFUSED: dict[str, str] = {
     "qwen3_vl_moe": TRANSPOSED,
 }
 MEASURED_ROPE = {"dynamic", "longrope"}
+LEARNED_POSITIONS = {"gpt2": ("n_positions", 1024), "opt": ("max_position_embeddings", 2048)}
 
 
 NO_PLAN = "transformers ships no plan to cut its layers by"
@@ -157,6 +158,12 @@ def _measured_ropes(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     each = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]
     found = {part.get("rope_type", part.get("type")): part for part in each}
     return {kind: part for kind, part in found.items() if kind in MEASURED_ROPE}
+
+
+def learned_positions(config: Mapping[str, Any]) -> int:
+    """Return how many positions a model has learned; 0 where they are computed, for any row."""
+    key, default = LEARNED_POSITIONS.get(config["model_type"], ("", 0))
+    return int(config.get(key, default))
 
 
 def shares_prompts(model: str) -> bool:
