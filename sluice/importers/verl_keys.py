@@ -356,6 +356,7 @@ KEYS: dict[str, Flag] = {
     f"{_ROLLOUT}.top_p": key_of("run", "sampling.top_p", number),
     f"{_ROLLOUT}.top_k": Flag("run: sampling.top_k", "-1 is 0", _top_k("top_k")),
     f"{_ROLLOUT}.do_sample": fact("samples_at_all", truth, "run: sampling.temperature"),
+    f"{_ROLLOUT}.stop": by_hand("run.yaml sampling.stop: docs/rollout.md, Stop strings"),
     f"{_ROLLOUT}.ignore_eos": absent("an answer ends where the model ends it"),
     f"{_ROLLOUT}.tensor_model_parallel_size": fact(
         "engine_gpus", whole, "rollout: engine.sglang.server_args.tp_size"
