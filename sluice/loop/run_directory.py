@@ -47,7 +47,7 @@ _SHAPING = {
     "teacher",
 }
 # settings that earlier releases did not have, and what they did
-_FORMER: dict[str, dict[str, Any]] = {"algorithm": {"epochs": 1}, "sampling": {"stop": []}}
+_FORMER: dict[str, dict[str, Any]] = {"algorithm": {"epochs": 1}}
 
 
 @dataclass(frozen=True, kw_only=True)
