@@ -100,9 +100,9 @@ def _sizes(into: Imported) -> None:
     facts, run = into.facts, into.run
     groups, mini = facts.get("groups", 1024), facts.get("mini_batch", 256)
     if facts["asynchronous"]:
-        updates = facts.get("updates", 1) * facts.get("batches", 1)
+        updates = facts.get("updates", 4) * facts.get("batches", 1)
         groups = updates * mini
-        run["max_staleness"] = max(1, math.ceil(facts.get("staleness", 0.0)))
+        run["max_staleness"] = max(0, math.ceil(facts.get("staleness", 0.1)))
         if "prompts" in facts and groups > 0:
             run["steps"] = max(1, facts["prompts"] // groups)
     elif facts["one_step_off"]:
@@ -146,7 +146,8 @@ def _algorithm(into: Imported) -> None:
         del spec["clip_low"]  # the bound is below 0, where no ratio is
     if loss == "ppo_clip":
         spec["dual_clip"] = facts.get("dual_clip", 3.0)
-    if not facts.get("bypass") and loss != "gpg":
+    bypass = _sampled_logprobs(facts)
+    if not bypass and loss != "gpg":
         spec["old_logprobs"] = "old"
     coefficient = facts.get("kl_loss_coef", 0.001) if facts.get("kl_loss") else 0.0
     if coefficient and facts.get("kl_loss_type") == "k1":
@@ -159,7 +160,7 @@ def _algorithm(into: Imported) -> None:
         spec["kl_estimator"] = facts.get("kl_loss_type", "low_variance")
     if facts.get("entropy"):
         spec["entropy_coefficient"] = facts["entropy"]
-    if "importance" in facts and facts.get("bypass"):
+    if "importance" in facts and bypass:
         into.left.append("algorithm.rollout_correction.rollout_is: by hand: with bypass_mode")
     elif "importance" in facts:
         high = facts.get("importance_high", 2.0)
@@ -187,6 +188,14 @@ def _algorithm(into: Imported) -> None:
             "penalty": facts.get("overlong_penalty", 1.0),
         }
     into.run.setdefault("algorithm", {}).update({"advantage": given, "loss": spec})
+
+
+def _sampled_logprobs(facts: Mapping[str, Any]) -> bool:
+    """Whether the engines' log-probs are the old policy's; each trainer has its own default."""
+    if facts["asynchronous"]:
+        return facts.get("engine_logprobs", True) and not facts.get("proximal")
+    bypass: bool = facts.get("bypass", facts["one_step_off"])
+    return bypass
 
 
 def _aggregation(into: Imported, loss: str) -> dict[str, Any]:
@@ -219,7 +228,9 @@ def _reward_kl(into: Imported, given: dict[str, Any]) -> None:
             "kl_coefficient"
         )
         return
-    given |= {"kl_coefficient": facts.get("kl", 0.001), "old_logprobs": "old"}
+    given["kl_coefficient"] = facts.get("kl", 0.001)
+    if not _sampled_logprobs(facts):
+        given["old_logprobs"] = "old"
     if facts.get("reward_kl", "k1") != "k1":
         given["kl_estimator"] = facts["reward_kl"]
     if facts.get("kl_control", "fixed") != "fixed":
@@ -397,8 +408,9 @@ def _evaluation(into: Imported) -> None:
             "groups": 1024,
         }
     evaluation: dict[str, Any] = {"datasets": sets}
-    if facts.get("eval_every"):
-        evaluation["every_steps"] = facts["eval_every"]
+    name, otherwise = ("ahead_eval_every", 1) if facts["asynchronous"] else ("eval_every", 0)
+    if every := facts.get(name, otherwise):
+        evaluation["every_steps"] = every
     into.run["evaluation"] = evaluation
     into.left.append("data.val_files: groups: 1024 bounds the tasks; give their number")
 
@@ -462,8 +474,10 @@ def _devices(into: Imported, entries: dict[str, Any], engine_gpus: int) -> None:
     """Engines on the trainer's devices where verl has them share, else on the ones behind."""
     facts, run, rollout = into.facts, into.run, entries["rollout"]
     trained = facts.get("nodes", 1) * facts.get("gpus", 8)
-    apart = facts["one_step_off"] or facts["asynchronous"] or facts.get("shared") is False
-    engines = facts.get("rollout_nodes", 1) * facts.get("rollout_gpus", 0) if apart else trained
+    ahead = facts["one_step_off"] or facts["asynchronous"]
+    apart = ahead or facts.get("shared") is False
+    gpus = facts.get("rollout_gpus", 8 if ahead else 0)
+    engines = facts.get("rollout_nodes", 1) * gpus if apart else trained
     if (replicas := engines // engine_gpus) > 1:
         rollout["replicas"] = replicas
     if not apart and run.get("over_sampling", 1) > 1:

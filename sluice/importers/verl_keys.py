@@ -479,7 +479,7 @@ KEYS: dict[str, Flag] = {
     "rollout.nnodes": fact("rollout_nodes", whole, "services.yaml: rollout.replicas"),
     "rollout.n_gpus_per_node": fact("rollout_gpus", whole, "services.yaml: rollout.replicas"),
     "rollout.total_rollout_steps": fact("prompts", whole, "run: steps"),
-    "rollout.test_freq": fact("eval_every", _positive, "run: evaluation.every_steps"),
+    "rollout.test_freq": fact("ahead_eval_every", _positive, "run: evaluation.every_steps"),
     "rollout.total_epochs": by_hand("run.yaml steps: epochs times rows, by groups_per_step"),
     "async_training.staleness_threshold": fact("staleness", number, "run: max_staleness"),
     "async_training.trigger_parameter_sync_step": fact(
@@ -487,9 +487,11 @@ KEYS: dict[str, Flag] = {
     ),
     "async_training.require_batches": fact("batches", whole, "run: groups_per_step"),
     "async_training.use_rollout_log_probs": fact(
-        "bypass", truth, "run: algorithm.loss.old_logprobs"
+        "engine_logprobs", truth, "run: algorithm.loss.old_logprobs"
     ),
-    "async_training.compute_prox_log_prob": unneeded("algorithm.loss.old_logprobs: old has them"),
+    "async_training.compute_prox_log_prob": fact(
+        "proximal", truth, "run: algorithm.loss.old_logprobs"
+    ),
     "async_training.partial_rollout": unneeded("a group goes on while weights change under it"),
     # Megatron
     f"{_ACTOR}.megatron.tensor_model_parallel_size": key_of("trainer", "megatron.tensor", whole),

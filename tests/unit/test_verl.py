@@ -238,6 +238,50 @@ def test_trainers_that_sample_ahead_have_devices_of_their_own(
 
 
 @pytest.mark.parametrize(
+    ("program", "keys", "old"),
+    [
+        ("verl.trainer.main_ppo", "", "old"),
+        ("verl.experimental.one_step_off_policy.main_ppo", "", "rollout"),
+        (
+            "verl.experimental.one_step_off_policy.main_ppo",
+            "algorithm.rollout_correction.bypass_mode=False",
+            "old",
+        ),
+        ("x.fully_async_main", "", "rollout"),
+        ("x.fully_async_main", "async_training.use_rollout_log_probs=False", "old"),
+        (
+            "x.fully_async_main",
+            "async_training.use_rollout_log_probs=True async_training.compute_prox_log_prob=True",
+            "old",
+        ),
+    ],
+)
+def test_ratios_are_to_the_policy_that_each_trainer_has_for_the_old_one(
+    program: str, keys: str, old: str, model: Path
+) -> None:
+    """The three trainers have configurations of their own, with other defaults."""
+    common = "algorithm.adv_estimator=rloo actor_rollout_ref.model.path=/m trainer.nnodes=1"
+    run, services, _ = imported(f"python3 -m {program} {common} {keys}")
+    assert_loads(run, services, model)
+    assert (parse_config(RunConfig, run).algorithm.loss.old_logprobs or "rollout") == old
+
+
+def test_the_asynchronous_trainer_has_its_own_defaults(model: Path) -> None:
+    keys = (
+        "python3 -m x.fully_async_main algorithm.adv_estimator=rloo actor_rollout_ref.rollout.n=8 "
+        "actor_rollout_ref.model.path=/m data.val_files=/v.parquet trainer.test_freq=7 "
+    )
+    run, services, _ = imported(keys)
+    assert_loads(run, services, model)
+    assert (run["groups_per_step"], run["algorithm"]["mini_batches"]) == (4 * 256, 4)
+    assert run["max_staleness"] == 1, "a tenth of a step ahead"
+    assert run["evaluation"]["every_steps"] == 1, "rollout.test_freq counts, and not trainer's"
+    assert services["services"]["rollout"]["replicas"] == 4, "eight GPUs, two an engine"
+    run, _, _ = imported(keys + "async_training.staleness_threshold=0")
+    assert run["max_staleness"] == 0
+
+
+@pytest.mark.parametrize(
     ("keys", "word"),
     [
         ("algorithm.adv_estimator=remax", "'remax' is not there"),
