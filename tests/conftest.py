@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from functools import cache, partial
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from sluice.runtime.channel import DEADLINES
 from sluice.sandbox.programs import REMEDY, SandboxUnavailableError, check_sandbox
 from tests import warm
+from tests.patience import PATIENCE
 
 
 @cache
@@ -69,3 +71,12 @@ class EndsWithDirectory:
                 if isinstance(node, pytest.Dir) and node.nodeid == fixturedef.baseid:
                     node.addfinalizer(partial(fixturedef.finish, request=request))
         return made
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient() -> Iterator[None]:
+    """Whoever asks how a service does waits for the answer, however busy the machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        for method in ("GetTrainer", "GetEngine", "ListEngines", "ListWaits"):
+            patch.setitem(DEADLINES, method, PATIENCE)
+        yield

@@ -21,7 +21,6 @@ from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice import faults
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.report import read_metrics
-from sluice.runtime.channel import DEADLINES
 from tests import warm
 from tests.patience import PATIENCE
 
@@ -214,15 +213,6 @@ def stop_stack(stack: Stack) -> None:
     assert stack.process.wait(timeout=PATIENCE) == 0
     _, alive = psutil.wait_procs(pids, timeout=PATIENCE)
     assert not alive, f"left behind: {alive}"
-
-
-@pytest.fixture(scope="session", autouse=True)
-def patient() -> Iterator[None]:
-    """Whoever asks how a service does waits for the answer, however busy the machine is."""
-    with pytest.MonkeyPatch.context() as patch:
-        for method in ("GetTrainer", "GetEngine", "ListEngines", "ListWaits"):
-            patch.setitem(DEADLINES, method, PATIENCE)
-        yield
 
 
 @pytest.fixture(scope="session")

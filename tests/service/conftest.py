@@ -6,10 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.conftest import Stack, patient, start_stack, stop_stack
+from tests.e2e.conftest import Stack, start_stack, stop_stack
 from tests.service.security.trust import Trust, create_trust
-
-__all__ = ["patient"]
 
 
 @pytest.fixture(scope="session")
