@@ -159,11 +159,16 @@ def untaken(why: str) -> Flag:
 
 def plain_value(text: str) -> Any:
     """A number or a truth where the text is one."""
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
+    value = read_yaml(text)
     return value if isinstance(value, bool | int | float) else text
+
+
+def read_yaml(text: str) -> Any:
+    """What a text is in YAML; itself where it is none, has no end, or names a day that is none."""
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text
 
 
 def check_documents(into: Imported, services: dict[str, Any]) -> None:

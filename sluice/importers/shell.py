@@ -16,7 +16,9 @@ LARGEST_BYTES = 1 << 20
 LARGEST_NUMBER = 1 << 62  # of a shell's sums
 LONGEST_SUM = 1000  # characters
 LONGEST_VALUE = 1 << 16  # of a variable
+LARGEST_GROWTH = 1 << 20  # characters of all values that are put in
 DEPTH = 3  # of files that are put in for one another
+MOST_FILES = 64
 
 _INSIDE = r"(?:[^()\n]|\((?:[^()\n]|\([^()\n]*\))*\))*"  # of a sum, with two levels of its own
 _SUM = re.compile(rf"\$\(\(({_INSIDE})\)\)")
@@ -25,16 +27,13 @@ _ASSIGNMENT = re.compile(
     rf"""("[^"]*"|'[^']*'|\$\(\({_INSIDE}\)\)|[^\s#;(][^\s;]*|)[ \t]*(?:\#.*)?$""",
     re.MULTILINE,
 )
-_ARRAY = re.compile(
-    r"^([ \t]*)([A-Za-z_]\w*)(\+?)=\((?![^\n]*\)\s*$)(.*?)^\s*\)", re.MULTILINE | re.DOTALL
-)
-_ONE_LINE_ARRAY = re.compile(r"^([ \t]*)([A-Za-z_]\w*)(\+?)=\(([^()\n]*)\)\s*$", re.MULTILINE)
+_ARRAY = re.compile(r"([ \t]*)([A-Za-z_]\w*)(\+?)=\((.*)")
 _REFERENCE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
 _EXPANSION = re.compile(r"\$\{(\w+)\[@\]\}")
-_SOURCED = re.compile(r"^[ \t]*(?:source|\.)[ \t]+(\S[^\n]*?)[ \t]*$", re.MULTILINE)
+_SOURCED = re.compile(r"^[ \t]*(?:source|\.)[ \t]+(\S[^\n]*)", re.MULTILINE)
 _OUTSIDE = re.compile(r"\d*>.*|&>.*|<.*|&&?|\|\|?|;")  # what follows is no argument
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*\"""")
+_QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""")
 _SIGNS = {ord(sign): 0xE000 + place for place, sign in enumerate("<>&|;")}  # where quoted, text
 _TEXTS = {place: sign for sign, place in _SIGNS.items()}
 _OPERATORS: dict[type[ast.AST], Callable[[int, int], int]] = {
@@ -50,20 +49,22 @@ class Shell:
 
     What stands in a branch counts as well: arrays of several add up, and a variable of
     `environment` stays as it is. `command` is the importer's, of whose refusals it is a part.
+    Raises ConfigError for values that grow without end, here and when words are asked for.
     """
 
     def __init__(self, text: str, environment: Mapping[str, str], command: str) -> None:
         self._command = command
+        self._grown = 0
         self._variables = dict(environment)
         for indent, name, value in _ASSIGNMENT.findall(joined_lines(text)):
             known = self.replaced(value.strip("\"'"))
             if _is_text(known, name) and not (indent and environment.get(name)):
                 self._variables[name] = known
-        self._arrays: dict[str, str] = {}
-        found = (*_ONE_LINE_ARRAY.finditer(text), *_ARRAY.finditer(text))
-        for match in sorted(found, key=lambda match: match.start()):
-            before = self._arrays.get(match[2], "") if match[1] or match[3] else ""
-            self._arrays[match[2]] = f"{before}\n{match[4]}"
+        self._arrays: dict[str, list[str]] = {}
+        for adds, name, body in _read_arrays(text):
+            if not adds:
+                self._arrays[name] = []
+            self._arrays.setdefault(name, []).append(body)
 
     def replaced(self, words: str) -> str:
         """The text with the values of the variables, and of the sums, that are known."""
@@ -83,19 +84,32 @@ class Shell:
                 break
             word = word.translate(_TEXTS)
             if match := _EXPANSION.fullmatch(word):
-                words += self._cut(self._arrays.get(match[1], ""))
+                words += self._cut(self._array(match[1]))
             else:
                 words.append(word)
         return words
 
     def array_words(self) -> Iterator[str]:
         """The words of all arrays, for a script without the command."""
-        for array in self._arrays.values():
-            yield from self._cut(array)
+        for name in self._arrays:
+            yield from self._cut(self._array(name))
+
+    def _array(self, name: str) -> str:
+        array = "\n".join(self._arrays.get(name, ()))
+        self._grow(array)
+        return array
+
+    def _grow(self, value: str) -> None:
+        self._grown += len(value)
+        if self._grown > LARGEST_GROWTH:
+            raise ConfigError(
+                f"{self._command}: the values of the script's variables grow too long"
+            )
 
     def _value(self, match: re.Match[str]) -> str:
         value = self._variables.get(match[1] or match[3], "")
         if value:
+            self._grow(value)
             return value
         return match[0] if match[2] is None else match[2].strip("\"'")
 
@@ -116,13 +130,44 @@ class Shell:
         except ValueError as error:
             detail = f"the script is no text of a shell: {error}"
             raise ConfigError(f"{self._command}: {detail}") from None
-        words: list[str] = []
+        words: list[list[str]] = []
+        depth = 0  # of brackets of a substitution that are not closed yet
         for word in cut:
-            if words and "$(" in words[-1] and words[-1].count("(") > words[-1].count(")"):
-                words[-1] += f" {word}"
+            if depth > 0:
+                words[-1].append(word)
             else:
-                words.append(word)
-        return words
+                words.append([word])
+            if depth > 0 or "$(" in word:
+                depth += word.count("(") - word.count(")")
+            else:
+                depth = 0
+        return [" ".join(parts) for parts in words]
+
+
+def _read_arrays(text: str) -> list[tuple[bool, str, str]]:
+    """Arrays in the order in which they begin: whether it adds to one of the name, name, body.
+
+    One ends in the line that it begins in, or above the first that begins with a bracket.
+    """
+    found: list[tuple[bool, str, str]] = []
+    opened: tuple[bool, str] | None = None
+    place, body = 0, list[str]()
+    for line in text.split("\n"):
+        if opened and line.lstrip().startswith(")"):
+            found.insert(place, (*opened, "\n".join([*body, ""])))
+            opened = None
+            continue
+        match = _ARRAY.fullmatch(line)
+        rest = match[4].rstrip() if match else ""
+        if match and rest.endswith(")"):
+            if not re.search(r"[()]", rest[:-1]):
+                found.append((bool(match[1] or match[3]), match[2], rest[:-1]))
+        elif match and not opened:
+            opened, place, body = (bool(match[1] or match[3]), match[2]), len(found), [match[4]]
+            continue
+        if opened:
+            body.append(line)
+    return found
 
 
 def _is_text(value: str, name: str) -> bool:
@@ -162,23 +207,29 @@ def with_sourced(
     environment: Mapping[str, str],
     command: str,
     depth: int = DEPTH,
+    taken: list[Path] | None = None,
 ) -> tuple[str, list[str]]:
     """The script with the files that it takes in, and those that are not there, a line each.
 
     A variable of their names that `environment` has not is taken for the folder of the script.
+    Raises ConfigError for more than `MOST_FILES`, which `taken` counts.
     """
     left: list[str] = []
+    taken = [] if taken is None else taken
 
     def taken_in(match: re.Match[str]) -> str:
-        name = match[1].strip("\"'")
+        name = match[1].strip().strip("\"'")
         place = re.sub(r"^\$\(.*\)", str(folder), name)
         place = _REFERENCE.sub(lambda m: environment.get(m[1] or m[3]) or str(folder), place)
         path = folder / place
         if "\0" in place or depth == 0 or not os.path.isfile(path):
             left.append(f"source {name}: is not there; what it says is not carried")
             return ""
+        taken.append(path)
+        if len(taken) > MOST_FILES:
+            raise ConfigError(f"{command}: the script takes in more than {MOST_FILES} files")
         inner, more = with_sourced(
-            read_script_file(path, command), path.parent, environment, command, depth - 1
+            read_script_file(path, command), path.parent, environment, command, depth - 1, taken
         )
         left.extend(more)
         return inner

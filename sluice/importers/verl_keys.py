@@ -7,8 +7,6 @@ import re
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-import yaml
-
 from sluice.importers.documents import (
     Flag,
     Imported,
@@ -25,6 +23,7 @@ from sluice.importers.documents import (
     only_zero,
     plain_text,
     plain_value,
+    read_yaml,
     set_at,
     unneeded,
     whole,
@@ -84,10 +83,7 @@ def truth(text: str) -> bool:
 
 def listed(text: str) -> list[str]:
     """One text, or the texts of a list."""
-    try:
-        value = yaml.safe_load(plain_text(text))
-    except yaml.YAMLError:
-        value = text
+    value = read_yaml(plain_text(text))
     found = value if isinstance(value, list) else [text]
     if not found or not all(isinstance(each, str) for each in found):
         raise NotCarriedError(f"{text!r} is neither a text nor a list of texts")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from sluice import cli
 from sluice.algo.losses import LossInputs, compute_loss
 from sluice.config import ConfigError, parse_config
-from sluice.importers.shell import Shell
+from sluice.importers.shell import Shell, with_sourced
 from sluice.importers.verl import import_script, read_overrides
 from sluice.importers.verl_keys import KEYS, find_key, key_table
 from sluice.loop.config import RunConfig
@@ -325,6 +326,85 @@ def test_what_cannot_be_carried_is_said(keys: str, word: str) -> None:
 )
 def test_sums_of_a_shell_are_those_of_whole_numbers(text: str, value: str) -> None:
     assert Shell("N=7\n", {}, "x").replaced(text) == value
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "A=(",
+        "A+=(a)",
+        "A+=(\n\n\n",
+        'A="',
+        "A='",
+        "$((",
+        "A=$A$A",
+        "A=`x",
+        "${A:-",
+        "A=(a\n)",
+        "((",
+    ],
+)
+def test_a_long_script_takes_no_longer_for_each_line_than_a_short_one(line: str) -> None:
+    """A reader that looks at the rest of the script for each line takes minutes for these."""
+    script = f"{line}\n" * (300_000 // (len(line) + 1))
+    began = time.process_time()
+    with contextlib.suppress(ConfigError):
+        imported(f"{script}\n{RUN}trainer.nnodes=1")
+    assert time.process_time() - began < 20
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        '"' + r"\"" * 150_000,
+        "x=$(" + " a" * 150_000,
+        "x=" + "$((" * 100_000,
+        "x=" + "$((a)" * 60_000,
+    ],
+)
+def test_a_long_command_is_read_once(command: str) -> None:
+    began = time.process_time()
+    with contextlib.suppress(ConfigError):
+        imported(RUN + command)
+    assert time.process_time() - began < 20
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        f"A={'x' * 60_000}\n{RUN}a=b {'$A ' * 300}",
+        "A=(\n" + "a\n" * 20_000 + f")\n{RUN}a=b {'${A[@]} ' * 50}",
+    ],
+)
+def test_values_put_in_again_and_again_are_refused(script: str) -> None:
+    with pytest.raises(ConfigError, match="grow too long"):
+        imported(script)
+
+
+def test_files_that_take_in_one_another_are_refused(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("source ./run.sh   \n" * 50)
+    with pytest.raises(ConfigError, match="more than 64 files"):
+        with_sourced(script.read_text(), tmp_path, {}, "import-verl")
+    (tmp_path / "more.sh").write_text("N=1")
+    taken = with_sourced("source 'more.sh'  \nM=2", tmp_path, {}, "import-verl")
+    assert taken == ("N=1\nM=2", [])
+
+
+@pytest.mark.parametrize("value", ["2024-99-99", "9" * 6000, "[" * 5000])
+@pytest.mark.parametrize(
+    "key", ["data.train_files", "+data.apply_chat_template_kwargs.x", f"{ACTOR}.use_kl_loss"]
+)
+def test_a_value_that_is_no_yaml_is_a_text(key: str, value: str) -> None:
+    run, services, _ = imported(f"{key}={value}")
+    assert run and services
+
+
+def test_arrays_end_where_those_of_a_shell_do() -> None:
+    several = "B=(c=3\n  'd=4 5'\n)\nB+=(\n\n e=6\n   ) # end\n"
+    shell = Shell(f"A=(a=1 b=2)\n{several}if x\nthen\n  A=( f=7 )\nfi\nC=(\n", {}, "x")
+    words = shell.words('"${A[@]}" ${B[@]} ${C[@]}')
+    assert words == ["a=1", "b=2", "f=7", "c=3", "d=4 5", "e=6"]
 
 
 def test_variables_that_name_each_other_do_not_grow_for_ever() -> None:
