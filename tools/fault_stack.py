@@ -38,6 +38,7 @@ from tools.fault_network import Network
 STEPS, GROUPS, SAMPLES = 5, 4, 4
 STOP_SECONDS = 60.0
 START_SECONDS = 600.0  # of services on a machine with other work
+SILENT_SECONDS = 20.0  # of a process that hangs: a host with other work holds one up for long, too
 TICK_SECONDS = 0.1
 TELLINGS = 2  # of one run, before it is over
 PARTED = ("router", "converter", "trainer", "engine-0", "engine-1", "episodes")
@@ -165,7 +166,7 @@ def _trainer(model: Path, ranks: int) -> dict[str, Any]:
             "restart_backoff": 0.1,
             "heartbeat_seconds": 0.5,
             "silent_seconds": 2.0,
-            "lost_seconds": 6.0,
+            "lost_seconds": SILENT_SECONDS,
         },
         "keep_versions": 2,
     }
@@ -203,7 +204,11 @@ class Stack:
             "services": services,
             "restarts": 1000,
             "start_timeout_seconds": START_SECONDS,
-            "liveness": {"interval_seconds": 0.5, "timeout_seconds": 3.0, "failures": 2},
+            "liveness": {
+                "interval_seconds": 0.5,
+                "timeout_seconds": SILENT_SECONDS / 2,
+                "failures": 2,
+            },
         }
         (self.directory / "services.yaml").write_text(yaml.safe_dump(config))
 
