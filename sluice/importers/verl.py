@@ -107,6 +107,8 @@ def _sizes(into: Imported) -> None:
             run["steps"] = max(1, facts["prompts"] // groups)
     elif facts["one_step_off"]:
         run["max_staleness"] = 1
+    elif "filters" not in run:  # the rows that are drawn are those that are trained on
+        groups = facts.get("generated", groups)
     samples = facts.get("samples", 1)
     if samples == 1:
         groups, mini, samples = max(1, groups // 2), max(1, mini // 2), 2
@@ -123,8 +125,13 @@ def _sizes(into: Imported) -> None:
         )
     elif parts > 1:
         set_at(run, "algorithm.mini_batches", parts)
-    if (generated := facts.get("generated", groups)) > groups and not facts["asynchronous"]:
-        run["over_sampling"] = min(16.0, generated / groups)
+    if "filters" in run:
+        into.left.append(
+            "algorithm.filter_groups.enable: of verl's own programs its recipe dapo alone filters; "
+            "the files do"
+        )
+        if (generated := facts.get("generated", groups)) > groups and not facts["asynchronous"]:
+            run["over_sampling"] = min(16.0, generated / groups)
     if "steps" not in run:
         into.left.append(
             "trainer.total_training_steps: is missing; run.yaml steps is epochs times rows, by "
@@ -250,44 +257,54 @@ def _optim(into: Imported) -> None:
     verl's schedules count training steps, ours count optimizer steps.
     """
     facts, optim = into.facts, into.trainer.setdefault("optim", {})
-    each = _optimizer_steps(into)
-    steps = facts.get("decay") or into.run.get("steps", 0)
     optim.setdefault("learning_rate", 1e-6)
     optim.setdefault("weight_decay", 0.01)
     optim["betas"] = [0.9, 0.999]
     optim["max_grad_norm"] = facts.get("max_norm", 1.0)
-    if warmup := _warmup(into, "warmup", steps):
+    _schedule(into, "", optim)
+
+
+def _schedule(into: Imported, whose: str, optim: dict[str, Any]) -> None:
+    """Of the facts that begin with `whose`."""
+    facts, each = into.facts, _optimizer_steps(into)
+    steps = facts.get(f"{whose}decay_steps") or into.run.get("steps", 0)
+    if warmup := _warmup(into, f"{whose}warmup", steps):
         optim["warmup_steps"] = warmup * each
-    schedule = facts.get("schedule", "constant")
+    schedule = facts.get(f"{whose}schedule", "constant")
     if schedule == "constant":
         return
     if not steps:
         into.left.append(
-            f"actor_rollout_ref.actor.optim: {schedule} needs optim.decay_steps, which nothing "
-            "tells"
+            f"{'critic' if whose else 'actor_rollout_ref.actor'}.optim: {schedule} needs "
+            "optim.decay_steps, which nothing tells"
         )
         return
     optim |= {"schedule": schedule, "decay_steps": steps * each}
-    minimum = facts.get("minimum", facts.get("minimum_rate", 0.0) / optim["learning_rate"])
-    if minimum:
+    lowest = facts.get(f"{whose}minimum_rate", 0.0) / (optim["learning_rate"] or 1.0)
+    if minimum := facts.get(f"{whose}minimum", lowest):
         optim["minimum_ratio"] = min(1.0, minimum)
 
 
 def _warmup(into: Imported, name: str, steps: int) -> int:
     """Training steps; 0 where there are none, or their number is not known."""
     facts = into.facts
-    if facts.get(name):
-        return int(facts[name])
+    given = facts.get(name, -1)
+    if given > 0 or (given == 0 and _backend(facts) == "fsdp"):  # for Megatron 0 is as if not given
+        return int(given)
     if ratio := facts.get(f"{name}_ratio", 0.0):
         if not steps:
             into.left.append(f"{name} of {ratio:g} of the steps: needs optim.warmup_steps")
-        return round(ratio * steps)
+        return int(ratio * steps)
     return 0
+
+
+def _backend(facts: Mapping[str, Any]) -> str:
+    return "megatron" if facts["megatron"] else facts.get("strategy", "fsdp")
 
 
 def _trainer(into: Imported) -> None:
     facts, trainer = into.facts, into.trainer
-    backend = "megatron" if facts["megatron"] else facts.get("strategy", "fsdp")
+    backend = _backend(facts)
     trainer["backend"] = backend
     count = facts.get("nodes", 1) * facts.get("gpus", 8)
     set_at(trainer, "ranks.count", count)
@@ -302,16 +319,17 @@ def _trainer(into: Imported) -> None:
     if facts.get("lora_rank"):
         lora: dict[str, Any] = {
             "rank": facts["lora_rank"],
-            "alpha": facts.get("lora_alpha", 16.0),
+            "alpha": facts.get("lora_alpha", 32.0 if backend == "megatron" else 16.0),
         }
         lora |= {"targets": facts["targets"]} if "targets" in facts else {}
         trainer["lora"] = lora | ({"start": facts["lora_start"]} if "lora_start" in facts else {})
     if backend == "fsdp":
         trainer.pop("megatron", None)
-        fsdp: dict[str, Any] = {"dtype": "bfloat16"}
+        fsdp: dict[str, Any] = {"dtype": "bfloat16", **trainer.get("fsdp", {})}
         fsdp["activation_checkpointing"] = facts.get("checkpointing", True)
         trainer["fsdp"] = fsdp | ({"context": facts["context"]} if "context" in facts else {})
         return
+    trainer.pop("fsdp", None)
     megatron = trainer.setdefault("megatron", {})
     if megatron.get("tensor", 1) > 1:
         megatron["sequence_parallel"] = facts.get("sequence_parallel", True)
@@ -381,7 +399,7 @@ def _evaluation(into: Imported) -> None:
     facts = into.facts
     if not facts.get("evaluated"):
         return
-    temperature = facts.get("eval_temperature", 0.0) if facts.get("eval_sampled") else 0.0
+    temperature = facts.get("eval_temperature", 0.0)
     samples = facts.get("eval_samples", 1)
     if samples > 1 and not temperature:
         into.left.append(
@@ -456,17 +474,18 @@ def _documents(into: Imported, run_dir: Path) -> dict[str, Any]:
 def _critic(into: Imported, trainer: dict[str, Any]) -> dict[str, Any]:
     facts = into.facts
     optim = {
-        **trainer["optim"],
         "learning_rate": facts.get("critic_rate", 1e-5),
         "weight_decay": facts.get("critic_decay", 0.01),
+        "betas": [0.9, 0.999],
         "max_grad_norm": facts.get("critic_norm", 1.0),
     }
-    optim.pop("warmup_steps", None)
-    if warmup := _warmup(into, "critic_warmup", into.run.get("steps", 0)):
-        optim["warmup_steps"] = warmup * _optimizer_steps(into)
+    _schedule(into, "critic_", optim)
     critic = {**trainer, "head": "value", "optim": optim}
     critic["model"] = facts.get("critic_model", trainer["model"])
-    critic.pop("lora", None)
+    for name in ("lora", "reference_model"):
+        critic.pop(name, None)
+    if facts.get("critic_strategy", trainer["backend"]) != trainer["backend"]:
+        into.left.append("critic.strategy: by hand: the critic's config has the trainer's backend")
     return critic
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
 from sluice.importers.documents import (
@@ -175,6 +175,33 @@ def _positive(text: str) -> int:
     return max(0, whole(text))
 
 
+def _precision(ours: str, known: Mapping[str, str]) -> Flag:
+    """Of products; `known` are ours by verl's names. Put at `trainer: {ours}`."""
+
+    def put(into: Imported, values: Values) -> None:
+        value = only(values)
+        if value not in known:
+            raise NotCarriedError(f"{value!r} is not there; known: {', '.join(known)}")
+        set_at(into.trainer, ours, known[value])
+
+    return Flag(f"trainer: {ours}", ", ".join(known), put)
+
+
+def _only_of(known: Sequence[str], why: str) -> Flag:
+    """What is not needed with one of these values, and not there otherwise."""
+
+    def put(_: Imported, values: Values) -> None:
+        if (value := only(values)) not in known:
+            raise NotCarriedError(f"{plain_text(value)}: {why}")
+
+    return Flag("", f"not needed as {', '.join(known)}: {why}", put)
+
+
+def _steps_before(text: str) -> int:
+    """verl's counts of steps begin at 1, and its actor is trained in the step that is named."""
+    return max(0, whole(text) - 1)
+
+
 def _threshold(text: str) -> float:
     value = number(text)
     if not 0 < value < math.inf:
@@ -191,6 +218,11 @@ _PROFILER = absent("there is no profiler; docs/trace.md has spans of every sampl
 _OWN = "functions of your own are named otherwise: docs/rollout.md, Your own functions"
 _TURNS = by_hand("environment: tools of run.yaml, or one of your own: docs/rollout.md")
 _REWARD_MODEL = by_hand("a service of its own, and reward: reward_model: docs/rollout.md")
+_COUNTED = unneeded("trainer.total_training_steps stands in its place, in verl too")
+_FLOATS = _only_of(("fp32", "float32"), "weights, gradients and moments are float32")
+_BFLOAT = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
+_MEGATRON = by_hand("trainer.config.megatron, or config.json of the model directory")
+_ALIKE = "a critic's products have the precision of the trainer's"
 _CRITIC_STEPS = by_hand("a critic goes by the mini-batches and epochs of the run")
 _BATCHES = unneeded("the ranks of the trainer go by the same plan for it")
 _SLEEP = unneeded("with placement: colocated who waits has given its memory away")
@@ -208,7 +240,9 @@ KEYS: dict[str, Flag] = {
     "data.prompt_key": key_of("run", "environment.settings.prompt_key", plain_text),
     "data.image_key": key_of("run", "environment.settings.images_key", plain_text),
     "data.train_batch_size": fact("groups", whole, "run: groups_per_step"),
-    "data.gen_batch_size": fact("generated", whole, "run: over_sampling"),
+    "data.gen_batch_size": fact(
+        "generated", whole, "run: groups_per_step", "with filter_groups over_sampling"
+    ),
     "data.max_prompt_length": fact("prompt_length", whole, "rollout: engine.max_model_length"),
     "data.max_response_length": fact("response_length", whole, "run: sampling.max_new_tokens"),
     "data.shuffle": fact("shuffle", truth, "run: prompts.shuffle"),
@@ -268,15 +302,15 @@ KEYS: dict[str, Flag] = {
     f"{_ACTOR}.optim.clip_grad": fact("max_norm", number, "trainer: optim.max_grad_norm"),
     f"{_ACTOR}.grad_clip": fact("max_norm", number, "trainer: optim.max_grad_norm"),
     f"{_ACTOR}.optim.betas": by_hand("trainer.config.optim.betas"),
-    f"{_ACTOR}.optim.lr_warmup_steps": fact("warmup", _positive, "trainer: optim.warmup_steps"),
+    f"{_ACTOR}.optim.lr_warmup_steps": fact("warmup", whole, "trainer: optim.warmup_steps"),
     f"{_ACTOR}.optim.lr_warmup_steps_ratio": fact(
         "warmup_ratio", number, "trainer: optim.warmup_steps"
     ),
     f"{_ACTOR}.optim.lr_scheduler_type": choice("schedule", SCHEDULES, "trainer: optim.schedule"),
     f"{_ACTOR}.optim.warmup_style": choice("schedule", SCHEDULES, "trainer: optim.schedule"),
     f"{_ACTOR}.optim.lr_decay_style": choice("schedule", SCHEDULES, "trainer: optim.schedule"),
-    f"{_ACTOR}.optim.lr_decay_steps": fact("decay", _positive, "trainer: optim.decay_steps"),
-    f"{_ACTOR}.optim.total_training_steps": fact("decay", _positive, "trainer: optim.decay_steps"),
+    f"{_ACTOR}.optim.lr_decay_steps": fact("decay_steps", _positive, "trainer: optim.decay_steps"),
+    f"{_ACTOR}.optim.total_training_steps": _COUNTED,
     f"{_ACTOR}.optim.min_lr_ratio": fact("minimum", number, "trainer: optim.minimum_ratio"),
     f"{_ACTOR}.optim.min_lr": fact("minimum_rate", number, "trainer: optim.minimum_ratio"),
     f"{_ACTOR}.ppo_mini_batch_size": fact("mini_batch", whole, "run: algorithm.mini_batches"),
@@ -294,6 +328,12 @@ KEYS: dict[str, Flag] = {
     f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size": fact(
         "context", whole, "trainer: fsdp.context"
     ),
+    f"{_ACTOR}.fsdp_config.dtype": _precision("fsdp.dtype", _BFLOAT),
+    f"{_ACTOR}.fsdp_config.model_dtype": _FLOATS,
+    f"{_ACTOR}.megatron.dtype": _precision(
+        "megatron.dtype", {**_BFLOAT, "float16": "float16", "fp16": "float16"}
+    ),
+    "actor_rollout_ref.ref.model.path": key_of("trainer", "reference_model", plain_text),
     f"{_ACTOR}.fsdp_config.seed": key_of("trainer", "seed", whole),
     f"{_ACTOR}.fsdp_config.fsdp_size": absent("a model is cut over all ranks: docs/fsdp.md"),
     f"{_ACTOR}.fsdp_config.offload_policy": by_hand("trainer.config.fsdp.cpu_offload"),
@@ -387,9 +427,7 @@ KEYS: dict[str, Flag] = {
     f"{_ROLLOUT}.val_kwargs.top_k": Flag(
         "run: evaluation.datasets.<name>.sampling.top_k", "-1 is 0", _top_k("eval_top_k")
     ),
-    f"{_ROLLOUT}.val_kwargs.do_sample": fact(
-        "eval_sampled", truth, "run: evaluation.datasets.<name>.sampling.temperature"
-    ),
+    f"{_ROLLOUT}.val_kwargs.do_sample": unneeded("its temperature says it, in verl too"),
     f"{_ROLLOUT}.multi_turn.": _TURNS,
     f"{_ROLLOUT}.agent.": _TURNS,
     # rewards
@@ -426,14 +464,33 @@ KEYS: dict[str, Flag] = {
     "reward_model.": _REWARD_MODEL,
     # the critic
     "critic.optim.lr": fact("critic_rate", number, "trainer: optim.learning_rate"),
-    "critic.optim.lr_warmup_steps": fact("critic_warmup", _positive, "trainer: optim.warmup_steps"),
+    "critic.optim.lr_warmup_steps": fact("critic_warmup", whole, "trainer: optim.warmup_steps"),
     "critic.optim.lr_warmup_steps_ratio": fact(
         "critic_warmup_ratio", number, "trainer: optim.warmup_steps"
     ),
+    "critic.optim.lr_scheduler_type": choice(
+        "critic_schedule", SCHEDULES, "trainer: optim.schedule"
+    ),
+    "critic.optim.warmup_style": choice("critic_schedule", SCHEDULES, "trainer: optim.schedule"),
+    "critic.optim.lr_decay_style": choice("critic_schedule", SCHEDULES, "trainer: optim.schedule"),
+    "critic.optim.lr_decay_steps": fact(
+        "critic_decay_steps", _positive, "trainer: optim.decay_steps"
+    ),
+    "critic.optim.total_training_steps": _COUNTED,
+    "critic.optim.min_lr_ratio": fact("critic_minimum", number, "trainer: optim.minimum_ratio"),
+    "critic.optim.min_lr": fact("critic_minimum_rate", number, "trainer: optim.minimum_ratio"),
+    "critic.optim.clip_grad": fact("critic_norm", number, "trainer: optim.max_grad_norm"),
+    "critic.optim.": by_hand("the critic's config.optim"),
+    "critic.model.lora_rank": only_zero("a critic trains whole"),
+    "critic.model.lora.rank": only_zero("a critic trains whole"),
+    "critic.model.override_config.": by_hand("config.json of the critic's model directory"),
+    "critic.model.fsdp_config.dtype": _only_of(("bfloat16", "bf16"), _ALIKE),
+    "critic.model.fsdp_config.model_dtype": _FLOATS,
+    "critic.megatron.dtype": _only_of(("bfloat16", "bf16"), _ALIKE),
     "critic.optim.weight_decay": fact("critic_decay", number, "trainer: optim.weight_decay"),
     "critic.model.path": fact("critic_model", plain_text, "trainer: model"),
     "critic.cliprange_value": fact("value_clip", number, "run: critic.loss.value_clip"),
-    "critic.strategy": unneeded("a critic has the trainer's backend"),
+    "critic.strategy": choice("critic_strategy", STRATEGIES, "trainer: backend"),
     "critic.enable": unneeded("a run with gae has one"),
     "critic.ppo_max_token_len_per_gpu": unneeded("a critic has the trainer's micro-batches"),
     "critic.grad_clip": fact("critic_norm", number, "trainer: optim.max_grad_norm"),
@@ -446,7 +503,9 @@ KEYS: dict[str, Flag] = {
     "trainer.total_epochs": by_hand("run.yaml steps: epochs times rows, by groups_per_step"),
     "trainer.save_freq": fact("save_every", _positive, "run: checkpoint_every"),
     "trainer.test_freq": fact("eval_every", _positive, "run: evaluation.every_steps"),
-    "trainer.critic_warmup": fact("critic_steps", _positive, "run: critic.warmup_steps"),
+    "trainer.critic_warmup": fact(
+        "critic_steps", _steps_before, "run: critic.warmup_steps", "less 1"
+    ),
     "trainer.nnodes": fact("nodes", whole, "trainer: ranks.count", "times the GPUs of a node"),
     "trainer.n_gpus_per_node": fact("gpus", whole, "trainer: ranks.count"),
     "trainer.logger": by_hand("run.yaml trackers: docs/trackers.md"),
@@ -519,7 +578,11 @@ KEYS: dict[str, Flag] = {
     ),
     f"{_TRANSFORMER}.moe_aux_loss_coeff": only_zero("there is no auxiliary loss"),
     f"{_TRANSFORMER}.moe_z_loss_coeff": only_zero("there is no auxiliary loss"),
-    f"{_TRANSFORMER}.": unneeded("kernels are the layer's own choice (megatron.layer_spec)"),
+    f"{_TRANSFORMER}.attention_dropout": only_zero("nothing is dropped out"),
+    f"{_TRANSFORMER}.hidden_dropout": only_zero("nothing is dropped out"),
+    f"{_TRANSFORMER}.": _MEGATRON,
+    f"{_ACTOR}.megatron.override_ddp_config.": _MEGATRON,
+    f"{_ACTOR}.megatron.override_mcore_model_config.": _MEGATRON,
     f"{_ACTOR}.megatron.dist_checkpointing_path": by_hand(
         "the model is a Hugging Face directory; `sluice convert` makes one of torch_dist"
     ),
@@ -560,6 +623,30 @@ FAMILIES: dict[str, Flag] = {
 }
 # which change nothing of what is trained, or are of parts that are otherwise here
 UNNEEDED: dict[str, frozenset[str]] = {
+    f"{_TRANSFORMER}.": frozenset(
+        {
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+            "apply_rope_fusion",
+            "attention_backend",
+            "bias_activation_fusion",
+            "bias_dropout_fusion",
+            "cross_entropy_fusion_impl",
+            "cross_entropy_loss_fusion",
+            "deallocate_pipeline_outputs",
+            "gradient_accumulation_fusion",
+            "masked_softmax_fusion",
+            "moe_enable_deepep",
+            "moe_grouped_gemm",
+            "moe_permute_fusion",
+            "moe_router_dtype",
+            "moe_router_fusion",
+            "moe_shared_expert_overlap",
+            "moe_token_dispatcher_type",
+            "persist_layer_norm",
+            "recompute_modules",
+        }
+    ),
     "data.": frozenset(
         {"image_patch_size", "return_multi_modal_inputs", "use_shm", "validation_shuffle"}
     ),

@@ -283,8 +283,82 @@ def test_the_asynchronous_trainer_has_its_own_defaults(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("keys", "path", "expected"),
+    [
+        ("trainer.critic_warmup=10", "run.critic.warmup_steps", 9),
+        ("trainer.critic_warmup=1", "run.critic.warmup_steps", None),
+        (f"{ACTOR}.optim.lr_scheduler_type=cosine", "critic.optim.schedule", None),
+        ("critic.optim.lr_scheduler_type=cosine", "critic.optim.decay_steps", 400),
+        (
+            "critic.optim.lr_decay_style=linear critic.optim.min_lr=1e-6",
+            "critic.optim.minimum_ratio",
+            pytest.approx(0.1),
+        ),
+        ("critic.optim.clip_grad=0.3", "critic.optim.max_grad_norm", 0.3),
+        (
+            f"{ACTOR}.optim.lr_warmup_steps=0 {ACTOR}.optim.lr_warmup_steps_ratio=0.1",
+            "trainer.optim.warmup_steps",
+            None,
+        ),
+        (
+            f"{ACTOR}.optim.lr_warmup_steps=0 {ACTOR}.optim.lr_warmup_steps_ratio=0.1 "
+            f"{ACTOR}.strategy=megatron",
+            "trainer.optim.warmup_steps",
+            40,
+        ),
+        (f"{ACTOR}.optim.lr_warmup_steps_ratio=0.019", "trainer.optim.warmup_steps", 4),
+        (
+            f"{ACTOR}.optim.total_training_steps=7 {ACTOR}.optim.lr_scheduler_type=cosine",
+            "trainer.optim.decay_steps",
+            400,
+        ),
+        (f"{ACTOR}.fsdp_config.dtype=float32", "trainer.fsdp.dtype", "float32"),
+        (
+            f"{ACTOR}.megatron.dtype=float16 {ACTOR}.strategy=megatron",
+            "trainer.megatron.dtype",
+            "float16",
+        ),
+        (
+            f"actor_rollout_ref.model.lora.rank=8 {ACTOR}.strategy=megatron",
+            "trainer.lora.alpha",
+            32.0,
+        ),
+        ("actor_rollout_ref.model.lora_rank=8", "trainer.lora.alpha", 16.0),
+        ("+actor_rollout_ref.ref.model.path=/other", "trainer.reference_model", "/other"),
+        ("+actor_rollout_ref.ref.model.path=/other", "critic.reference_model", None),
+        ("+data.gen_batch_size=512", "run.groups_per_step", 256),
+        (
+            "actor_rollout_ref.rollout.val_kwargs.temperature=0.6 data.val_files=/v.parquet",
+            "run.evaluation.datasets.v.sampling.temperature",
+            0.6,
+        ),
+    ],
+)
+def test_values_are_those_that_verl_would_train_with(
+    keys: str, path: str, expected: object
+) -> None:
+    run, services, left = imported(f"trainer.total_training_steps=100 {keys}")
+    assert not any("do not load" in line for line in left), left
+    configs = {name: each.get("config") for name, each in services["services"].items()}
+    at: Any = {**configs, "run": run}
+    for name in path.split("."):
+        at = at.get(name) if at else None
+    assert at == expected
+
+
+@pytest.mark.parametrize(
     ("keys", "word"),
     [
+        (f"{ACTOR}.fsdp_config.dtype=float16", "is not there"),
+        (f"{ACTOR}.fsdp_config.model_dtype=bf16", "moments are float32"),
+        (f"+{ACTOR}.megatron.override_transformer_config.fp8=hybrid", "by hand"),
+        (f"+{ACTOR}.megatron.override_transformer_config.attention_dropout=0.1", "dropped out"),
+        (f"+{ACTOR}.megatron.override_ddp_config.grad_reduce_in_fp32=False", "by hand"),
+        ("critic.optim.betas=[0.9,0.95]", "the critic's config.optim"),
+        ("critic.model.lora_rank=8", "a critic trains whole"),
+        ("critic.model.override_config.x=1", "by hand"),
+        ("critic.strategy=megatron", "has the trainer's backend"),
+        ("algorithm.filter_groups.enable=True", "dapo alone filters"),
         ("algorithm.adv_estimator=remax", "'remax' is not there"),
         ("actor_rollout_ref.actor.clip_ratio=0.1", "clip_ratio_low and clip_ratio_high count"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=300", "does not divide"),
