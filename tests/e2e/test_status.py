@@ -42,7 +42,8 @@ def test_a_run_at_work_and_after_a_kill(stack: Stack) -> None:
     by_name = {service["name"]: service for service in found["services"]}
     assert {service["health"] for service in found["services"]} == {"serving"}
     assert by_name["trainer"]["step"] > step
-    (engine,) = found["engines"]
+    with stopped(training.process.pid):  # trainer and engine are asked one after the other
+        (engine,) = wait_until(lambda: _engines_at_rest(training.run_dir))
     assert engine["state"] == "active"
     assert 0 <= engine["versions_behind"] <= 1
     training.process.send_signal(signal.SIGKILL)
@@ -64,3 +65,9 @@ def _waits_on_trainer(stack: Stack, run_dir: Path) -> dict[str, Any] | None:
     if any(by_name[name]["health"] != "serving" for name in ("loop", "router")):
         return None  # which were too slow for it just now
     return found if any(address in wait["on"] for wait in by_name["loop"]["waits"]) else None
+
+
+def _engines_at_rest(run_dir: Path) -> list[dict[str, Any]] | None:
+    """Once all that is said of them has been answered in time."""
+    engines = status_of(run_dir, "--timeout_seconds", "2")["engines"]
+    return engines if engines and engines[0]["versions_behind"] is not None else None
