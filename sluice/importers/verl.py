@@ -190,7 +190,7 @@ def _algorithm(into: Imported) -> None:
         _reward_kl(into, given)
     if facts.get("overlong") and facts.get("overlong_buffer"):
         given["overlong"] = {
-            "max_length": facts.get("response_length", 512),
+            "max_length": facts.get("overlong_length", facts.get("response_length", 512)),
             "buffer": facts["overlong_buffer"],
             "penalty": facts.get("overlong_penalty", 1.0),
         }
@@ -260,8 +260,16 @@ def _optim(into: Imported) -> None:
     optim.setdefault("learning_rate", 1e-6)
     optim.setdefault("weight_decay", 0.01)
     optim["betas"] = [0.9, 0.999]
-    optim["max_grad_norm"] = facts.get("max_norm", 1.0)
+    optim["max_grad_norm"] = _norm(facts, "")
     _schedule(into, "", optim)
+
+
+def _norm(facts: Mapping[str, Any], whose: str) -> float:
+    """Of two keys that name it the one that the backend reads, or else the one that is given."""
+    names = [f"{whose}norm", f"{whose}optim_norm"]
+    if _backend(facts) == "megatron":
+        names.reverse()
+    return next((facts[name] for name in names if name in facts), 1.0)
 
 
 def _schedule(into: Imported, whose: str, optim: dict[str, Any]) -> None:
@@ -477,7 +485,7 @@ def _critic(into: Imported, trainer: dict[str, Any]) -> dict[str, Any]:
         "learning_rate": facts.get("critic_rate", 1e-5),
         "weight_decay": facts.get("critic_decay", 0.01),
         "betas": [0.9, 0.999],
-        "max_grad_norm": facts.get("critic_norm", 1.0),
+        "max_grad_norm": _norm(facts, "critic_"),
     }
     _schedule(into, "critic_", optim)
     critic = {**trainer, "head": "value", "optim": optim}

@@ -299,8 +299,8 @@ KEYS: dict[str, Flag] = {
     f"{_ACTOR}.fsdp_config.strategy": choice("strategy", STRATEGIES, "trainer: backend"),
     f"{_ACTOR}.optim.lr": key_of("trainer", "optim.learning_rate", number),
     f"{_ACTOR}.optim.weight_decay": key_of("trainer", "optim.weight_decay", number),
-    f"{_ACTOR}.optim.clip_grad": fact("max_norm", number, "trainer: optim.max_grad_norm"),
-    f"{_ACTOR}.grad_clip": fact("max_norm", number, "trainer: optim.max_grad_norm"),
+    f"{_ACTOR}.optim.clip_grad": fact("optim_norm", number, "trainer: optim.max_grad_norm"),
+    f"{_ACTOR}.grad_clip": fact("norm", number, "trainer: optim.max_grad_norm"),
     f"{_ACTOR}.optim.betas": by_hand("trainer.config.optim.betas"),
     f"{_ACTOR}.optim.lr_warmup_steps": fact("warmup", whole, "trainer: optim.warmup_steps"),
     f"{_ACTOR}.optim.lr_warmup_steps_ratio": fact(
@@ -455,7 +455,9 @@ KEYS: dict[str, Flag] = {
     "reward_model.overlong_buffer.penalty_factor": fact(
         "overlong_penalty", number, "run: algorithm.advantage.overlong"
     ),
-    "reward_model.reward_kwargs.max_resp_len": unneeded("it is the longest response"),
+    "reward_model.reward_kwargs.max_resp_len": fact(
+        "overlong_length", whole, "run: algorithm.advantage.overlong"
+    ),
     "reward_model.sandbox_fusion.": by_hand("reward: code of run.yaml, docs/rollout.md"),
     "reward_model.enable": fact("reward_model", truth, "run: environment.settings.reward"),
     "reward_model.use_reward_loop": unneeded("rewards are given beside sampling"),
@@ -479,7 +481,7 @@ KEYS: dict[str, Flag] = {
     "critic.optim.total_training_steps": _COUNTED,
     "critic.optim.min_lr_ratio": fact("critic_minimum", number, "trainer: optim.minimum_ratio"),
     "critic.optim.min_lr": fact("critic_minimum_rate", number, "trainer: optim.minimum_ratio"),
-    "critic.optim.clip_grad": fact("critic_norm", number, "trainer: optim.max_grad_norm"),
+    "critic.optim.clip_grad": fact("critic_optim_norm", number, "trainer: optim.max_grad_norm"),
     "critic.optim.": by_hand("the critic's config.optim"),
     "critic.model.lora_rank": only_zero("a critic trains whole"),
     "critic.model.lora.rank": only_zero("a critic trains whole"),

@@ -296,6 +296,23 @@ def test_the_asynchronous_trainer_has_its_own_defaults(model: Path) -> None:
         ),
         ("critic.optim.clip_grad=0.3", "critic.optim.max_grad_norm", 0.3),
         (
+            "critic.grad_clip=0.2 critic.optim.clip_grad=0.3",
+            "critic.optim.max_grad_norm",
+            0.2,
+        ),
+        (
+            f"{ACTOR}.optim.clip_grad=0.3 {ACTOR}.grad_clip=0.2 {ACTOR}.strategy=megatron",
+            "trainer.optim.max_grad_norm",
+            0.3,
+        ),
+        (
+            "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True "
+            "+reward_model.reward_kwargs.overlong_buffer_cfg.len=64 "
+            "+reward_model.reward_kwargs.max_resp_len=256",
+            "run.algorithm.advantage.overlong.max_length",
+            256,
+        ),
+        (
             f"{ACTOR}.optim.lr_warmup_steps=0 {ACTOR}.optim.lr_warmup_steps_ratio=0.1",
             "trainer.optim.warmup_steps",
             None,
