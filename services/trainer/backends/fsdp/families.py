@@ -162,7 +162,7 @@ def _measured_ropes(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def learned_positions(config: Mapping[str, Any]) -> int:
     """Return how many positions a model has learned; 0 where they are computed, for any row."""
-    key, default = LEARNED_POSITIONS.get(config["model_type"], ("", 0))
+    key, default = LEARNED_POSITIONS.get(config.get("model_type", ""), ("", 0))
     return int(config.get(key, default))
 
 
