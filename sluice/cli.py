@@ -27,8 +27,6 @@ from sluice.config import ConfigError, ProcessConfig, hint, load_config, refuse_
 from sluice.convert_command import CheckpointError, convert, verify
 from sluice.doctor import DOCTOR_USAGE, DoctorConfig, UnfitError, doctor
 from sluice.durable import DirectoryError
-from sluice.importers.slime import import_slime
-from sluice.importers.verl import import_verl
 from sluice.imports import run_process
 from sluice.init import INIT_USAGE, InitConfig, init
 from sluice.logs_command import LOGS_USAGE
@@ -164,6 +162,20 @@ _EXPECTED = (
     UnansweredError,
     UnfitError,
 )
+
+
+async def import_slime(arguments: Sequence[str]) -> None:
+    """Files from a script of slime. Raises ConfigError."""
+    from sluice.importers import slime  # nobody else needs its flags
+
+    await slime.import_slime(arguments)
+
+
+async def import_verl(arguments: Sequence[str]) -> None:
+    """Files from a script of verl. Raises ConfigError."""
+    from sluice.importers import verl  # nobody else needs its keys
+
+    await verl.import_verl(arguments)
 
 
 async def up(arguments: Sequence[str]) -> None:

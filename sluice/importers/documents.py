@@ -20,6 +20,7 @@ from sluice.stack import UpConfig
 
 Values = list[str]
 UNKNOWN = "REPLACE-ME"
+MOST_DEVICES = 1024  # of one host
 Put = Callable[["Imported", Values], None]
 
 
@@ -169,6 +170,20 @@ def read_yaml(text: str) -> Any:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         return text
+
+
+def give_devices(
+    into: Imported, entries: dict[str, Any], trained: int, engines: int, *, is_shared: bool
+) -> None:
+    """Give trainers the first devices of one host, and engines the same or those behind."""
+    if max(trained, engines) > MOST_DEVICES:
+        into.left.append(f"devices: by hand: one host has no more than {MOST_DEVICES}")
+        return
+    for name in ("trainer", "critic"):
+        if name in entries:
+            entries[name]["devices"] = list(range(trained))
+    first = 0 if is_shared else trained
+    entries["rollout"]["devices"] = list(range(first, first + engines))
 
 
 def check_documents(into: Imported, services: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from sluice.importers.documents import (
     NotCarriedError,
     Values,
     check_documents,
+    give_devices,
     plain_text,
     plain_value,
     set_at,
@@ -313,11 +314,7 @@ def _devices(into: Imported, entries: dict[str, Any]) -> None:
         return
     if not trained or (shared and engines > trained):
         return
-    for name in ("trainer", "critic"):
-        if name in entries:
-            entries[name]["devices"] = list(range(trained))
-    first = 0 if shared else trained
-    rollout["devices"] = list(range(first, first + engines))
+    give_devices(into, entries, trained, engines, is_shared=shared)
 
 
 def _halved(optim: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from sluice.importers.documents import (
     Imported,
     NotCarriedError,
     check_documents,
+    give_devices,
     set_at,
     write_imported,
 )
@@ -518,8 +519,5 @@ def _devices(into: Imported, entries: dict[str, Any], engine_gpus: int) -> None:
         set_at(rollout["config"], "engine.sglang.server_args.enable_memory_saver", True)
     if facts.get("nodes", 1) > 1 or facts.get("rollout_nodes", 1) > 1 or engines < engine_gpus:
         return
-    for name in ("trainer", "critic"):
-        if name in entries:
-            entries[name]["devices"] = list(range(trained))
-    first = trained if apart else 0
-    rollout["devices"] = list(range(first, first + engines // engine_gpus * engine_gpus))
+    used = engines // engine_gpus * engine_gpus
+    give_devices(into, entries, trained, used, is_shared=not apart)

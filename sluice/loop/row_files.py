@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from sluice.config import ConfigError
 from sluice.samples.messages import data_url
@@ -31,6 +34,12 @@ def read_rows(path: Path, key: str) -> list[tuple[str, dict[str, Any]]]:
         if not isinstance(row, dict):
             raise PromptFileError(f"{where}: a row must be an object, not {type(row).__name__}")
     return rows
+
+
+def digest_of_rows(path: Path) -> str:
+    """xxh3-128 of a file of rows, which may be larger than what is to be in memory twice."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _read_jsonl(path: Path) -> list[tuple[str, Any]]:

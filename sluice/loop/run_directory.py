@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import xxhash
 
@@ -196,7 +195,7 @@ def sole_driver(store: Path, run_dir: Path, trainers: Iterable[str]) -> Iterator
     with ExitStack() as stack:
         named = {place: address for address in trainers for place in _places(address)}
         for place, address in sorted(named.items()) if store.is_dir() else ():
-            path = store / "loops" / f"{quote(place, safe='')}.lock"
+            path = store / "loops" / f"{digest_of(place)}.lock"
             path.parent.mkdir(exist_ok=True)
             try:
                 stack.enter_context(durable.locked(path, timeout_seconds=0))
@@ -224,7 +223,7 @@ def _resolve(host: str) -> set[str]:
     """The numbers of a host; itself where nobody knows them."""
     try:
         return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
-    except OSError:
+    except (OSError, UnicodeError):  # unknown, or no name of a host at all
         return {host}
 
 

@@ -21,7 +21,7 @@ from sluice.config import ConfigError
 from sluice.loop.config import AlgorithmConfig, RowsConfig, SftConfig
 from sluice.loop.ledger import LedgerGroup
 from sluice.loop.report import RunReport
-from sluice.loop.row_files import PromptFileError, read_rows
+from sluice.loop.row_files import PromptFileError, digest_of_rows, read_rows
 from sluice.loop.run import TrainerRun
 from sluice.loop.run_directory import RunCheckpoint, checked_run_checkpoint, digest_of
 from sluice.loop.training import StepReport, train_step
@@ -227,7 +227,7 @@ class ConversationRows:
         self._tokenizer, self._rows_per_step = tokenizer, rows_per_step
         self._options = dict(template or {})
         self._check_options()
-        self.digest = digest_of([xxh3_128_hexdigest(config.file.read_bytes()), config.shuffle])
+        self.digest = digest_of([digest_of_rows(config.file), config.shuffle])
         order = partial(epoch_order, len(self._rows), config.shuffle, seed)
         self._order = lru_cache(maxsize=1)(order)
 

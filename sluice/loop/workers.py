@@ -30,7 +30,7 @@ from sluice.loop.config import (
     RunConfig,
     SamplingConfig,
 )
-from sluice.loop.row_files import PromptFileError, check_carried, read_rows
+from sluice.loop.row_files import PromptFileError, check_carried, digest_of_rows, read_rows
 from sluice.runtime.recovery import NotReadyError, Retries, is_passing, wait_until_ready
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.wire import duration_of
@@ -106,7 +106,7 @@ def load_prompts(
             )
         check_carried(where, row)
         rows.append(row)
-    content = xxhash.xxh3_128_hexdigest(config.file.read_bytes())
+    content = digest_of_rows(config.file)
     return PromptSource(rows, config.shuffle, seed, content, str(config.file))
 
 

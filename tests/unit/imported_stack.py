@@ -1,12 +1,18 @@
-"""Loads what an importer made as every process would that reads a part of it."""
+"""Runs importers, and loads what they made as every process would that reads a part of it."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from services.rollout.config import RolloutConfig
 from services.trainer.config import TrainerConfig
+from sluice import cli
 from sluice.config import parse_config
 from sluice.loop.config import RunConfig
 from sluice.stack import UpConfig
@@ -24,3 +30,16 @@ def assert_loads(run: dict[str, Any], services: dict[str, Any], model: Path) -> 
         if entry["kind"] == "rollout":
             more = {"store": "x", "router": "a:1", "engine_id": "e"}
             parse_config(RolloutConfig, {**more, **config})
+
+
+def run_command(*arguments: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `sluice` with these arguments."""
+    out, error = io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(error),
+    ):
+        patch.setattr(sys, "argv", ["sluice", *map(str, arguments)])
+        code = cli.main()
+    return code, out.getvalue(), error.getvalue()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.rollout.engine import config as engine_config
-from sluice import cli
 from sluice.algo.losses import LossInputs, compute_loss
 from sluice.config import ConfigError, parse_config
 from sluice.importers.documents import UNKNOWN
@@ -25,7 +22,7 @@ from sluice.importers.slime import import_script, read_script
 from sluice.importers.slime_flags import ADVANTAGES, find_flag, flag_table
 from sluice.loop.config import RunConfig
 from sluice.stack import UpConfig
-from tests.unit.imported_stack import assert_loads
+from tests.unit.imported_stack import assert_loads, run_command
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = r"""
@@ -541,27 +538,24 @@ def test_the_page_lists_every_flag() -> None:
 def test_the_command_writes_files_that_load(tmp_path: Path, model: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(SCRIPT)
-    out, error = io.StringIO(), io.StringIO()
-
-    def run(*arguments: object) -> int:
-        with (
-            pytest.MonkeyPatch.context() as patch,
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(error),
-        ):
-            patch.setattr(sys, "argv", ["sluice", "import-slime", *map(str, arguments)])
-            return cli.main()
-
-    assert run(script, "-o", tmp_path / "out") == 0
-    assert "--brand-new-flag" in out.getvalue()
+    code, out, _ = run_command("import-slime", script, "-o", tmp_path / "out")
+    assert code == 0 and "--brand-new-flag" in out
     services = yaml.safe_load((tmp_path / "out" / "services.yaml").read_text())
     assert_loads(yaml.safe_load((tmp_path / "out" / "run.yaml").read_text()), services, model)
-    assert run(script, "-o", tmp_path / "out") == 2
-    assert "is there already" in error.getvalue()
+    code, _, error = run_command("import-slime", script, "-o", tmp_path / "out")
+    assert code == 2 and "is there already" in error
     binary = tmp_path / "binary.sh"
     binary.write_bytes(b"\xff\xfe\x00" * 50)
     for wrong in (tmp_path, tmp_path / "missing", "a\0b", "x" * 5000, binary):
-        error.truncate(0)
-        error.seek(0)
-        assert run(wrong, "-o", tmp_path / "none") == 2
-        assert len(error.getvalue().splitlines()) == 1
+        code, _, error = run_command("import-slime", wrong, "-o", tmp_path / "none")
+        assert code == 2
+        assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("shared", ["--colocate", f"--rollout-num-gpus {10**12}"])
+def test_more_devices_than_a_host_has_are_told_and_not_made(shared: str) -> None:
+    _, services, left = imported(
+        f"train.py --actor-num-nodes 1 --actor-num-gpus-per-node {10**12} {shared}"
+    )
+    assert any(line.startswith("devices: by hand") for line in left)
+    assert not any("devices" in entry for entry in services["services"].values())

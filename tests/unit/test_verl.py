@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,14 +13,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice import cli
 from sluice.algo.losses import LossInputs, compute_loss
 from sluice.config import ConfigError, parse_config
 from sluice.importers.shell import Shell, with_sourced
 from sluice.importers.verl import import_script, read_overrides
 from sluice.importers.verl_keys import KEYS, find_key, key_table
 from sluice.loop.config import RunConfig
-from tests.unit.imported_stack import assert_loads
+from tests.unit.imported_stack import assert_loads, run_command
 
 ROOT = Path(__file__).parent.parent.parent
 ACTOR = "actor_rollout_ref.actor"
@@ -592,23 +589,21 @@ def test_the_page_lists_every_key() -> None:
 def test_the_command_writes_files_that_load(tmp_path: Path, model: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(SCRIPT)
-    out, error = io.StringIO(), io.StringIO()
-
-    def run(*arguments: object) -> int:
-        with (
-            pytest.MonkeyPatch.context() as patch,
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(error),
-        ):
-            patch.setattr(sys, "argv", ["sluice", "import-verl", *map(str, arguments)])
-            return cli.main()
-
-    assert run(script, "-o", tmp_path / "out") == 0
-    assert "trainer.brand_new" in out.getvalue()
+    code, out, _ = run_command("import-verl", script, "-o", tmp_path / "out")
+    assert code == 0 and "trainer.brand_new" in out
     services = yaml.safe_load((tmp_path / "out" / "services.yaml").read_text())
     assert_loads(yaml.safe_load((tmp_path / "out" / "run.yaml").read_text()), services, model)
     assert "&id" not in (tmp_path / "out" / "services.yaml").read_text()
-    assert run(script, "-o", tmp_path / "out") == 2
-    assert "is there already" in error.getvalue()
-    assert run(ROOT / "README.md", "-o", tmp_path / "none") == 2
-    assert "no command of verl" in error.getvalue()
+    code, _, error = run_command("import-verl", script, "-o", tmp_path / "out")
+    assert code == 2 and "is there already" in error
+    code, _, error = run_command("import-verl", ROOT / "README.md", "-o", tmp_path / "none")
+    assert code == 2 and "no command of verl" in error
+
+
+@pytest.mark.parametrize(
+    "keys", ["", f"rollout.n_gpus_per_node={10**12} actor_rollout_ref.hybrid_engine=False"]
+)
+def test_more_devices_than_a_host_has_are_told_and_not_made(keys: str) -> None:
+    _, services, left = imported(f"trainer.n_gpus_per_node={10**12} {keys}")
+    assert any(line.startswith("devices: by hand") for line in left)
+    assert not any("devices" in entry for entry in services["services"].values())

@@ -42,7 +42,7 @@ class StopStrings:
             samples = range(generation.sample_count)
             return [StopSearch(tokenizer.decoder(special=True), stops, before) for _ in samples]
 
-        return await asyncio.to_thread(make) if before else make()
+        return await asyncio.to_thread(make)
 
     def _read(self) -> TextTokenizer:
         if self._directory is None:

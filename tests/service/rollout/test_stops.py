@@ -20,6 +20,7 @@ from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.client import EngineClient, RemoteError, RolloutClient, new_request_id, typed_errors
 from sluice.demo.tiny_qwen3 import WORDS
+from tests.decoded_stops import expected
 from tests.patience import PATIENCE
 from tests.service.rollout import talk
 from tests.service.rollout.harness import (
@@ -66,16 +67,6 @@ async def engine(store: Store, tokenizer: Path) -> AsyncIterator[EngineClient]:
     ):
         await load_weights(client, store.first)
         yield client
-
-
-def expected(directory: Path, token_ids: Sequence[int], stops: Sequence[str]) -> int:
-    """Tokens of the sample by all its prefixes, decoded one by one; 0: no stop string."""
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    for count in range(1, len(token_ids) + 1):
-        text = tokenizer.decode(list(token_ids[:count]), skip_special_tokens=False)
-        if any(stop in text for stop in stops):
-            return count
-    return 0
 
 
 def request_of(

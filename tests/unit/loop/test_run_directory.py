@@ -140,6 +140,18 @@ def test_a_trainer_is_the_same_by_whatever_name(tmp_path, other) -> None:
             """Another trainer of the same host."""
 
 
+@pytest.mark.parametrize("host", ["a" * 70, "x..y", f"[{'1' * 5000}]"])
+def test_a_host_that_can_have_no_number_is_a_place_of_that_name(tmp_path, host) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    with (
+        sole_driver(store, tmp_path / "first", [f"{host}:5"]),
+        pytest.raises(DirectoryError, match="is driven by process"),
+        sole_driver(store, tmp_path / "second", [f"{host}:5"]),
+    ):
+        raise AssertionError("two loops")
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from sluice.samples.stops import StopSearch
 from sluice.samples.tokenizer import TextTokenizer
+from tests.decoded_stops import expected
 
 TEXTS = ["naïve café 漢字 🙂🙂 end", "</search> <search>", "a\n\nUser: next\0", "x — y…"]
 STOPS = [
@@ -68,16 +69,6 @@ def byte_fallback(directory: Path) -> Path:
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = request.param(tmp_path_factory.mktemp("tokenizer"))
     return folder
-
-
-def expected(directory: Path, token_ids: Sequence[int], stops: Sequence[str]) -> int:
-    """Tokens of the sample, from every prefix decoded alone; 0: no stop string."""
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    for count in range(1, len(token_ids) + 1):
-        text = tokenizer.decode(list(token_ids[:count]), skip_special_tokens=False)
-        if any(stop in text for stop in stops):
-            return count
-    return 0
 
 
 def without_cut_bytes(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
