@@ -12,7 +12,8 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.client import Client, EngineClient, RemoteError, RouterClient, TrainerClient
 from sluice.config import ConfigError, ProcessConfig
+from sluice.loop.fleet import POOL
 from sluice.loop.journal import END, NOTE, START, read_journal
 from sluice.loop.report import RECENT, read_metrics, seconds_left, tokens_per_second
 from sluice.runtime.addresses import address_of
@@ -71,19 +73,14 @@ async def read_status(target: str, config: StatusConfig) -> dict[str, Any]:
         services = {target: ("", address)}
     else:
         raise ConfigError(f"status: {no_target_text(target)}")
-    found = await asyncio.gather(
-        *(
-            _service_status(name, kind, address, security, config.timeout_seconds)
-            for name, (kind, address) in services.items()
-        )
-    )
+    found = await _ask_all(services, security, config.timeout_seconds)
     engines = [engine for service in found for engine in service.pop("engines")]
-    versions = [s["weight_version"] for s in found if s["kind"] == "trainer"]
+    versions = [service.pop("version_after_engines") for service in found]
     newest = max((v for v in versions if v is not None), default=None)
     for engine in engines:
-        version = engine["weight_version"]
-        behind = None if newest is None or version is None else newest - version
-        engine["versions_behind"] = behind
+        version, is_policy = engine["weight_version"], engine.pop("pool") in ("", POOL)
+        is_known = newest is not None and version is not None and is_policy
+        engine["versions_behind"] = newest - version if is_known else None
     status = {
         "target": target,
         "time": time.time(),
@@ -93,6 +90,48 @@ async def read_status(target: str, config: StatusConfig) -> dict[str, Any]:
     }
     plain: dict[str, Any] = _finite(status)
     return plain
+
+
+async def _ask_all(
+    services: Mapping[str, tuple[str, str]], security: SecurityConfig, seconds: float
+) -> list[dict[str, Any]]:
+    """What every service tells of itself, all together within so many seconds.
+
+    A trainer is asked for its version once more after the routers have named the engines: a run
+    goes on meanwhile, and an engine would serve a version that the trainer had not published yet.
+    """
+    deadline = asyncio.get_running_loop().time() + seconds
+    asking = {
+        name: asyncio.create_task(_service_status(name, kind, address, security, seconds))
+        for name, (kind, address) in services.items()
+    }
+    routers = [asking[name] for name, (kind, _) in services.items() if kind == "router"]
+    try:
+        return await asyncio.gather(
+            *(_after_engines(task, routers, security, deadline) for task in asking.values())
+        )
+    finally:
+        for task in asking.values():
+            task.cancel()
+
+
+async def _after_engines(
+    asking: asyncio.Task[dict[str, Any]],
+    routers: Sequence[asyncio.Task[dict[str, Any]]],
+    security: SecurityConfig,
+    deadline: float,
+) -> dict[str, Any]:
+    """With `version_after_engines`: of a trainer that was there to be asked again in time."""
+    status = await asking | {"version_after_engines": None}
+    if status["kind"] != "trainer" or status["weight_version"] is None:
+        return status
+    with suppress(TimeoutError, RemoteError):
+        async with asyncio.timeout_at(deadline):
+            listed = await asyncio.gather(*map(asyncio.shield, routers))
+            if any(each["engines"] for each in listed):
+                await _ask_trainer(status, status["address"], security)
+                status["version_after_engines"] = status["weight_version"]
+    return status
 
 
 def no_target_text(target: str) -> str:
@@ -357,6 +396,7 @@ async def _ask_router(status: dict[str, Any], address: str, security: SecurityCo
         {
             "id": engine.engine_id,
             "address": engine.address,
+            "pool": engine.pool,
             "state": router_pb.EngineState.Name(engine.state).removeprefix("ENGINE_STATE_").lower(),
             "weight_version": engine.weights.version if engine.HasField("weights") else None,
             "leased": sum(engine.leased_counts),

@@ -17,6 +17,10 @@ import psutil
 import pytest
 from rich.console import Console
 
+from sluice.api.router.v1 import router_service_pb2 as router_pb
+from sluice.api.router.v1 import router_service_pb2_grpc as router_grpc
+from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
+from sluice.api.trainer.v1 import trainer_service_pb2_grpc as trainer_grpc
 from sluice.config import ConfigError, parse_config
 from sluice.durable import encode_row
 from sluice.loop.journal import RunJournal, read_journal
@@ -219,6 +223,44 @@ async def test_who_does_not_answer_costs_no_more_than_the_deadline(tmp_path: Pat
         status = await asyncio.wait_for(read_status(str(tmp_path), config), PATIENCE)
         assert [s["health"] for s in status["services"]] == ["no answer", "no answer"]
         assert "within 1 s" in status["services"][0]["detail"]
+
+
+class RunGoesOn(trainer_grpc.TrainerServiceServicer, router_grpc.RouterServiceServicer):
+    """A trainer, and a router whose engine gets the next version once the trainer was asked."""
+
+    def __init__(self) -> None:
+        self.version, self.asked = 7, asyncio.Event()
+
+    async def GetTrainer(self, request, context):
+        self.asked.set()
+        return trainer_pb.GetTrainerResponse(trainer={"weights": {"version": self.version}})
+
+    async def ListEngines(self, request, context):
+        await asyncio.wait_for(self.asked.wait(), PATIENCE)
+        self.version += 1
+        engines = {"of-the-run": (self.version, ""), "of-a-teacher": (99, "teacher")}
+        return router_pb.ListEnginesResponse(
+            engines=[
+                {"engine_id": name, "weights": {"version": version}, "pool": pool}
+                for name, (version, pool) in engines.items()
+            ]
+        )
+
+
+async def test_no_engine_is_ahead_of_the_trainer_while_a_run_goes_on(tmp_path: Path) -> None:
+    run, server = RunGoesOn(), Server(ServerConfig(host="127.0.0.1"))
+    server.add(trainer_grpc.add_TrainerServiceServicer_to_server, run, "trainer")
+    server.add(router_grpc.add_RouterServiceServicer_to_server, run, "router")
+    await server.start()
+    try:
+        begun(tmp_path, trainer=server.address, router=server.address).__exit__(None, None, None)
+        status = await read_status(str(tmp_path), PATIENT)
+    finally:
+        await server.stop()
+    behind = {engine["id"]: engine["versions_behind"] for engine in status["engines"]}
+    assert behind == {"of-the-run": 0, "of-a-teacher": None}  # which has weights of its own
+    trainer = next(service for service in status["services"] if service["kind"] == "trainer")
+    assert trainer["weight_version"] == 8
 
 
 def test_a_line_of_the_journal_that_was_cut_off_takes_no_other_with_it(tmp_path: Path) -> None:
