@@ -27,7 +27,8 @@ from sluice.loop.trackers import TrackersConfig
 from sluice.loop.tracking import Tracking
 from sluice.runtime import waits
 
-_LINE = "reward {reward_mean:.3f}  length {response_length_mean:.1f}  mismatch {mismatch:.1e}"
+_LINE = "reward {reward_mean:.3f}  length {response_length_mean:.1f}"
+_OF_ACTOR = "  mismatch {rollout_mismatch:.1e}"  # of steps that trained it, not the critic alone
 _DRAWN = {"step", "reward_mean", "response_length_mean"}
 _SCORED = {"step", "score", "dataset"}
 _KINDS = {
@@ -172,7 +173,8 @@ class RunReport:
         self._recent.append(row)
         self._last = row
         self._stepped.set()
-        line = self._line.format(mismatch=row.get("rollout_mismatch", math.nan), **row)
+        has_actor = "rollout_mismatch" in row and self._line is _LINE
+        line = (self._line + _OF_ACTOR * has_actor).format(**row)
         rate, left = tokens_per_second(row), seconds_left(self._recent, self._step, self._steps)
         pace = f"tokens/s {rate:.0f}" if rate is not None else ""
         pace += f"  left {duration_text(left)}" if left is not None else ""

@@ -130,12 +130,18 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "reward.png").exists()
 
 
-def test_a_log_tells_the_step_of_how_many_and_the_time_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("actor", "told"),
+    [({"rollout_mismatch": 1.1e-7}, "  mismatch 1.1e-07"), ({}, "")],  # or the critic alone
+)
+def test_a_log_tells_the_step_of_how_many_and_the_time_left(
+    tmp_path: Path, actor: dict[str, float], told: str
+) -> None:
     said = io.StringIO()
     with RunReport(tmp_path, 9, Console(file=said)) as report:
-        report.step({**ROW, "tokens": 90.0, "step_seconds": 30.0})
+        report.step({**ROW, **actor, "tokens": 90.0, "step_seconds": 30.0})
     (line,) = said.getvalue().splitlines()
-    assert line == "step    1  reward 0.500  length 4.0  mismatch nan  of 9  tokens/s 3  left 4m00s"
+    assert line == f"step    1  reward 0.500  length 4.0{told}  of 9  tokens/s 3  left 4m00s"
 
 
 @pytest.mark.parametrize(("seconds", "lines"), [(1e9, [1, 11]), (0.0, [*range(1, 14)])])
