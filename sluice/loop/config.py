@@ -8,9 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     Field,
     JsonValue,
-    SerializerFunctionWrapHandler,
     field_validator,
-    model_serializer,
     model_validator,
 )
 
@@ -75,11 +73,6 @@ class SamplingConfig(Config):
         if temperature and not is_temperature(temperature):
             raise ValueError(f"{TEMPERATURES}, or 0")
         return temperature
-
-    @model_serializer(mode="wrap")
-    def _without_no_stop(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Runs of releases that had no stop strings resume under the same digest."""
-        return {name: value for name, value in write(self).items() if name != "stop" or value}
 
     def over(self, other: SamplingConfig) -> SamplingConfig:
         """Return the other one, changed by what is given here."""

@@ -24,6 +24,7 @@ from sluice.address import split_address
 from sluice.config import ConfigError
 from sluice.durable import DirectoryError, replace_file
 from sluice.loop.config import RunConfig
+from sluice.loop.journal import START, read_journal, without_secrets
 from sluice.loop.ledger import Ledger
 from sluice.weights.errors import FileDigestError
 from sluice.weights.manifest import seal, unseal
@@ -45,8 +46,13 @@ _SHAPING = {
     "sampling",
     "teacher",
 }
-# settings that earlier releases did not have, and what they did
-_FORMER: dict[str, dict[str, Any]] = {"algorithm": {"epochs": 1}}
+# settings that came after digests of them were kept, and what releases without them did
+_FORMER: dict[tuple[str, ...], Any] = {
+    ("algorithm", "epochs"): 1,
+    ("sampling", "stop"): [],
+    ("environments", "*", "sampling", "stop"): [],
+}
+_NAMED, _NAMED_LENGTH = 8, 60  # settings that differ, and letters of a value, that are told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,9 +319,31 @@ def settings_digests(config: RunConfig, prompts: str) -> dict[str, str]:
     `prompts` is the digest of the tasks and their order.
     """
     dumped = config.model_dump(mode="json", include=_SHAPING)
-    for part, former in _FORMER.items():
-        dumped[part] = dict(each for each in dumped[part].items() if each not in former.items())
-    return {name: digest_of(value) for name, value in dumped.items()} | {"prompts": prompts}
+    return _digests(dumped) | {"prompts": prompts}
+
+
+def _digests(dumped: Mapping[str, Any]) -> dict[str, str]:
+    """By setting, its digest as releases before `_FORMER` would have it."""
+    return {name: digest_of(_as_before(value, (name,))) for name, value in dumped.items()}
+
+
+def _as_before(value: Any, path: tuple[str, ...]) -> Any:
+    """Settings as they are dumped, without those that came later and say what was done before."""
+    if not isinstance(value, Mapping):
+        return value
+    kept: dict[str, Any] = {}
+    for name, inner in value.items():
+        inside = (*path, name)
+        if any(each == inner and _is_at(inside, place) for place, each in _FORMER.items()):
+            continue
+        kept[name] = _as_before(inner, inside)
+    return kept
+
+
+def _is_at(path: tuple[str, ...], place: tuple[str, ...]) -> bool:
+    return len(path) == len(place) and all(
+        wanted in ("*", name) for name, wanted in zip(path, place, strict=True)
+    )
 
 
 def check_resumed(
@@ -335,18 +363,58 @@ def check_resumed(
         raise ConfigError(
             f"critic: the run to resume had {'one' if run_checkpoint.critic_checkpoint else 'none'}"
         )
-    changed = sorted(
-        name for name, value in run_checkpoint.settings.items() if settings.get(name) != value
-    )
+    changed = {
+        name: digest
+        for name, digest in sorted(run_checkpoint.settings.items())
+        if settings.get(name) != digest
+    }
     if "prompts" in changed:
         raise ConfigError(
             "prompts: are not those of the run to resume, some would be trained on twice; "
             "begin another run_dir from its checkpoint (initial_checkpoint)"
         )
-    if changed and config.deterministic:
-        raise ConfigError(f"deterministic: the run to resume had another {', '.join(changed)}")
-    if changed:
-        note(f"resumed with another {', '.join(changed)}")
+    if not changed:
+        return
+    told = ", ".join(_differences(config, changed))
+    if config.deterministic:
+        raise ConfigError(f"deterministic: the run to resume had another {told}")
+    note(f"resumed with another {told}")
+
+
+def _differences(config: RunConfig, changed: Mapping[str, str]) -> Iterator[str]:
+    """By setting, what is another in it than when its digest was that of `changed`.
+
+    The journal has the settings of every start. Where none of them has that digest, as where it
+    is gone or left a secret out, the setting is named alone.
+    """
+    starts = [
+        event["config"]
+        for event in reversed(read_journal(config.run_dir))
+        if event["event"] == START and isinstance(event.get("config"), Mapping)
+    ]
+    now = without_secrets(config.model_dump(mode="json", include=_SHAPING))
+    for name, digest in changed.items():
+        had = [start[name] for start in starts if name in start]
+        before = [value for value in had if digest_of(_as_before(value, (name,))) == digest]
+        told = list(_named(before[0], now.get(name), (name,))) if before else []
+        more = f"{len(told) - _NAMED} more" if len(told) > _NAMED else ""
+        yield f"{name} ({'; '.join([*told[:_NAMED], *filter(None, [more])])})" if told else name
+
+
+def _named(before: Any, now: Any, path: tuple[str, ...]) -> Iterator[str]:
+    """The settings within one that differ, each with both values."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for name in sorted({*before, *now}):
+            former = [each for place, each in _FORMER.items() if _is_at((*path, name), place)]
+            absent = former[0] if former else None
+            yield from _named(before.get(name, absent), now.get(name, absent), (*path, name))
+    elif before != now:
+        yield f"{'.'.join(path)}: {_shown(before)}, now {_shown(now)}"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _NAMED_LENGTH else f"{text[:_NAMED_LENGTH]}..."
 
 
 def check_layouts(

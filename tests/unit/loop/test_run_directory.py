@@ -11,6 +11,7 @@ import socket
 import sqlite3
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from sluice.bucket import ObjectsError
 from sluice.config import ConfigError, parse_config
 from sluice.durable import DirectoryError, LockTimeoutError
 from sluice.loop.config import RunConfig
+from sluice.loop.journal import RunJournal
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.run_directory import (
     RunCheckpoint,
@@ -48,6 +50,8 @@ RUN_CHECKPOINT = RunCheckpoint(
     position=4,
     seed=0,
 )
+
+KEPT_DIGESTS = json.loads((Path(__file__).parents[1] / "data/settings_digests.json").read_text())
 
 
 def config(folder: Path, **changes) -> RunConfig:
@@ -399,14 +403,40 @@ def test_other_settings_are_told(resumed) -> None:
     ]
 
 
-def test_settings_that_came_later_change_nothing_where_they_are_left_out(tmp_path, resumed) -> None:
-    """Digests are those that the release before them wrote."""
-    found = digests(config(tmp_path))
-    assert (found["algorithm"], found["sampling"]) == ("f8d6311c7fad5f18", "491374293a2f7279")
-    assert resumed(algorithm={"epochs": 2}) == ["resumed with another algorithm"]
-    assert resumed(sampling={"max_new_tokens": 5, "stop": ["="]}) == [
-        "resumed with another sampling"
+@pytest.mark.parametrize("kept", KEPT_DIGESTS, ids=lambda kept: json.dumps(kept["changes"])[:40])
+def test_settings_have_the_digests_that_earlier_releases_wrote(kept: dict[str, Any]) -> None:
+    """And those that came later change none where they say what was done before."""
+    base = {"run_dir": "run", "trainer": "a:1", "router": "a:2", "resume": True}
+    base |= {"environment": {"name": "prompts"}, "prompts": {"file": "p.jsonl"}}
+    values = {**base, "sampling": {"max_new_tokens": 5}, **kept["changes"]}
+    values = {name: value for name, value in values.items() if value is not None}
+    assert settings_digests(parse_config(RunConfig, values), "p") == kept["digests"]
+    values["algorithm"] = {"epochs": 1, **values.get("algorithm", {})}
+    shares = values.get("environments", {}).values()
+    for given in (values["sampling"], *(s["sampling"] for s in shares if "sampling" in s)):
+        given.setdefault("stop", [])
+    assert settings_digests(parse_config(RunConfig, values), "p") == kept["digests"]
+
+
+def test_settings_that_differ_are_named_with_both_values(tmp_path, resumed) -> None:
+    had, later = config(tmp_path), config(tmp_path, algorithm={"mini_batches": 3})
+    former = had.model_dump(mode="json")
+    del former["algorithm"]["epochs"]  # as a release without them wrote it
+    journal = RunJournal(tmp_path / "run")
+    journal.start("train", 1, former)
+    journal.start("train", 1, later.model_dump(mode="json"))  # which made no run checkpoint
+    algorithm = {"epochs": 2, "loss": {"name": "ppo_clip", "clip_low": 0.1}}
+    sampling = {"max_new_tokens": 6, "stop": ["="]}
+    assert resumed(algorithm=algorithm, sampling=sampling) == [
+        "resumed with another algorithm (algorithm.epochs: 1, now 2; algorithm.loss.clip_low: 0.2, "
+        'now 0.1), sampling (sampling.max_new_tokens: 5, now 6; sampling.stop: [], now ["="])'
     ]
+    with pytest.raises(ConfigError, match=r"had another sampling \(.*max_new_tokens: 5, now 6\)$"):
+        resumed(sampling={"max_new_tokens": 6}, deterministic=True)
+    settings = {"api_key": "hush", "reward": "x" * 200}
+    (told,) = resumed(environment={"name": "prompts", "settings": settings})
+    assert "hush" not in told
+    assert 'environment.settings.reward: null, now "' + "x" * 59 + "..." in told
 
 
 def test_a_deterministic_run_has_no_other_settings(resumed) -> None:
