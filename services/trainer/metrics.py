@@ -116,7 +116,8 @@ LEARNING_RATE = Gauge("sluice_trainer_learning_rate", "Learning rate of the last
 LOSS = Gauge("sluice_trainer_loss", "Mean loss of the last pass.")
 MISMATCH = Gauge(
     "sluice_trainer_rollout_mismatch_logprob",
-    "Mean abs(trainer - engine) of sampled tokens' log-probs, last pass that saw both.",
+    "Mean abs(trainer - engine) of sampled tokens' log-probs, last pass that saw both, before "
+    "its batch's first step.",
 )
 BATCHES = Gauge("sluice_trainer_batches_held", "Batches held.")
 WAITING_CALLS = Gauge("sluice_trainer_waiting_calls", "Calls that run or wait for their turn.")

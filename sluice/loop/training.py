@@ -49,6 +49,7 @@ _LOST = {
     "NO_GRADIENTS",
 }
 _CHECKPOINT_LOST = {"CHECKPOINT_DAMAGED", "CHECKPOINT_NOT_FOUND"}
+MISMATCH = "rollout_mismatch"  # of trainer and engines: metrics whose names begin so
 BLOB_LOST = {"BLOB_NOT_FOUND", "DIGEST_MISMATCH"}
 
 
@@ -335,7 +336,8 @@ async def train_step(
     faults.point("uploaded")
     if teach is not None:
         await teach(trainer, batch.name, groups, algorithm.loss.temperature)
-    metrics = await _add_columns(trainer, algorithm, batch, critic)
+    needed = await _needed_columns(trainer, algorithm)
+    metrics = await _add_columns(trainer, algorithm, needed, batch, critic)
     reports = []
     critic_steps: list[CriticStep] = []
     for part, share in enumerate(mini_batches(groups, algorithm, f"{seed}/{name}")):
@@ -375,7 +377,8 @@ async def train_step(
     if critic is not None:
         await critic.delete_batch(batch.critic_name)
         metrics |= _critic_metrics(critic_steps)
-    return replace(_report(optimizer_step, metrics, reports), columns=columns)
+    has_old = "old_logprobs" in needed
+    return replace(_report(optimizer_step, metrics, reports, has_old=has_old), columns=columns)
 
 
 async def _upload(
@@ -390,13 +393,22 @@ async def _upload(
     return _StepRows(name=name, critic_name=await critic.upload(batch_id, sample_count, blobs))
 
 
-async def _add_columns(
-    trainer: TrainerClient, algorithm: AlgorithmConfig, batch: _StepRows, critic: Critic | None
-) -> dict[str, float]:
-    temperature, needed = algorithm.loss.temperature, set(algorithm.columns)
+async def _needed_columns(trainer: TrainerClient, algorithm: AlgorithmConfig) -> set[str]:
+    needed = set(algorithm.columns)
     if algorithm.plugins:
         described = await trainer.describe_algorithm(algorithm.loss, algorithm.advantage)
         needed |= {*described.loss_columns, *described.advantage_columns}
+    return needed
+
+
+async def _add_columns(
+    trainer: TrainerClient,
+    algorithm: AlgorithmConfig,
+    needed: set[str],
+    batch: _StepRows,
+    critic: Critic | None,
+) -> dict[str, float]:
+    temperature = algorithm.loss.temperature
     if "old_logprobs" in needed:
         with trace.span(trace.TRAINER, "old_logprobs"):
             await trainer.compute_logprobs(batch.name, temperature=temperature)
@@ -464,10 +476,17 @@ def _report(
     optimizer_step: int,
     metrics: dict[str, float],
     reports: list[tuple[pb.ForwardBackwardResponse, pb.StepOptimizerResponse]],
+    *,
+    has_old: bool,
 ) -> StepReport:
+    """`has_old`: the mismatch is of log-probs from before the first step, in every pass."""
     if not reports:  # the critic alone has learned
         return StepReport(optimizer_step=optimizer_step, metrics=metrics)
     metrics |= _weighted([gradients for gradients, _ in reports])
+    if not has_old:  # later passes have in it how far the policy has moved since
+        first = reports[0][0].metrics
+        metrics = {k: v for k, v in metrics.items() if not k.startswith(MISMATCH)}
+        metrics |= {name: value for name, value in first.items() if name.startswith(MISMATCH)}
     metrics["tokens"] = float(sum(gradients.token_count for gradients, _ in reports))
     metrics["grad_norm"] = sum(step.grad_norm for _, step in reports) / len(reports)
     metrics["learning_rate"] = reports[-1][1].learning_rate

@@ -266,9 +266,12 @@ class TrainerPasses:
         )
         _note_truncation(batch, selection, answer)
         metrics.TOKENS.inc(answer.token_count)
+        if batch.begun_at is None:
+            batch.begun_at = state.step
         if not request.adapter:
             metrics.LOSS.set(answer.loss)
-            _note_mismatch(answer.metrics)
+            if state.step == batch.begun_at:  # later ones have its own movement in it, or repeat it
+                _note_mismatch(answer.metrics)
         return answer
 
     @in_turn

@@ -68,7 +68,8 @@ class Batch:
     facts: as uploaded. owners: data-parallel rank of each row, int64[N]. present, mask_counts,
     temperatures and episodes follow the columns as they are now; `zero_advantage` marks the rows
     whose advantages are all 0. scored_at: temperatures of columns that passes over the batch
-    computed. adapter: the one that it is for; empty is the policy of the settings.
+    computed. adapter: the one that it is for; empty is the policy of the settings. begun_at: the
+    optimizer step at which it was first trained on.
     """
 
     batch_id: str
@@ -82,6 +83,7 @@ class Batch:
     scored_at: dict[str, float] = field(init=False)
     zero_advantage: np.ndarray = field(init=False)
     rows: dict[str, int] = field(init=False)
+    begun_at: int | None = field(init=False)
     last_plan: tuple[Hashable, PassPlan] | None = None  # and what it was made for
     adapter: str = ""
 
@@ -96,6 +98,7 @@ class Batch:
         self.temperatures = self.facts.temperatures.copy()
         self.episodes = self.facts.episodes.copy()
         self.scored_at = {}
+        self.begun_at = None
         self.zero_advantage = np.zeros(self.row_count, dtype=np.bool_)
 
     @property

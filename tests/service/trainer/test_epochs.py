@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
+import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +191,49 @@ async def test_the_clip_has_its_work_from_the_second_epoch_on(
     assert (first["clipped_low"], first["clipped_high"]) == (0, 0)
     assert both["clipped_low"] + both["clipped_high"] > 0.05
     assert both["kl_old_k3"] > 100 * max(first["kl_old_k3"], 1e-9)
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+async def test_the_mismatch_with_engines_is_that_of_before_the_first_step(
+    fresh: TrainerClient, running: RunningTrainer, model: Path, mini_batches: int
+) -> None:
+    """Whose log-probs are the policy's but for some noise, which is all that it tells."""
+    name, noise, plain = f"gap-{mini_batches}", np.random.default_rng(3), Oracle(load(model))
+    groups, gaps = make(name), []
+    del groups[3]  # nothing is learned of it, nor measured
+    for group in groups:
+        for index, sample in enumerate(group):
+            with torch.no_grad():
+                exact = plain.logprobs(sample).numpy()
+            told = (exact + noise.normal(0, 1e-3, len(exact))).astype(np.float32)
+            group[index] = replace(sample, columns={**sample.columns, "rollout_logprobs": told})
+            gaps.append(exact - told)
+    report = await train_step(
+        fresh,
+        AlgorithmConfig(
+            advantage=DIFFERENCE, loss=clipped("rollout"), mini_batches=mini_batches, epochs=3
+        ),
+        [store(running, group) for group in groups],
+        optimizer_step=0,
+        name=name,
+    )
+    first = np.concatenate(gaps[: sum(map(len, groups[: len(groups) // mini_batches]))])
+    wanted = pytest.approx(np.abs(first).mean(), rel=0.01)
+    assert report.metrics["rollout_mismatch"] == wanted
+    assert report.metrics["rollout_mismatch_k3"] == pytest.approx((first**2 / 2).mean(), rel=0.05)
+    assert await asyncio.to_thread(gauge, running, "rollout_mismatch_logprob") == wanted
+
+
+def gauge(running: RunningTrainer, name: str) -> float:
+    """As Prometheus reads it."""
+    told = json.loads((running.store.parent / "address.json").read_text())
+    request = urllib.request.Request(
+        f"http://{told['metrics_address']}/metrics", headers={"Authorization": "Bearer a secret"}
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        text = answer.read().decode()
+    (line,) = (each for each in text.splitlines() if each.startswith(f"sluice_trainer_{name} "))
+    return float(line.split()[1])
 
 
 async def test_one_epoch_is_the_step_of_before_to_the_bit(
