@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from sluice.samples.stops import StopSearch
+from sluice.samples.stops import StopMatch, StopSearch
 from sluice.samples.tokenizer import TextTokenizer
 from tests.decoded_stops import expected
 
@@ -30,6 +30,7 @@ STOPS = [
     "y",
     "a",
 ]
+LONG = "qwrtzpsdfghjkl" * 3  # a token for each character
 SIZE = 320
 
 
@@ -98,6 +99,7 @@ stop_lists = st.lists(st.sampled_from(STOPS), min_size=1, max_size=4)
 @example([], ["</sear", "</search>"], [], ["</search>", "</s"], 0.5, 1)
 @example([3], ["</search>"], [], ["</search>"], 0.99, 20)
 @example([142, *[14] * 9], ["é ", "é ", "</search>"], [], ["</search>"], 0.0, 1)
+@example([], [LONG], [], [LONG, "漢"], 0.99, 1)
 def test_the_first_token_with_which_the_text_holds_a_stop_string(
     directory: Path,
     first: list[int],
@@ -118,3 +120,20 @@ def test_the_first_token_with_which_the_text_holds_a_stop_string(
     # cut off somewhere before, and gone on from there
     cut = int(share * max(0, (end or len(token_ids)) - 1))
     assert found(directory, token_ids, stops, cut) == end
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.text("ab", max_size=6), max_size=12), st.text("ab", min_size=1, max_size=8))
+@example(["aab"], "ab")
+@example(["aabaa", "", "baaab"], "aabaaa")
+def test_a_string_that_begins_anew_in_itself_is_found_where_it_ends_first(
+    pieces: list[str], stop: str
+) -> None:
+    match, text, end = StopMatch(stop), "", 0
+    for piece in pieces:
+        if end := match.find(piece):
+            end += len(text)
+            break
+        text += piece
+    at = "".join(pieces).find(stop)
+    assert end == (at + len(stop) if at >= 0 else 0)
