@@ -1,17 +1,37 @@
-"""What the loop says of a trainer that it waits for."""
+"""What the loop says of a trainer that it waits for, and makes of one that it lost."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
+from sluice.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
+from sluice.client import RemoteError, TrainerClient
 from sluice.config import ConfigError
 from sluice.loop.config import AlgorithmConfig
 from sluice.loop.ledger import LedgerGroup
-from sluice.loop.training import check_lengths, mini_batches, why_not_active
+from sluice.loop.training import (
+    TRAINER_LOSSES,
+    CheckpointLostError,
+    TrainerBrokenError,
+    TrainerLostError,
+    TrainerRecovery,
+    active_trainer,
+    check_lengths,
+    check_step,
+    is_checkpoint_lost,
+    lost_blob,
+    mini_batches,
+    why_not_active,
+)
+from sluice.runtime.server import Server, ServerConfig
 from sluice.runtime.wire import timestamp_of
+from sluice.samples.blobs import BlobReference
+from tests.patience import PATIENCE
 
 
 def test_a_trainer_that_loads_is_told_with_its_ranks_and_what_they_do(
@@ -75,3 +95,117 @@ def test_epochs_are_drawn_again_for_each_step_and_alike_in_each_run() -> None:
         assert shares(epochs=3, lot=lot)[0] == shares(epochs=3)[0]
         assert shares(epochs=3, lot=lot)[1:] != shares(epochs=3)[1:]
     assert all(len(epoch) == 1 for epoch in shares(epochs=3, count=1))
+
+
+class Trainer(pb_grpc.TrainerServiceServicer):
+    """Answers with one state after the other, and with the last of them again."""
+
+    def __init__(self) -> None:
+        self.answers = [pb.Trainer(state=pb.Trainer.STATE_ACTIVE)]
+
+    async def GetTrainer(self, request, context):
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        return pb.GetTrainerResponse(trainer=answer)
+
+
+@pytest.fixture
+async def trainer() -> AsyncIterator[tuple[Trainer, TrainerClient]]:
+    server, servicer = Server(ServerConfig(drain_seconds=0.1)), Trainer()
+    server.add(pb_grpc.add_TrainerServiceServicer_to_server, servicer, "trainer")
+    await server.start()
+    async with TrainerClient(server.address) as client:
+        yield servicer, client
+    await server.stop()
+
+
+def remote(
+    reason: str, code: grpc.StatusCode = grpc.StatusCode.ABORTED, **metadata: str
+) -> RemoteError:
+    return RemoteError(code, reason, "no", metadata)
+
+
+LOST = remote("RANK_LOST")
+
+
+class Work:
+    """Fails with each of `errors` in turn, then goes well."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors, self.calls = list(errors), 0
+
+    async def __call__(self) -> None:
+        self.calls += 1
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [LOST, remote("", grpc.StatusCode.UNAVAILABLE), TrainerLostError("step")],
+    ids=["reason", "code", "of the loop"],
+)
+async def test_of_a_lost_trainer_what_it_had_is_restored_instead(trainer, error: Exception) -> None:
+    servicer, client = trainer
+    loading = pb.Trainer(state=pb.Trainer.STATE_LOADING)
+    servicer.answers = [loading, *servicer.answers]
+    work, restore = Work(error), Work(error)
+    await TrainerRecovery(client, restore, PATIENCE).run(work)
+    assert (work.calls, restore.calls) == (1, 2)
+    assert servicer.answers == servicer.answers[-1:]  # it was waited for
+
+
+async def test_what_a_trainer_refuses_is_no_loss_of_it(trainer) -> None:
+    work, restore = Work(remote("INVALID_FIELD")), Work()
+    with pytest.raises(RemoteError, match="INVALID_FIELD"):
+        await TrainerRecovery(trainer[1], restore, PATIENCE).run(work)
+    assert (work.calls, restore.calls) == (1, 0)
+
+
+async def test_a_trainer_that_is_lost_over_and_over_without_a_step_ends_the_run(trainer) -> None:
+    restore = Work()
+    recovery = TrainerRecovery(trainer[1], restore, PATIENCE)
+    for _ in range(TRAINER_LOSSES):
+        await recovery.run(Work(LOST))
+    recovery.note_step()  # from here on they count
+    for _ in range(TRAINER_LOSSES):
+        await recovery.run(Work(LOST))
+    assert restore.calls == 2 * TRAINER_LOSSES
+    with pytest.raises(RemoteError, match="RANK_LOST"):
+        await recovery.run(Work(LOST))
+    assert restore.calls == 2 * TRAINER_LOSSES
+
+
+async def test_a_trainer_that_failed_is_not_waited_for(trainer) -> None:
+    servicer, client = trainer
+    servicer.answers = [pb.Trainer(state=pb.Trainer.STATE_FAILED, failure="rank 1 has no memory")]
+    with pytest.raises(TrainerBrokenError, match="rank 1 has no memory"):
+        await active_trainer(client)
+
+
+def test_a_checkpoint_that_never_loads_is_told_from_one_that_does_not_now() -> None:
+    assert is_checkpoint_lost(CheckpointLostError("of another step"))
+    assert is_checkpoint_lost(remote("CHECKPOINT_DAMAGED"))
+    assert not is_checkpoint_lost(LOST)
+    check_step(3, 3, "gradients")
+    with pytest.raises(TrainerLostError, match="gradients of step 2, this run is at 3"):
+        check_step(2, 3, "gradients")
+
+
+def test_the_blob_that_a_trainer_cannot_take_is_the_one_that_is_made_again() -> None:
+    groups = [
+        LedgerGroup(
+            position=number,
+            group_id=f"a/{number}",
+            state="generated",
+            issue_step=0,
+            blob=BlobReference(f"{number:032x}", 1) if number else None,
+        )
+        for number in range(3)
+    ]
+    for reason in ("BLOB_NOT_FOUND", "DIGEST_MISMATCH"):
+        assert lost_blob(remote(reason, blob="b", name="n"), groups) == "b"
+        assert lost_blob(remote(reason, name="n"), groups) == "n"
+    assert lost_blob(remote("RANK_LOST", blob="b"), groups) is None
+    other = [remote("TEMPERATURE_MISMATCH", sample_id=f"a/{number}/7") for number in range(4)]
+    digests = [lost_blob(error, groups) for error in other]
+    assert digests == [None, f"{1:032x}", f"{2:032x}", None]
