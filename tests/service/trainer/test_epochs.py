@@ -162,6 +162,7 @@ async def test_epochs_are_those_of_a_plain_loop(
         seed=seed,
     )
     assert report.optimizer_step == (await fresh.get()).step == 6
+    assert not report.skipped_reasons
     version = (await fresh.publish_weights()).weights.version
     found = load(WeightStore(running.store / "weights").get(version).directory).state_dict()
     wanted, before = oracle.model.state_dict(), load(model).state_dict()
@@ -295,7 +296,9 @@ async def test_a_critic_has_the_epochs_of_the_policy(
                 critic=critic,
                 critic_alone=True,
             )
-            assert (await critic.client.get()).step == critic.optimizer_step
+            now = await critic.client.get()
+            assert now.step == critic.optimizer_step
+            assert not now.batches
         finally:
             await critic.close()
     assert steps == [(1, 1), (2, 2), (6, 6)]
