@@ -416,6 +416,13 @@ class RunConfig(CommonRunConfig):
         description="colocated: trainers and engines share devices, and take turns on them.",
     )
     pause_mode: Literal["wait", "abort", "in_place"] = "in_place"
+    straggler_seconds: float = Field(
+        60,
+        gt=0,
+        le=LONGEST_SECONDS,
+        description="For the other engines to take new weights, once one has; then the run goes on "
+        "without those that have not, until they do.",
+    )
     # collective: the trainer's ranks also broadcast each version to the engines at hand, which
     # its transfer.enabled allows; who does not receive it reads it from the store, as all else do
     weight_transport: Literal["store", "collective"] = "store"
@@ -632,6 +639,11 @@ class RunConfig(CommonRunConfig):
             raise ValueError(
                 "placement: colocated needs max_staleness 0: trainer and engines take turns, so "
                 "nothing is sampled while the trainer works"
+            )
+        if "straggler_seconds" in self.model_fields_set:
+            raise ValueError(
+                "straggler_seconds: has no effect with placement colocated: trainers work once "
+                "every engine has given its device back"
             )
         if self.over_sampling > 1:
             raise ValueError(

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from sluice.api.common.v1 import sample_pb2
@@ -38,12 +38,16 @@ class NoEngineError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class CommitReport:
-    """Seconds of the slowest engine, how many engines serve the version, and why others do not."""
+    """Seconds of the slowest engine, how many engines serve the version, and why others do not.
+
+    late: what is to be told of those that the run has just gone on without, by engine id.
+    """
 
     engine_count: int
     prepare_seconds: float
     pause_seconds: float
     failures: Mapping[str, str]  # by engine id
+    late: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +55,27 @@ class FleetConfig:
     """`deterministic`: only engines that say they are so are given weights.
 
     `shares_devices`: engines sleep while trainers work, and are resumed when they have weights.
+    `straggler_seconds`: what the others have to take weights once the first has them; None is
+    until they do, or fail.
     """
 
     pause_mode: str
     deterministic: bool = False
     shares_devices: bool = False
     poll_seconds: float = 1.0
+    straggler_seconds: float | None = None
+
+
+@dataclass(eq=False)
+class _Update:
+    """Bringing one engine to the current weights, at the address that it had.
+
+    is_late: nobody waits for it any longer; the engine is given newer weights once it has ended.
+    """
+
+    task: asyncio.Task[tuple[float, float] | str]
+    weights: sample_pb2.WeightVersion
+    is_late: bool = False
 
 
 class EngineFleet:
@@ -70,6 +89,8 @@ class EngineFleet:
         self._is_asleep = False  # or is to be: engines that come late are put to sleep too
         self._staging: set[asyncio.Task[None]] = set()
         self._alive: list[router_pb.Engine] = []  # when they were last asked for
+        self._updates: dict[tuple[str, str], _Update] = {}  # by engine id and address
+        self._failure: BaseException | None = None  # of an update, and no engine's
 
     @property
     def version(self) -> int:
@@ -77,16 +98,19 @@ class EngineFleet:
         return self._weights.version
 
     async def close(self) -> None:
-        for task in self._staging:
+        tasks = [*self._staging, *(update.task for update in self._updates.values())]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._staging, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._clients.close()
 
     async def commit(self, weights: sample_pb2.WeightVersion, wait_seconds: float) -> CommitReport:
         """Bring every engine to `weights`; waits until at least one is there.
 
         An engine that fails is named in the log and left behind: version bounds keep requests
-        away from it, and `keep_up` tries again.
+        away from it, and `keep_up` tries again. So is one that takes `straggler_seconds` longer
+        than the first; what it was told to do it is left to do, and nothing else is asked of it
+        meanwhile.
         """
         async with self._updating:
             self._weights, self._is_asleep = weights, False
@@ -127,19 +151,25 @@ class EngineFleet:
             return str(error)
         return ""
 
+    @property
+    def _patience(self) -> float | None:
+        """Engines that share devices have given them back before anybody else is at work."""
+        return None if self._config.shares_devices else self._config.straggler_seconds
+
     async def _wait(self, what: str, probe: Callable[[], Awaitable[T]], wait_seconds: float) -> T:
         poll_seconds = self._config.poll_seconds
         return await wait_until_ready(what, probe, wait_seconds, NoEngineError, every=poll_seconds)
 
     async def _update_some(self) -> CommitReport:
-        report = await self._update_all()
+        report = await self._update_all(self._patience)
         if not report.engine_count:
             causes = "; ".join(f"{name}: {cause}" for name, cause in report.failures.items())
             raise NotReadyError(causes or "the router knows no engine")
         return report
 
     async def targets(self) -> list[trainer_pb.TransferTarget]:
-        """The engines that the router knows, for a trainer to send weights to."""
+        """The engines that the router knows, for a trainer to send weights to; none that is late
+        with those of before."""
         try:
             engines = await self._list_alive()
         except RemoteError as error:
@@ -150,6 +180,7 @@ class EngineFleet:
         return [
             trainer_pb.TransferTarget(engine_id=engine.engine_id, address=engine.address)
             for engine in engines
+            if not self._is_late(engine)
         ]
 
     @asynccontextmanager
@@ -178,7 +209,8 @@ class EngineFleet:
         except RemoteError as error:
             logger.info("no engine reads ahead: %s", error)
             return
-        await asyncio.gather(*(self._stage(engine, version) for engine in alive))
+        ready = [engine for engine in alive if not self._is_late(engine)]
+        await asyncio.gather(*(self._stage(engine, version) for engine in ready))
 
     async def _stage(self, engine: router_pb.Engine, version: int) -> None:
         try:
@@ -192,13 +224,14 @@ class EngineFleet:
 
         While the others sleep, to sleep.
         """
+        patience = None if self._patience is None else 0.0  # commits come first
         while True:
             await asyncio.sleep(self._config.poll_seconds)
             async with self._updating:
                 if self._weights is None and not self._is_asleep:
                     continue
                 try:
-                    await (self._sleep_all() if self._is_asleep else self._update_all())
+                    await (self._sleep_all() if self._is_asleep else self._update_all(patience))
                 except NotReadyError as error:
                     logger.warning("not asleep: %s", error)
                 except RemoteError as error:
@@ -249,45 +282,107 @@ class EngineFleet:
         ]
         return self._alive
 
-    async def _update_all(self) -> CommitReport:
+    async def _update_all(self, patience: float | None) -> CommitReport:
+        """Those that are not there `patience` seconds after the first, or ever, are left at it."""
         assert self._weights is not None
+        if self._failure is not None:
+            raise self._failure
         alive = await self._list_alive()
         shares = self._config.shares_devices  # the router does not know which is asleep or paused
         stale = [e for e in alive if shares or e.weights != self._weights]
-        results = await asyncio.gather(*(self._update(engine) for engine in stale))
-        done = [result for result in results if not isinstance(result, str)]
-        outcomes = zip(stale, results, strict=True)
-        failures = {engine.engine_id: why for engine, why in outcomes if isinstance(why, str)}
-        for name, why in failures.items():
-            logger.warning("engine %s is left behind: %s", name, why)
+        updates = {engine.engine_id: self._begin_update(engine) for engine in stale}
+        late = await self._wait_updates(updates, patience, serving=len(stale) < len(alive))
+        results = {name: self._result(update) for name, update in updates.items()}
+        done = [result for result in results.values() if not isinstance(result, str)]
         return CommitReport(
             engine_count=len(alive) - len(stale) + len(done),
             prepare_seconds=max((prepare for prepare, _ in done), default=0.0),
             pause_seconds=max((pause for _, pause in done), default=0.0),
-            failures=failures,
+            failures={name: result for name, result in results.items() if isinstance(result, str)},
+            late=late,
         )
 
-    async def _update(self, engine: router_pb.Engine) -> tuple[float, float] | str:
-        """(prepare, pause) seconds, or why it failed."""
+    def _is_late(self, engine: router_pb.Engine) -> bool:
+        update = self._updates.get((engine.engine_id, engine.address))
+        return update is not None and self._is_behind(update)
+
+    def _is_behind(self, update: _Update) -> bool:
+        return update.is_late or update.weights != self._weights
+
+    def _begin_update(self, engine: router_pb.Engine) -> _Update:
+        """What the engine is at yet, if it is; that may be older weights."""
         assert self._weights is not None
+        key = engine.engine_id, engine.address
+        if (update := self._updates.get(key)) is None:
+            task = asyncio.create_task(self._update(engine, self._weights), name=f"update {key[0]}")
+            update = self._updates[key] = _Update(task, self._weights)
+            task.add_done_callback(lambda _: self._note_end(key))
+        return update
+
+    def _note_end(self, key: tuple[str, str]) -> None:
+        task = self._updates.pop(key).task
+        if task.cancelled():
+            return
+        if (failure := task.exception()) is not None:  # a bug
+            self._failure = failure
+        elif isinstance(why := task.result(), str):
+            logger.warning("engine %s is left behind: %s", key[0], why)
+
+    def _result(self, update: _Update) -> tuple[float, float] | str:
+        if not update.task.done():
+            return "it is still at the weights that it was given"
+        result = update.task.result()
+        outdated = update.weights != self._weights and not isinstance(result, str)
+        return "it has taken older weights" if outdated else result
+
+    async def _wait_updates(
+        self, updates: Mapping[str, _Update], patience: float | None, *, serving: bool
+    ) -> dict[str, str]:
+        """Wait for those that are not late; who is from now on, and what to say of it.
+
+        Where all are late, and nobody is `serving`, it is waited for one of them.
+        """
+        timely = {name: each for name, each in updates.items() if not self._is_behind(each)}
+        waited = {each.task for each in (timely if timely or serving else updates).values()}
+        try:
+            while waited and not serving:
+                done, waited = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                serving = not timely or any(not isinstance(task.result(), str) for task in done)
+            if timely and waited:
+                await asyncio.wait(waited, timeout=patience)
+        except asyncio.CancelledError:
+            tasks = [each.task for each in timely.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        late = {name: each for name, each in timely.items() if not each.task.done()}
+        for each in late.values():
+            each.is_late = True
+        return dict.fromkeys(late, f"it has not taken weights within {patience or 0:g} s of others")
+
+    async def _update(
+        self, engine: router_pb.Engine, weights: sample_pb2.WeightVersion
+    ) -> tuple[float, float] | str:
+        """(prepare, pause) seconds, or why it failed."""
         client = self._clients[engine.address]
         try:
             described = await client.get()
             if self._config.deterministic and not described.deterministic:
                 return "it is not deterministic, and the run is"
-            if described.HasField("weights") and described.weights == self._weights:
+            if described.HasField("weights") and described.weights == weights:
                 if self._config.shares_devices and described.paused:
                     await client.resume()
                 return 0.0, 0.0  # the router has not heard of it yet
             if described.asleep:
                 with trace.span(engine.engine_id, "wake"):
                     await client.wake()
-            version = f"version {self._weights.version}"
+            version = f"version {weights.version}"
             with trace.span(engine.engine_id, "prepare", version):
-                prepare = await client.prepare_weights(self._weights)
+                prepare = await client.prepare_weights(weights)
             mode = PAUSE_MODES[self._config.pause_mode]
             with trace.span(engine.engine_id, "commit", version):
-                pause = await client.commit_weights(self._weights, mode)
+                pause = await client.commit_weights(weights, mode)
             if described.asleep or (described.paused and self._config.shares_devices):
                 await client.resume()  # it was paused to sleep
             return prepare, pause

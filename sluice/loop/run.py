@@ -83,6 +83,7 @@ class TrainingRun(TrainerRun[RunConfig]):
                 pause_mode=config.pause_mode,
                 deterministic=config.deterministic,
                 shares_devices=config.placement == "colocated",
+                straggler_seconds=config.straggler_seconds,
             ),
         )
         self._devices: SharedDevices | None = None
@@ -462,6 +463,11 @@ class TrainingRun(TrainerRun[RunConfig]):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        for name, why in self._committed.late.items():
+            self.report.note(
+                f"engine {name} is left behind at version {weights.version}: {why}; nothing is "
+                "asked of it until it has the weights of then"
+            )
         faults.point("committed")
         await self._retention.release_weights(weights.version)
 

@@ -12,6 +12,7 @@ from sluice import faults
 from sluice.client import TrainerClient
 from tests.e2e import conftest
 from tests.e2e.conftest import Stack, start_stack, stop_stack, wait_until
+from tests.patience import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,9 @@ def test_a_synchronous_run_waits_for_its_engines(two_engines: Stack) -> None:
     before = trainer_step(two_engines)
     faults.arm(armed, "engine.prepared", 2, signal.SIGSTOP)
     engine = two_engines.pid("spare")
-    training = two_engines.train("in-turn", steps=3, max_staleness=0, checkpoint_every=0)
+    training = two_engines.train(
+        "in-turn", steps=3, max_staleness=0, checkpoint_every=0, straggler_seconds=PATIENCE
+    )
     wait_until(lambda: is_stopped(engine), what="the engine to have prepared")
     try:
         assert trainer_step(two_engines) == before + 1
@@ -79,3 +82,26 @@ def test_a_synchronous_run_waits_for_its_engines(two_engines: Stack) -> None:
         os.kill(engine, signal.SIGCONT)
     training.finish()
     assert trainer_step(two_engines) == before + 3
+
+
+def test_a_synchronous_run_goes_on_without_an_engine_that_hangs(two_engines: Stack) -> None:
+    """And with it, once it moves and has the weights of then."""
+    faults.arm(two_engines.run_dir / "faults" / "spare", "engine.swapped", 2, signal.SIGSTOP)
+    engine = two_engines.pid("spare")
+    training = two_engines.train(
+        "without", steps=500, max_staleness=0, checkpoint_every=0, straggler_seconds=0.5
+    )
+
+    def engines() -> list[int]:
+        return [row["engines"] for row in training.rows()]
+
+    wait_until(lambda: is_stopped(engine), what="the engine to be in a commit")
+    try:
+        wait_until(lambda: engines()[-3:] == [1, 1, 1], what="steps by the other engine")
+        assert is_stopped(engine)
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    wait_until(lambda: engines()[-1] == 2, what="both engines at the current weights")
+    training.process.send_signal(signal.SIGTERM)
+    output, _ = training.process.communicate(timeout=PATIENCE)
+    assert "engine spare is left behind at version" in output

@@ -38,6 +38,9 @@ class Engine(engine_grpc.EngineServiceServicer):
         self.paused = self.asleep = False
         self.asked: list[str] = []  # of sleep and its end
         self.refusal: tuple[grpc.StatusCode, str] | None = None  # of Sleep
+        self.prepared: list[int] = []
+        self.moves = asyncio.Event()  # or hangs in a commit
+        self.moves.set()
 
     async def GetEngine(self, request, context):
         return engine_pb.GetEngineResponse(
@@ -79,10 +82,12 @@ class Engine(engine_grpc.EngineServiceServicer):
         return engine_pb.StageWeightsResponse()
 
     async def PrepareWeights(self, request, context):
+        self.prepared.append(request.weights.version)
         return engine_pb.PrepareWeightsResponse()
 
     async def CommitWeights(self, request, context):
         assert not self.asleep
+        await self.moves.wait()
         self.weights = request.weights
         return engine_pb.CommitWeightsResponse()
 
@@ -213,6 +218,52 @@ async def test_an_engine_that_comes_late_is_brought_up(world):
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
     assert late.weights == FIRST
+
+
+async def test_a_run_goes_on_without_an_engine_that_hangs_in_a_commit(world):
+    """Nothing is asked of it until it moves; then it is brought to the weights of now."""
+    quick, stuck = await world.add_engine("quick"), await world.add_engine("stuck")
+    fleet = await world.fleet(straggler_seconds=0.05)
+    stuck.moves.clear()
+    keeping = asyncio.create_task(fleet.keep_up())
+    async with asyncio.timeout(PATIENCE):
+        first = await fleet.commit(FIRST, wait_seconds=PATIENCE)
+        assert (first.engine_count, list(first.late)) == (1, ["stuck"])
+        assert "within 0.05 s" in first.late["stuck"]
+        assert [target.engine_id for target in await fleet.targets()] == ["quick"]
+        for version in range(2, 5):
+            wanted = sample_pb2.WeightVersion(version=version, digest=str(version))
+            async with fleet.streaming() as note:
+                note(version)
+                await until(lambda: quick.staging[-1:] == [version])  # noqa: B023
+            report = await fleet.commit(wanted, wait_seconds=PATIENCE)
+            assert (report.engine_count, report.late) == (1, {})  # it was told once
+            assert quick.weights == wanted
+        assert (stuck.prepared, stuck.staging, stuck.weights) == ([1], [], None)
+        stuck.moves.set()
+        await until(lambda: stuck.weights == wanted)
+    assert stuck.prepared == [1, 4]
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    quick.committed.set()
+
+
+async def test_where_all_engines_hang_one_is_waited_for(world):
+    engines = [await world.add_engine(name) for name in "ab"]
+    fleet = await world.fleet(straggler_seconds=0.05)
+    engines[0].moves.clear(), engines[1].moves.clear()
+    first = asyncio.create_task(fleet.commit(FIRST, wait_seconds=PATIENCE))
+    await until(lambda: all(engine.prepared for engine in engines))
+    first.cancel()  # as where the version is lost
+    await asyncio.gather(first, return_exceptions=True)
+    second = sample_pb2.WeightVersion(version=2, digest="two")
+    committing = asyncio.create_task(fleet.commit(second, wait_seconds=PATIENCE))
+    await until(lambda: all(engine.prepared == [1, 2] for engine in engines))
+    assert not committing.done()
+    engines[1].moves.set()
+    report = await committing
+    assert (report.engine_count, list(report.late)) == (1, ["a"])
+    assert (engines[0].weights, engines[1].weights) == (None, second)
 
 
 async def test_engines_sleep_and_weights_wake_them(world):

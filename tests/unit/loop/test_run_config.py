@@ -181,6 +181,7 @@ def test_sampling_that_cuts_off_says_so(settings, truncates):
     [
         ({"max_staleness": 1}, "placement: colocated needs max_staleness 0"),
         ({"over_sampling": 1.5}, "placement: colocated needs over_sampling 1"),
+        ({"straggler_seconds": 5}, "straggler_seconds: has no effect with placement colocated"),
         ({"weight_transport": "collective"}, "placement: colocated needs weight_transport store"),
         (
             {
