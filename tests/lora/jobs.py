@@ -14,7 +14,7 @@ import torch.distributed as dist
 from services.trainer.backend import TrainingBackend, create_backend
 from services.trainer.config import LoraConfig, TrainerConfig
 from services.trainer.rank import FAILURES
-from services.trainer.rank.executor import find_mesh
+from services.trainer.rank.process_group import find_mesh
 from sluice.algo.spec import LossSpec
 from sluice.config import parse_config
 from sluice.weights.errors import InvalidAdapterError

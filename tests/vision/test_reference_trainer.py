@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.trainer.backend import Mesh
-from services.trainer.backends.reference import model as model_module
+from services.trainer.backends.reference import packing
 from services.trainer.backends.reference.backend import ReferenceBackend
 from services.trainer.config import TrainerConfig
 from sluice.algo.spec import LossSpec
@@ -138,7 +138,7 @@ def test_the_tower_sees_an_image_once_a_micro_batch(
         return encode(tower, images)
 
     monkeypatch.setattr(VisionTower, "encode", counted)
-    monkeypatch.setattr(model_module, "PASS_TOKENS", 20)
+    monkeypatch.setattr(packing, "PASS_TOKENS", 20)
     backend = start(model, tmp_path)
     backend.forward_backward([rows], PPO)
     assert seen == [4]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from services.trainer.backends.reference.model import PackedLayout
+    from services.trainer.backends.reference.packing import PackedLayout
 
 
 def recurrent_layers(model: torch.nn.Module) -> Iterator[Any]:

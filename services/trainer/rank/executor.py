@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from services.trainer.adam import optim_from_proto
-from services.trainer.backend import (
-    Mesh,
-    ModelName,
-    PassSums,
-    TrainingBackend,
-    create_backend,
-)
+from services.trainer.backend import ModelName, PassSums, TrainingBackend, create_backend
 from services.trainer.checkpoint_files import check_path, fetched, written_there
 from services.trainer.config import LoraConfig, OptimConfig, TrainerConfig
-from services.trainer.errors import (
-    CheckpointMismatchError,
-    RanksPartedError,
-    disk_errors,
-)
+from services.trainer.errors import CheckpointMismatchError, RanksPartedError, disk_errors
 from services.trainer.parking import ParkedTensors, create_parking
 from services.trainer.rank import FAILURES
-from services.trainer.rank.quantization import quantizing
+from services.trainer.rank.process_group import find_mesh, join_group, leave_group
+from services.trainer.rank.publisher import RankPublisher
 from services.trainer.rank.table import (
     RowTable,
     add_advantages,
@@ -50,7 +36,6 @@ from sluice.algo.plugins import PluginSettingError
 from sluice.algo.spec import advantage_traits, loss_traits
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
-from sluice.durable import scratch
 from sluice.place import StoreCacheConfig, is_bucket
 from sluice.runtime.errors import InvalidFieldError, ServiceError
 from sluice.runtime.wire import (
@@ -59,30 +44,14 @@ from sluice.runtime.wire import (
     invalid_setting,
     invalid_settings,
     loss_from_proto,
-    seconds_of,
 )
 from sluice.samples.blobs import Blobs, open_blobs
 from sluice.samples.sample import top_columns
-from sluice.weights.errors import (
-    InvalidAdapterError,
-    WeightStoreError,
-)
-from sluice.weights.manifest import FileEntry, ShardFile, delta_name
-from sluice.weights.shards import PublishedShards, ShardWrite
-from sluice.weights.store import WeightStore
-from sluice.weights.transfer.deadline import Deadline
-from sluice.weights.transfer.group import Meeting, MemberGroup, send
-from sluice.weights.transfer.plan import HANDLES, plan_shards
+from sluice.weights.errors import InvalidAdapterError
+from sluice.weights.manifest import FileEntry
 
 logger = logging.getLogger(__name__)
 
-OPEN_PORTS = (
-    (
-        "where ranks meet, and collectives between them (gloo, NCCL ...)",
-        "loopback for ranks of one host; else `MASTER_ADDR` and what the libraries choose",
-        "nothing: libraries open them. Over several hosts give them a network of their own",
-    ),
-)
 Report = Callable[[pb.FollowRequest], None]  # called by any thread
 CLOSE_SECONDS = 4.0  # a checkpoint that is being written has so long when the rank is to end
 MODELS: dict[int, tuple[ModelName, str]] = {
@@ -523,201 +492,3 @@ def _sums_to_proto(sums: PassSums) -> pb.PassSums:
 
 def _optim_of(command: pb.StepCommand) -> OptimConfig | None:
     return optim_from_proto(command.adam, OptimConfig()) if command.HasField("adam") else None
-
-
-def find_mesh(config: TrainerConfig, rank: int, world_size: int) -> Mesh:
-    """Return the place of a rank under the backend's layout; raises ValueError if none fits."""
-    if config.backend == "megatron":
-        from services.trainer.backends.megatron.layout import mesh_of
-
-        return mesh_of(config.megatron, rank, world_size)
-    if config.backend == "fsdp":
-        from services.trainer.backends.fsdp import layout
-
-        return layout.mesh_of(config.fsdp, rank, world_size)
-    return Mesh(rank=rank, world_size=world_size, data_rank=rank, data_size=world_size)
-
-
-def join_group(config: TrainerConfig, mesh: Mesh, meeting: Callable[[], str] | None = None) -> None:
-    """Meet the other ranks at MASTER_ADDR:MASTER_PORT. Collectives end with the command timeout.
-
-    A single rank of the reference backend needs no group.
-    """
-    if mesh.world_size == 1 and config.backend == "reference":
-        return
-    timeout = datetime.timedelta(seconds=config.ranks.command_timeout)
-    if meeting is None:
-        store = _local_store(mesh, timeout)
-    else:
-        store = _launcher_store(mesh, timeout, meeting())
-    dist.init_process_group(
-        platform.current().collective,
-        timeout=timeout,
-        rank=mesh.rank,
-        world_size=mesh.world_size,
-        store=store,
-    )
-
-
-def _local_store(mesh: Mesh, timeout: datetime.timedelta) -> dist.Store:
-    """Return where ranks of one host meet: at a socket of the controller's, for loopback alone."""
-    listener = int(os.environ["MASTER_LISTEN_FD"]) if mesh.rank == 0 else None
-    return dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        mesh.world_size,
-        is_master=mesh.rank == 0,
-        timeout=timeout,
-        master_listen_fd=listener,
-    )
-
-
-def _launcher_store(mesh: Mesh, timeout: datetime.timedelta, meeting: str) -> dist.Store:
-    """Return where ranks that others launch meet, at MASTER_ADDR:MASTER_PORT.
-
-    torch.distributed.run keeps one store for all its rounds, in which the addresses of ranks that
-    are gone still stand: each round has keys of its own.
-    """
-    store, _, _ = next(rendezvous("env://", mesh.rank, mesh.world_size, timeout=timeout))
-    return dist.PrefixStore(meeting, store)
-
-
-def leave_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-class RankPublisher:
-    """One rank's shards, and the group in which it broadcasts them."""
-
-    def __init__(self, config: TrainerConfig, backend: TrainingBackend) -> None:
-        self._config, self._backend = config, backend
-        keep = config.publish.delta or config.transfer.enabled
-        sync = config.durable and not is_bucket(config.weights_location)
-        self._shards = PublishedShards(keep=keep, sync=sync)
-        self._meeting: Meeting | None = None
-        self._group: MemberGroup | None = None
-        by_handles = config.transfer.medium == "handles"
-        self._medium = HANDLES if by_handles else platform.current().collective
-
-    def publish(self, command: pb.PublishCommand, result: pb.CommandResult) -> None:
-        """Write this rank's shards; each is announced when it is written and digested.
-
-        With `write_behind` they are kept alone, for `write`.
-        """
-        base = command.base if command.HasField("base") else None
-        self._shards.begin(base, behind=command.write_behind)
-        try:
-            if command.directory:
-                shards = self._write_shards(command.version, Path(command.directory), base)
-            else:
-                shards = self._upload_shards(command.version, base)
-        finally:
-            self._shards.settle()
-        self._shards.finish(command.version)
-        result.shards.extend(_shard_to_proto(shard) for shard in shards)
-        result.encode_seconds = self._shards.encode_seconds
-
-    def write(self, command: pb.WriteWeightsCommand) -> None:
-        """Write the files of the version published last, on another thread than all else."""
-
-        def note(_: ShardFile) -> None:
-            faults.point("weights.behind")
-
-        if command.directory:
-            self._shards.write_kept(command.version, Path(command.directory), note)
-            return
-        with scratch("sluice-behind-") as folder:
-            store = WeightStore(self._config.weights_location, scratch=folder)
-
-            def upload(shard: ShardFile) -> None:
-                store.upload(command.version, folder / shard.file_name)
-                note(shard)
-
-            self._shards.write_kept(command.version, folder, upload)
-
-    def _write_shards(self, version: int, directory: Path, base: int | None) -> list[ShardFile]:
-        store = WeightStore(self._config.weights_location, durable=False)
-
-        def announce(shard: ShardFile) -> None:
-            store.announce(version, shard, directory, base=base)
-            faults.point("weights.announced")
-
-        submit = partial(self._shards.submit, written=announce)
-        return self._backend.write_shards(directory, self._quantized(submit))
-
-    def _quantized(self, submit: ShardWrite) -> ShardWrite:
-        scale_format = self._config.publish.scale_format
-        return submit if scale_format is None else quantizing(submit, scale_format)
-
-    def _upload_shards(self, version: int, base: int | None) -> list[ShardFile]:
-        """Write shard after shard on this host, and put each into the bucket."""
-        with scratch("sluice-shards-") as folder:
-            store = WeightStore(self._config.weights_location, scratch=folder)
-
-            def upload(shard: ShardFile) -> None:
-                stored = delta_name(shard.file_name) if shard.delta else shard.file_name
-                store.upload(version, folder / stored)
-                store.announce(version, shard, base=base)
-                faults.point("weights.announced")
-
-            submit = partial(self._shards.submit, written=upload)
-            try:
-                return self._backend.write_shards(folder, self._quantized(submit))
-            finally:
-                self._shards.settle()
-
-    def open_transfer(self, command: pb.OpenTransferCommand, result: pb.CommandResult) -> None:
-        """Listen for the members of a new group, if there is anything to send."""
-        self.close()
-        if self._shards.empty:
-            return
-        seconds = seconds_of(command.timeout)
-        self._meeting = Meeting(self._host(), command.world_size, seconds)
-        result.transfer_address = self._meeting.address
-        result.transfer_backend = self._medium
-
-    def send(self, command: pb.SendWeightsCommand, result: pb.CommandResult) -> None:
-        """Broadcast the version published last. That engines are gone is no error here."""
-        if self._meeting is None:
-            return
-        deadline = Deadline(seconds_of(command.timeout))
-        try:
-            buckets = plan_shards(self._shards.report(command.version), command.bucket_bytes)
-            if self._group is None:
-                name = f"{command.transfer_group}-{self._backend.mesh.rank}"
-                self._group = self._meeting.join(name, self._medium, deadline)
-            result.sent_bytes = send(self._group, buckets, self._shards.read, deadline)
-        except WeightStoreError as error:
-            self.close()
-            result.transfer_failure = str(error)
-
-    def close(self) -> None:
-        """Leave the group."""
-        if self._group is not None:
-            self._group.close()
-        if self._meeting is not None:
-            self._meeting.close()
-        self._group = self._meeting = None
-
-    def _host(self) -> str:
-        if self._config.transfer.host:
-            return self._config.transfer.host
-        return "127.0.0.1" if self._config.ranks.launch == "local" else socket.gethostname()
-
-
-def _shard_to_proto(shard: ShardFile) -> pb.WrittenShard:
-    message = pb.WrittenShard(
-        file_name=shard.file_name,
-        size_bytes=shard.size,
-        digest=shard.digest,
-        tensors={
-            name: pb.WrittenTensor(dtype=entry.dtype, shape=entry.shape, digest=entry.digest)
-            for name, entry in shard.tensors.items()
-        },
-    )
-    if (delta := shard.delta) is not None:
-        message.delta.file_name = delta_name(shard.file_name)
-        message.delta.size_bytes, message.delta.digest = delta.size, delta.digest
-        message.delta.changed_count, message.delta.element_count = delta.changed, delta.elements
-    return message

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.trainer.backend import Row
-from services.trainer.backends.reference.model import (
+from services.trainer.backends.reference.attention import attend
+from services.trainer.backends.reference.packing import (
     AGAIN_FACTOR,
     LONG_TOKENS,
     PASS_TOKENS,
     PackedLayout,
-    attend,
     pack,
     split_rows,
 )

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from services.trainer.backend import Mesh
-from services.trainer.backends.reference import model as model_module
 from services.trainer.backends.reference.backend import ReferenceBackend
+from services.trainer.backends.reference.packing import NOTHING
 from services.trainer.config import TrainerConfig
 from sluice import platform
 from sluice.algo.spec import LossSpec
@@ -148,8 +148,8 @@ def test_the_head_is_float32_under_autocast_unless_told_not_to(
     weight_VH = policy.get_output_embeddings().weight
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         weight_VH.mul_(2)
-        layout = backend._policy.pack(rows, model_module.NOTHING)
-        hidden_TH = backend._policy._run(layout, model_module.NOTHING)
+        layout = backend._policy.pack(rows, NOTHING)
+        hidden_TH = backend._policy._run(layout, NOTHING)
     hidden_RH = hidden_TH.index_select(0, layout.predictors).double()
     table_RV = (hidden_RH @ weight_VH.detach().double().T / 0.8).log_softmax(-1)
     exact = table_RV.gather(1, layout.targets[:, None])[:, 0]

@@ -15,7 +15,7 @@ from services.trainer.config import TrainerConfig
 from services.trainer.controller.publication import Publisher
 from services.trainer.controller.state import TrainerState, Turns
 from services.trainer.errors import StoreRefusedError
-from services.trainer.rank.executor import _shard_to_proto
+from services.trainer.rank.publisher import _shard_to_proto
 from sluice import faults
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.config import parse_config

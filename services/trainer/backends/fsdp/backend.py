@@ -37,7 +37,7 @@ from services.trainer.backends.fsdp.tensor_parallel import (
     check_targets,
     create_mesh,
 )
-from services.trainer.backends.reference.model import PackedLayout, PassInputs, images_of, pack
+from services.trainer.backends.reference.packing import PackedLayout, PassInputs, images_of, pack
 from services.trainer.backends.sums import SumsOnDevice, by_sample, pass_sums
 from services.trainer.config import Head, LoraConfig, OptimConfig, TrainerConfig
 from services.trainer.parking import HeldTensors

@@ -19,12 +19,8 @@ from transformers import AttentionInterface
 
 from services.trainer.backend import Mesh, Row
 from services.trainer.backends.fsdp.config import FsdpConfig
-from services.trainer.backends.reference.model import (
-    LONG_TOKENS,
-    PackedLayout,
-    PromptBucket,
-    attend,
-)
+from services.trainer.backends.reference.attention import attend
+from services.trainer.backends.reference.packing import LONG_TOKENS, PackedLayout, PromptBucket
 from sluice.algo.collectives import Collectives, create_collectives, gather_placed, gather_tokens
 from sluice.algo.layout import KeyRange, SequenceLayout
 from sluice.fused_operations import Attention, PackRows

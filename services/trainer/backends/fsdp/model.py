@@ -52,15 +52,15 @@ from services.trainer.backends.fsdp.tensor_parallel import (
     unsharded,
 )
 from services.trainer.backends.recurrent import keep_rows_apart, recurrent_layers
+from services.trainer.backends.reference.attention import IMPLEMENTATION
 from services.trainer.backends.reference.model import (
-    IMPLEMENTATION,
     OWN_OPERATIONS,
-    PackedLayout,
     damage_named,
     errors_only,
     run_packed,
     with_named,
 )
+from services.trainer.backends.reference.packing import PackedLayout
 from services.trainer.config import Head
 from sluice import operations, platform, vision
 from sluice.algo.logprobs import (

@@ -23,7 +23,8 @@ from services.trainer.backend import (
     TrainingBackend,
 )
 from services.trainer.backends import lora, replica
-from services.trainer.backends.reference.model import PassInputs, ScoredModel, split_rows
+from services.trainer.backends.reference.model import ScoredModel
+from services.trainer.backends.reference.packing import PassInputs, split_rows
 from services.trainer.backends.replica import FlatOptimizer
 from services.trainer.backends.sums import SumsOnDevice, by_sample, pass_sums
 from services.trainer.backends.untrained import untrained_names, untrained_tensors

@@ -1,0 +1,204 @@
+"""Attention over packed rows, plugged into transformers by name.
+
+It runs over buckets of like lengths, padded where these are short, all else over the pack. No mask
+has more rows than LONG_TOKENS: long rows are attended causally, their prompt included, or block by
+block where the prompt is longer still.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from services.trainer.backends.reference.packing import LONG_TOKENS, PackedLayout, PromptBucket
+from sluice.fused_operations import Attention
+from sluice.imports import uncompiled
+
+with uncompiled():
+    from transformers import AttentionInterface
+
+IMPLEMENTATION = "sluice_shared_prompt"
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
+    packed_layout: PackedLayout,
+    kernel: Attention | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Maps query [1, heads, T, D], key and value [1, kv_heads, T, D] to [1, T, heads, D].
+
+    kernel: of causal attention without sinks; masks are torch's. A window is honoured over rows
+    that share no prompt, else by refusing it where it would matter; so are sinks, `s_aux` [heads].
+    """
+    del attention_mask  # the layout knows
+    if softcap is not None:
+        raise NotImplementedError("attention with capped scores")
+    window = sliding_window
+    if window is not None and packed_layout.longest <= window:
+        window = None
+    scores = Scores(scaling, window, s_aux)
+    # not [0], whose gradient is a copy
+    heads = query.squeeze(0), key.squeeze(0), value.squeeze(0)
+    outputs = [_attend_bucket(*heads, bucket, scores, kernel) for bucket in packed_layout.buckets]
+    return torch.cat(outputs)[None], None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How queries and keys are compared; None is transformers' default, or nothing.
+
+    window: tokens, the own one among them. sinks: float[heads], scores of a key without a value.
+    """
+
+    scaling: float | None = None
+    window: int | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        return self.window is None and self.sinks is None
+
+
+def _attend_bucket(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bucket: PromptBucket,
+    scores: Scores,
+    kernel: Attention | None,
+) -> torch.Tensor:
+    """The bucket's share of the pack, [tokens, heads, D]."""
+    if kernel is not None and bucket.mask is None and scores.sinks is None:
+        return _attend_kernel(query, key, value, bucket, scores, kernel)
+
+    def gather(heads: torch.Tensor, index: torch.Tensor, length: int) -> torch.Tensor:
+        picked = heads.index_select(1, index)
+        return picked.view(len(heads), bucket.count, length, -1).transpose(0, 1)
+
+    queries = gather(query, bucket.queries, bucket.query_length)
+    keys = gather(key, bucket.keys, bucket.key_length)
+    values = gather(value, bucket.keys, bucket.key_length)
+    options: Any = {"scale": scores.scaling, "enable_gqa": len(query) != len(key)}
+    if not scores.plain:
+        if bucket.mask is not None:
+            raise NotImplementedError("windows and sinks over rows that share their prompt")
+        out = _attend_banded(queries, keys, values, scores)
+    elif bucket.mask is not None:
+        out = scaled_dot_product_attention(queries, keys, values, attn_mask=bucket.mask, **options)
+    elif bucket.query_length == bucket.key_length:
+        out = scaled_dot_product_attention(queries, keys, values, is_causal=True, **options)
+    else:
+        out = _attend_tail(queries, keys, values, options)
+    flat = out.transpose(1, 2).flatten(0, 1)
+    return flat if bucket.kept is None else flat.index_select(0, bucket.kept)
+
+
+def _attend_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bucket: PromptBucket,
+    scores: Scores,
+    kernel: Attention,
+) -> torch.Tensor:
+    """By one call over the rows of a bucket, each of queries that end where its keys do."""
+    scale = query.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
+    flat = kernel(
+        query.index_select(1, bucket.queries).transpose(0, 1),
+        key.index_select(1, bucket.keys).transpose(0, 1),
+        value.index_select(1, bucket.keys).transpose(0, 1),
+        bucket.rows,
+        scale,
+        scores.window,
+    )
+    return flat if bucket.kept is None else flat.index_select(0, bucket.kept)
+
+
+def _attend_tail(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any
+) -> torch.Tensor:
+    """Causal attention of [N, heads, R, D] that stand at the end of K > R keys and values.
+
+    Its blocks of queries share one mask, of which each sees the end.
+    """
+    length, total = query.shape[2], key.shape[2]
+    block = min(LONG_TOKENS, length)
+    mask = query.new_zeros(block, total)
+    mask[:, total - block :] = query.new_full((block, block), -torch.inf).triu_(1)
+    outputs = []
+    for left in range((length - 1) // block * block, -1, -block):  # queries behind the block
+        stop = length - left
+        start, seen = max(0, stop - block), total - left
+        outputs.append(
+            scaled_dot_product_attention(
+                query[:, :, start:stop],
+                key[:, :, :seen],
+                value[:, :, :seen],
+                attn_mask=mask[block - (stop - start) :, left:],
+                **options,
+            )
+        )
+    return torch.cat(outputs, dim=2)
+
+
+def _attend_banded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+) -> torch.Tensor:
+    """Causal attention of [N, heads, R, D] within the window, in blocks of queries.
+
+    They stand at the end of K >= R keys and values.
+    """
+    total, groups = key.shape[2], query.shape[1] // key.shape[1]
+    before = total - query.shape[2]
+    places = torch.arange(total, device=query.device)
+    if scores.sinks is not None and groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    outputs = []
+    for start in range(before, total, LONG_TOKENS):
+        stop = min(start + LONG_TOKENS, total)
+        first = 0 if scores.window is None else max(0, start - scores.window + 1)
+        distance = places[start:stop, None] - places[None, first:stop]
+        visible = distance >= 0
+        if scores.window is not None:
+            visible &= distance < scores.window
+        queries = query[:, :, start - before : stop - before]
+        block = queries, key[:, :, first:stop], value[:, :, first:stop]
+        if scores.sinks is not None:
+            outputs.append(_attend_with_sinks(*block, visible, scores.scaling, scores.sinks))
+            continue
+        gqa = block[0].shape[1] != block[1].shape[1]
+        options: Any = {"scale": scores.scaling, "enable_gqa": gqa}
+        outputs.append(scaled_dot_product_attention(*block, attn_mask=visible, **options))
+    return torch.cat(outputs, dim=2)
+
+
+def _attend_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    scaling: float | None,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """Attention whose softmax has one more entry a head, which adds nothing to the output."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = (query @ key.transpose(2, 3) * scale).masked_fill(~visible, -torch.inf)
+    sink = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, sink], dim=-1).float().softmax(-1)[..., :-1]
+    return weights.to(value.dtype) @ value
+
+
+AttentionInterface.register(IMPLEMENTATION, attend)
