@@ -181,8 +181,10 @@ async def test_epochs_are_those_of_a_plain_loop(
 async def test_the_clip_has_its_work_from_the_second_epoch_on(
     fresh: TrainerClient, running: RunningTrainer
 ) -> None:
+    """At the temperature of the loss, as are the log-probs of the reference."""
     groups = [store(running, group) for group in make("clip")]
-    once = AlgorithmConfig(advantage=DIFFERENCE, loss=clipped("old"))
+    loss = clipped("old").model_copy(update={"temperature": 0.7, "kl_coefficient": 0.01})
+    once = AlgorithmConfig(advantage=DIFFERENCE, loss=loss)
     reports = []
     for algorithm in (once, once.model_copy(update={"epochs": 2})):
         await fresh.load_checkpoint("checkpoints/fresh")
@@ -192,6 +194,7 @@ async def test_the_clip_has_its_work_from_the_second_epoch_on(
     assert (first["clipped_low"], first["clipped_high"]) == (0, 0)
     assert both["clipped_low"] + both["clipped_high"] > 0.05
     assert both["kl_old_k3"] > 100 * max(first["kl_old_k3"], 1e-9)
+    assert both["kl_reference"] > 1e-9 > abs(first["kl_reference"])
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2])
@@ -303,4 +306,5 @@ async def test_a_critic_has_the_epochs_of_the_policy(
             await critic.close()
     assert steps == [(1, 1), (2, 2), (6, 6)]
     assert (alone.optimizer_step, critic.optimizer_step) == (6, 8)
+    assert alone.metrics.keys() >= {"reward_mean", "critic_loss"}
     assert metrics[0]["critic_clipped_value"] == 0 < metrics[1]["critic_clipped_value"]

@@ -17,12 +17,12 @@ from sluice.loop.ledger import LedgerGroup
 from sluice.loop.training import (
     TRAINER_LOSSES,
     CheckpointLostError,
+    SavingCheckpoint,
     TrainerBrokenError,
     TrainerLostError,
     TrainerRecovery,
     active_trainer,
     check_lengths,
-    check_step,
     is_checkpoint_lost,
     lost_blob,
     mini_batches,
@@ -182,13 +182,19 @@ async def test_a_trainer_that_failed_is_not_waited_for(trainer) -> None:
         await active_trainer(client)
 
 
+async def test_a_checkpoint_of_another_step_is_of_a_trainer_that_was_lost() -> None:
+    async def answer() -> pb.SaveCheckpointResponse:
+        return pb.SaveCheckpointResponse(checkpoint="checkpoints/a", step=2)
+
+    assert await SavingCheckpoint(2, answer()).name() == "checkpoints/a"
+    with pytest.raises(TrainerLostError, match="checkpoint of step 2, this run is at 3"):
+        await SavingCheckpoint(3, answer()).name()
+
+
 def test_a_checkpoint_that_never_loads_is_told_from_one_that_does_not_now() -> None:
     assert is_checkpoint_lost(CheckpointLostError("of another step"))
     assert is_checkpoint_lost(remote("CHECKPOINT_DAMAGED"))
     assert not is_checkpoint_lost(LOST)
-    check_step(3, 3, "gradients")
-    with pytest.raises(TrainerLostError, match="gradients of step 2, this run is at 3"):
-        check_step(2, 3, "gradients")
 
 
 def test_the_blob_that_a_trainer_cannot_take_is_the_one_that_is_made_again() -> None:
