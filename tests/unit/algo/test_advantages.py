@@ -172,6 +172,8 @@ def test_kl_in_reward_is_the_estimator_over_trained_tokens(name):
     found = compute_advantages(rows, spec)
     gaps = [row.columns["rollout_logprobs"] - row.columns["reference_logprobs"] for row in rows]
     penalties = [torch.where(mask, 0.25 * gap.square(), 0.0) for gap in gaps]
+    without = spec.model_copy(update={"kl_coefficient": None, "kl_estimator": None})
+    assert "kl_in_reward" not in compute_advantages(rows, without).metrics
     total, weight = found.metrics["kl_in_reward"]
     assert total == pytest.approx(float(sum(p.sum() for p in penalties)))
     assert weight == 6

@@ -115,6 +115,8 @@ def test_weights(level, mode, normalized):
 @pytest.mark.parametrize("statistic", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("band", [{"high": 0.1}, {"low": 0.02}, {"low": 0.01, "high": 1.5}])
 def test_rejections(level, statistic, band):
+    if statistic == "k1" and "low" not in band:
+        band = {"high": -0.1}  # k1 has both signs
     kept = set()
     for seed in range(4):
         inputs = make_inputs(seed)
@@ -123,6 +125,16 @@ def test_rejections(level, statistic, band):
         compare(importance_loss([{"name": "reject", "settings": own}]), inputs, wanted)
         kept |= set(wanted.factor[wanted.mask])
     assert kept == {0.0, 1.0}  # some of each, or nothing was tested
+
+
+@pytest.mark.parametrize(
+    ("stage", "bounds"),
+    [("weight", {"mode": "mask", "low": 1.0, "high": 1.0}), ("reject", {"low": 0.0, "high": 0.0})],
+)
+def test_what_lies_on_a_bound_is_inside(stage, bounds):
+    inputs = make_inputs(0)
+    inputs.columns["rollout_logprobs"][:] = inputs.columns["old_logprobs"]
+    compare(importance_loss([{"name": stage, "settings": bounds}]), inputs, old_case(inputs))
 
 
 def test_stages_are_applied_in_order():
@@ -284,6 +296,18 @@ def test_far_tokens_stay_numbers(logs, level, statistic):
             "low has no effect",
         ),
         ({"corrections": [{"name": "reject"}]}, "low or high is required"),
+        (
+            {"corrections": [{"name": "reject", "settings": {"statistic": "k3", "high": -0.1}}]},
+            "high is below 0, which drops everything: k3 never is",
+        ),
+        (
+            {"corrections": [{"name": "weight", "settings": {"low": 0.5, "high": 2.0}}]},
+            "low has no effect with mode truncate",
+        ),
+        (
+            {"corrections": [{"name": "weight", "settings": {"mode": "clip", "high": 2.0}}]},
+            "low is required by mode clip",
+        ),
         ({"corrections": [], "opsm_delta": 0.1}, "opsm_delta has no effect"),
     ],
 )

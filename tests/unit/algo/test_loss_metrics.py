@@ -50,6 +50,19 @@ def test_opsm_tells_what_it_dropped():
     dropped = (far[inputs.sample_index] > 0.05)[inputs.mask] & (trained("advantages") < 0)
     assert means["opsm_dropped"] == pytest.approx(share(dropped))
     assert 0 < means["opsm_dropped"] < 1
+    assert not [name for name in means if name.startswith(("importance_", "correction_"))]
+
+
+def test_each_of_two_stages_tells_what_it_dropped():
+    bounds = [{"low": 0.7, "high": 9.0}, {"low": 0.0, "high": 1.1}]
+    stages = [{"name": "weight", "settings": {"mode": "mask", **each}} for each in bounds]
+    settings = {"name": "importance_sampling", "old_logprobs": "old"}
+    _, means, trained = read({**settings, "corrections": stages})
+    weight = (trained("old_logprobs") - trained("rollout_logprobs")).exp()
+    few, many = weight < 0.7, weight > 1.1
+    found = [means[f"{name}_dropped"] for name in ("correction_0", "correction_1", "importance")]
+    assert found == pytest.approx([share(few), share(many), share(few | many)])
+    assert 0 < found[0] < found[2] > found[1] > 0
 
 
 def test_kl_is_reported_without_its_coefficient_and_the_policy_loss_without_the_kl():
