@@ -31,6 +31,7 @@ from sluice.imports import run_process
 from sluice.init import INIT_USAGE, InitConfig, init
 from sluice.logs_command import LOGS_USAGE
 from sluice.logs_command import logs as show_logs
+from sluice.loop.claims import BEATS, TAKEOVER_SECONDS
 from sluice.loop.config import CommonRunConfig, RunConfig, SftConfig, TeacherConfig
 from sluice.loop.evaluation import EvaluationError
 from sluice.loop.fleet import NoEngineError
@@ -287,7 +288,7 @@ async def run_sft(config: SftConfig) -> None:
         stack.enter_context(owned(config.run_dir))
         await stack.enter_async_context(_own_port(config))
         archive = await stack.enter_async_context(_own_archive(config))
-        stack.enter_context(_own_trainers(config, [config.trainer]))
+        await stack.enter_async_context(_own_trainers(config, [config.trainer], archive))
         report = stack.enter_context(RunReport(config.run_dir, steps, line=LINE))
         report.begin("sft", config.model_dump(mode="json"))
         report.track(config.trackers, config.model_dump(mode="json"))
@@ -311,7 +312,7 @@ async def _own_archive(config: CommonRunConfig) -> AsyncIterator[RunArchive | No
         yield None
         return
     # nobody else needs obstore
-    from sluice.loop.run_archive import TAKEOVER_SECONDS, RunArchive, owned_archive
+    from sluice.loop.run_archive import RunArchive, owned_archive
 
     seconds = config.takeover_seconds or TAKEOVER_SECONDS
     archive = RunArchive(str(store), config.run_dir, seconds)
@@ -319,14 +320,24 @@ async def _own_archive(config: CommonRunConfig) -> AsyncIterator[RunArchive | No
         yield archive
 
 
-def _own_trainers(
-    config: CommonRunConfig, addresses: Sequence[str]
-) -> contextlib.AbstractContextManager[None]:
-    """The trainers of a run, for itself where the store is a directory: a bucket has no locks."""
-    store = directory_of(config.store_place)
-    if store is None:
-        return contextlib.nullcontext()
-    return sole_driver(store, config.run_dir, addresses)
+@contextlib.asynccontextmanager
+async def _own_trainers(
+    config: CommonRunConfig, addresses: Sequence[str], archive: RunArchive | None
+) -> AsyncIterator[None]:
+    """The trainers of a run, for itself among the runs of its store."""
+    if archive is None:
+        store = directory_of(config.store_place)
+        assert store is not None, "runs in a bucket have an archive"
+        with sole_driver(store, config.run_dir, addresses):
+            yield
+        return
+    # nobody else needs obstore
+    from sluice.loop.bucket_drivers import sole_bucket_driver
+
+    seconds = archive.beat_seconds * BEATS
+    bucket = str(config.store_place)
+    async with sole_bucket_driver(bucket, archive.url, config.run_dir, addresses, seconds):
+        yield
 
 
 @contextlib.asynccontextmanager
@@ -378,7 +389,7 @@ async def run_training(
         await stack.enter_async_context(_own_port(config))
         archive = await stack.enter_async_context(_own_archive(config))
         critics = [] if critic is None else [critic.client.address]
-        stack.enter_context(_own_trainers(config, [config.trainer, *critics]))
+        await stack.enter_async_context(_own_trainers(config, [config.trainer, *critics], archive))
         report = stack.enter_context(RunReport(config.run_dir, config.steps))
         report.begin("train", config.model_dump(mode="json"))
         report.track(config.trackers, config.model_dump(mode="json"))

@@ -13,10 +13,8 @@ pieces of claims up to its own alone, so that one which was stopped for long doe
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
-import math
 import os
 import secrets
 import socket
@@ -24,7 +22,6 @@ import sqlite3
 import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -35,6 +32,7 @@ from sluice import faults
 from sluice.bucket import ObjectBucket, ObjectsError, each_of, quoted
 from sluice.config import ConfigError
 from sluice.durable import replace_file, temporary_path, write_pieces
+from sluice.loop.claims import BEATS, OVER, RunTakenError, shown_alive, wait_for_silence
 from sluice.loop.journal import JOURNAL
 from sluice.loop.ledger import Ledger
 from sluice.loop.run_directory import (
@@ -47,7 +45,6 @@ from sluice.loop.run_directory import (
     write_run_checkpoint,
 )
 from sluice.loop.tracking import METRICS
-from sluice.runtime import waits
 from sluice.weights.errors import FileDigestError
 from sluice.weights.manifest import digest_bytes, seal, unseal
 
@@ -57,15 +54,8 @@ ARCHIVES = "loops"
 LOG, ALIVE, PIECES = "log", "alive", "pieces"
 FORMAT, SEAL = 1, "entry_digest"
 PIECE_BYTES = 1 << 20
-TAKEOVER_SECONDS = 30.0  # of silence
-BEATS = 6  # in the time after which a silent loop is taken for dead
-OVER = b"over"  # the last beat of a loop that ended
 IDENTITY = "archive.json"  # which directory of a host this is
 BESIDE = (METRICS, JOURNAL)  # files of a run that only ever grow, besides the ledger
-
-
-class RunTakenError(RunDirectoryError):
-    """Another loop trains this run, or has taken it over; the message names it."""
 
 
 class _PieceError(Exception):
@@ -445,34 +435,8 @@ async def owned_archive(archive: RunArchive, *, resume: bool) -> AsyncIterator[R
     await _wait_for_silence(archive, entries)
     await asyncio.to_thread(partial(archive.restore, entries, resume=resume))
     await asyncio.to_thread(archive.claim, max(entries, default=0))
-    whole, taken = asyncio.current_task(), list[RunTakenError]()
-    assert whole is not None
-
-    async def beat() -> None:
-        loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor(1, "beat") as thread:  # no long work of others is before it
-            for count in itertools.count():
-                try:
-                    await loop.run_in_executor(thread, archive.beat, count)
-                except RunTakenError as error:
-                    taken.append(error)
-                    whole.cancel()
-                    return
-                except RunDirectoryError as error:
-                    logger.warning("no sign of life: %s", error)
-                await asyncio.sleep(archive.beat_seconds)
-
-    beating = asyncio.create_task(beat(), name="show that this loop lives")
-    try:
+    async with shown_alive(archive):
         yield archive
-    except asyncio.CancelledError:
-        if taken and whole.uncancel() == 0:
-            raise taken[0] from None
-        raise
-    finally:
-        beating.cancel()
-        await asyncio.gather(beating, return_exceptions=True)
-        await asyncio.to_thread(archive.end)
 
 
 async def _wait_for_silence(archive: RunArchive, entries: Mapping[int, Claim | Cut | str]) -> None:
@@ -483,21 +447,10 @@ async def _wait_for_silence(archive: RunArchive, entries: Mapping[int, Claim | C
     claim = entry if isinstance(entry, Claim) else None
     if not number or archive.is_here(claim):  # its directory is locked by this process
         return
-    before = await asyncio.to_thread(archive.sign_of_life, number)
-    seconds = max(archive.beat_seconds * BEATS, claim.takeover_seconds if claim else 0.0)
+    seconds = claim.takeover_seconds if claim else 0.0
     whom = str(claim or "another loop")
-    looks = math.ceil(2 * seconds / archive.beat_seconds)  # counted: a host may stop, with both
-    with waits.waiting(f"a sign of life of {whom}", timeout=seconds, on=lambda: [archive.url]):
-        while before != OVER and looks:
-            looks -= 1
-            await asyncio.sleep(archive.beat_seconds / 2)
-            now = await asyncio.to_thread(archive.sign_of_life, number)
-            if now not in (before, OVER):
-                raise RunTakenError(
-                    f"run_dir: {whom} trains this run ({archive.url}); stop it, or give another "
-                    "run_dir"
-                )
-            before = now
+    refusal = f"run_dir: {whom} trains this run ({archive.url}); stop it, or give another run_dir"
+    await wait_for_silence(archive, number, seconds, whom, refusal)
 
 
 def _number(key: str) -> int:

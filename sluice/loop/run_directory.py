@@ -199,7 +199,7 @@ def sole_driver(store: Path, run_dir: Path, trainers: Iterable[str]) -> Iterator
     other run. Where the store does not exist nothing is claimed: the run itself says so.
     """
     with ExitStack() as stack:
-        named = {place: address for address in trainers for place in _places(address)}
+        named = {place: address for address in trainers for place in places_of(address)}
         for place, address in sorted(named.items()) if store.is_dir() else ():
             path = store / "loops" / f"{digest_of(place)}.lock"
             path.parent.mkdir(exist_ok=True)
@@ -215,7 +215,7 @@ def sole_driver(store: Path, run_dir: Path, trainers: Iterable[str]) -> Iterator
         yield
 
 
-def _places(address: str) -> set[str]:
+def places_of(address: str) -> set[str]:
     """Where a trainer is, alike for whoever reaches it, by name or number, from its host or not."""
     host, port = split_address(address.lower())
     name = socket.gethostname().lower()

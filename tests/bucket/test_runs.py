@@ -100,6 +100,24 @@ def test_of_two_loops_of_one_run_the_second_is_refused_by_name(stack: Stack) -> 
     assert "trains this run (s3://runs/one/loops/" in output, output
 
 
+def test_of_two_runs_on_one_trainer_the_second_is_refused_until_the_first_has_died(
+    stack: Stack,
+) -> None:
+    settings = {"store": None, "checkpoint_every": 2, "takeover_seconds": 2}
+    training = stack.train("driving", steps=400, **settings)
+    training.wait_for_step(1)
+    refused = stack.train("rival", steps=2, **settings)
+    output, _ = refused.process.communicate(timeout=PATIENCE)
+    assert refused.process.returncode == 2, output
+    assert f"is driven by process {training.process.pid} on " in output, output
+    assert f"for {training.run_dir}; stop that" in output, output
+    training.process.kill()
+    training.process.wait()
+    refused = stack.train("rival", steps=2, resume=True, **settings)
+    refused.finish()
+    assert [row["step"] for row in refused.rows()] == [1, 2]
+
+
 def test_a_loop_that_was_stopped_ends_when_another_has_taken_over(stack: Stack) -> None:
     settings = {"steps": 40, "store": None, "checkpoint_every": 1, "takeover_seconds": 2}
     training = stack.train("stopped", **settings)
