@@ -529,8 +529,13 @@ class EngineClient(Client):
         super().__init__(address, security)
         self.stub = engine_service_pb2_grpc.EngineServiceStub(self.channel)
 
-    async def get(self) -> engine_pb.GetEngineResponse:
-        return await self._call(self.stub.GetEngine, engine_pb.GetEngineRequest())
+    async def get(self, seconds: float | None = None) -> engine_pb.GetEngineResponse:
+        """`seconds` are in place of the usual deadline."""
+        with typed_errors():
+            response: engine_pb.GetEngineResponse = await self.stub.GetEngine(
+                engine_pb.GetEngineRequest(), timeout=seconds
+            )
+            return response
 
     async def generate(
         self,

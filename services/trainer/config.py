@@ -233,6 +233,8 @@ class TransferConfig(Config):
     write_behind: what is sent is written to the store afterwards, beside other work; until it is
     there whole, a version is lost with a rank or the controller. Of whole models in a directory.
     timeout_seconds: of a whole transfer; attempts: with the engines that are left.
+    answer_seconds: that an engine has to say whether it can take part; without an answer it is
+    left out, and reads the version from the store.
     max_engines: that one publication may name.
     """
 
@@ -242,6 +244,7 @@ class TransferConfig(Config):
     host: str = ""
     bucket_bytes: int = Field(256 << 20, ge=1)
     timeout_seconds: float = Field(60.0, gt=0)
+    answer_seconds: float = Field(20.0, gt=0)
     attempts: int = Field(2, ge=1)
     max_engines: int = Field(4096, ge=1)
 

@@ -135,16 +135,20 @@ class WeightSender:
         """
 
         ready = {}
+        seconds = self._config.answer_seconds  # more than a client's own of GetEngine
 
         async def look(target: Target) -> None:
             client = self._clients[target.address]
             try:
-                found = await client.get()
-                if found.weights == weights or weights.version in found.prepared_versions:
-                    outcomes[target.engine_id] = None
-                else:
-                    await client.check_transfer(weights)
-                    ready[target] = found
+                async with asyncio.timeout(seconds):
+                    found = await client.get(seconds)
+                    if found.weights == weights or weights.version in found.prepared_versions:
+                        outcomes[target.engine_id] = None
+                    else:
+                        await client.check_transfer(weights)
+                        ready[target] = found
+            except TimeoutError:
+                outcomes[target.engine_id] = _speechless(seconds)
             except RemoteError as error:
                 outcomes[target.engine_id] = error if error.reason else _mute(error)
 
@@ -325,6 +329,11 @@ def _with_causes(
 def _mute(error: RemoteError) -> RemoteError:
     """Say what it is that grpc alone has a word for."""
     return RemoteError(error.code, "", f"the engine does not answer: {error.message}", {})
+
+
+def _speechless(seconds: float) -> RemoteError:
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    return RemoteError(code, "", f"the engine does not answer within {seconds:g} s", {})
 
 
 def _silent() -> RemoteError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,13 @@ from services.trainer.config import TransferConfig
 from services.trainer.controller.transfer import BROKEN, Shipment, Target, WeightSender
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
+from sluice.api.rollout.v1 import engine_service_pb2_grpc as engine_grpc
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.client import RemoteError
 from sluice.runtime.security import SecurityConfig
+from sluice.runtime.server import Server, ServerConfig
 from sluice.runtime.waits import Waits
+from tests.patience import PATIENCE
 
 WEIGHTS = sample_pb2.WeightVersion(version=7, digest="d" * 32)
 PREPARED = engine_pb.GetEngineResponse(prepared_versions=[7])
@@ -41,7 +45,7 @@ class Engine:
         self._state = engine_pb.GetEngineResponse(transfer_rank_count=1)
         self._has = has
 
-    async def get(self) -> engine_pb.GetEngineResponse:
+    async def get(self, seconds: float) -> engine_pb.GetEngineResponse:
         if self._dies and self.groups:
             raise RemoteError(grpc.StatusCode.UNAVAILABLE, "", "it is gone", {})
         return self._state
@@ -159,3 +163,56 @@ async def test_who_goes_without_for_another_hears_of_whom() -> None:
     outcomes = await sender.send(SHIPMENT, targets)
     assert "no route to engine" in str(outcomes["torn"])
     assert len(torn.groups) == 2  # the second time without the other
+
+
+class SlowEngine(engine_grpc.EngineServiceServicer):
+    """A real one: stalled in one call for as long as it is asked, or slow within its time."""
+
+    def __init__(self, stalls_in: str = "") -> None:
+        self.stalls_in = stalls_in
+        self.seconds = 0.0  # that it was given for its first answer
+
+    async def GetEngine(self, request, context):
+        self.seconds = context.time_remaining()
+        await self._stall("GetEngine")
+        return engine_pb.GetEngineResponse(transfer_rank_count=1)
+
+    async def CheckTransfer(self, request, context):
+        await self._stall("CheckTransfer")
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "it answers, and is not fit")
+
+    async def _stall(self, call: str) -> None:
+        if self.stalls_in == call:
+            await asyncio.Event().wait()
+
+
+async def ask(engine: SlowEngine, **settings: float) -> RemoteError:
+    server = Server(ServerConfig(host="127.0.0.1", drain_seconds=0))
+    server.add(engine_grpc.add_EngineServiceServicer_to_server, engine, "engine")
+    await server.start()
+    ranks: Any = Ranks()
+    config = TransferConfig(enabled=True, **settings)  # type: ignore[arg-type]
+    sender = WeightSender(config, SecurityConfig(), ranks, Waits())
+    try:
+        async with asyncio.timeout(PATIENCE):
+            (outcome,) = (await sender.send(SHIPMENT, [Target("e", server.address)])).values()
+    finally:
+        await sender.close()
+        await server.stop()
+    assert outcome is not None
+    return outcome
+
+
+async def test_an_engine_that_is_slow_to_answer_is_waited_for() -> None:
+    """Longer than a client waits by itself: without it the whole version is read from the store."""
+    engine = SlowEngine()
+    assert "it answers, and is not fit" in (await ask(engine)).message
+    assert 5 < engine.seconds <= 20
+    await ask(engine, answer_seconds=100)
+    assert 20 < engine.seconds <= 100
+
+
+@pytest.mark.parametrize("call", ["GetEngine", "CheckTransfer"])
+async def test_an_engine_that_is_stalled_is_left_out_in_time(call: str) -> None:
+    error = await ask(SlowEngine(call), answer_seconds=0.2)
+    assert "does not answer" in error.message
