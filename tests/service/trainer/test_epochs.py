@@ -4,51 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.client import TrainerClient
 from sluice.loop.config import AlgorithmConfig, CriticConfig
-from sluice.loop.ledger import LedgerGroup
 from sluice.loop.training import Critic, train_step
-from sluice.samples.arrow import encode_group
-from sluice.samples.blobs import BlobStore
-from sluice.samples.sample import Sample
-from sluice.weights.store import WeightStore
 from tests.patience import PATIENCE
-from tests.service.trainer.harness import ACTIVE, RunningTrainer, make_group, running_trainer, until
-
-RATE, DECAY, STEPS, EPSILON, NORM = 0.01, 0.2, 40, 1e-3, 0.1  # of AdamW, down to 0 at STEPS
-CLIP = 0.02
-SIZES = (4, 2, 5, 3, 4)
-DIFFERENCE = AdvantageSpec(name="grpo", scale_by_std=False)  # reward - mean of the group
-
-
-def clipped(old: str) -> LossSpec:
-    return LossSpec(name="ppo_clip", clip_low=CLIP, old_logprobs=old)
+from tests.service.trainer.epochs import (
+    DIFFERENCE,
+    OPTIM,
+    SIZES,
+    Oracle,
+    check_epochs,
+    clipped,
+    load,
+    make,
+    store,
+)
+from tests.service.trainer.harness import ACTIVE, RunningTrainer, running_trainer, until
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[RunningTrainer]:
-    optim = {
-        "learning_rate": RATE,
-        "weight_decay": DECAY,
-        "schedule": "linear",
-        "decay_steps": STEPS,
-        "epsilon": EPSILON,
-        "max_grad_norm": NORM,
-    }
-    with running_trainer(tmp_path_factory.mktemp("epochs"), model, optim=optim) as running:
+    with running_trainer(tmp_path_factory.mktemp("epochs"), model, optim=OPTIM) as running:
         yield running
 
 
@@ -64,118 +50,18 @@ async def fresh(running: RunningTrainer) -> AsyncIterator[TrainerClient]:
         assert not (await client.get()).batches
 
 
-def store(running: RunningTrainer, samples: Sequence[Sample]) -> LedgerGroup:
-    return LedgerGroup(
-        position=0,
-        group_id=samples[0].group_id,
-        issue_step=0,
-        state="generated",
-        blob=BlobStore(running.store).put(encode_group(samples)),
-        sample_count=len(samples),
-    )
-
-
-def make(name: str) -> list[list[Sample]]:
-    """Groups of several sizes whose rewards differ; of one nothing is learned."""
-    groups = [make_group(f"{name}-{i}", size=size, seed=i) for i, size in enumerate(SIZES)]
-    groups[3] = make_group(f"{name}-3", size=SIZES[3], seed=3, rewards=[0.5] * SIZES[3])
-    return groups
-
-
-def load(directory: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
-
-
-@dataclass
-class Oracle:
-    """Clipped policy gradients with AdamW, in float64."""
-
-    model: Any
-    old: dict[str, torch.Tensor] = field(default_factory=dict)
-    ratios: list[torch.Tensor] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-
-    def logprobs(self, sample: Sample) -> torch.Tensor:
-        tokens = torch.from_numpy(sample.token_ids.astype(np.int64))
-        logits = self.model(tokens[None]).logits[0, sample.prompt_length - 1 : -1]
-        found: torch.Tensor = logits.log_softmax(-1).gather(1, tokens[sample.prompt_length :, None])
-        return found[:, 0]
-
-    def loss(self, groups: Sequence[Sequence[Sample]]) -> torch.Tensor:
-        losses = []
-        for group in groups:
-            mean = sum(float(sample.columns["reward"]) for sample in group) / len(group)
-            for sample in group:
-                advantage = float(sample.columns["reward"]) - mean
-                ratio = (self.logprobs(sample) - self.old[sample.sample_id]).exp()
-                if abs(advantage) > 1e-9:
-                    self.ratios.append(ratio.detach())
-                surrogate = ratio.clamp(1 - CLIP, 1 + CLIP) * advantage
-                losses.append(-torch.minimum(ratio * advantage, surrogate))
-        return torch.cat(losses).mean()
-
-    def train(self, batches: Sequence[Sequence[Sequence[Sample]]]) -> None:
-        parameters = [
-            {"params": [each], "weight_decay": DECAY if each.ndim > 1 else 0.0}
-            for each in self.model.parameters()
-        ]
-        adam = torch.optim.AdamW(parameters, betas=(0.9, 0.95), eps=EPSILON)
-        for step, batch in enumerate(batches):
-            for group in adam.param_groups:
-                group["lr"] = RATE * (1 - step / STEPS)
-            adam.zero_grad()
-            self.loss(batch).backward()  # type: ignore[no-untyped-call]
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), NORM)
-            self.norms.append(float(norm))
-            adam.step()
-
-
-def drawn(groups: list[Any], name: str, seed: int, epochs: int) -> list[list[Any]]:
-    """Two mini-batches an epoch: the first as they come, the others by lot."""
-    batches = []
-    for epoch in range(epochs):
-        order = list(groups)
-        if epoch > 0:
-            random.Random(f"{seed}/{name}/{epoch}").shuffle(order)
-        batches += [order[:2], order[2:]]
-    return batches
-
-
 @pytest.mark.parametrize("old", ["old", "rollout"])
 async def test_epochs_are_those_of_a_plain_loop(
     fresh: TrainerClient, running: RunningTrainer, model: Path, old: str
 ) -> None:
     """With ratios to what was known before the first of them."""
-    name, seed, groups = f"plain-{old}", 5, make(f"plain-{old}")
-    oracle = Oracle(load(model))
-    for sample in (sample for group in groups for sample in group):
-        with torch.no_grad():
-            given = torch.from_numpy(np.asarray(sample.columns["rollout_logprobs"])).double()
-            oracle.old[sample.sample_id] = given if old == "rollout" else oracle.logprobs(sample)
-    oracle.train(drawn(groups, name, seed, epochs=3))
-    report = await train_step(
-        fresh,
-        AlgorithmConfig(advantage=DIFFERENCE, loss=clipped(old), mini_batches=2, epochs=3),
-        [store(running, group) for group in groups],
-        optimizer_step=0,
-        name=name,
-        seed=seed,
-    )
-    assert report.optimizer_step == (await fresh.get()).step == 6
-    assert not report.skipped_reasons
-    version = (await fresh.publish_weights()).weights.version
-    found = load(WeightStore(running.store / "weights").get(version).directory).state_dict()
-    wanted, before = oracle.model.state_dict(), load(model).state_dict()
-    assert found.keys() == wanted.keys() == before.keys()
-    gap = max(float((found[key] - wanted[key]).abs().max()) for key in wanted)
-    moved = max(float((before[key] - wanted[key]).abs().max()) for key in wanted)
-    assert gap < 2e-6 < 1e-2 < moved
-    metrics, ratios = report.metrics, torch.cat(oracle.ratios)
-    assert metrics["tokens"] == 3 * sum(s.response_length for group in groups for s in group)
-    assert metrics["ratio"] == pytest.approx(float(ratios.mean()), abs=1e-5)
-    assert metrics["grad_norm"] == pytest.approx(np.mean(oracle.norms), rel=1e-3)
-    assert max(oracle.norms) > NORM, "or nothing would be cut"
-    assert metrics["learning_rate"] == pytest.approx(RATE * (1 - 5 / STEPS))
+    await check_epochs(fresh, running, model, f"plain-{old}", old=old)
+
+
+async def test_a_mini_batch_that_teaches_nothing_is_a_step_as_any_other(
+    fresh: TrainerClient, running: RunningTrainer, model: Path
+) -> None:
+    await check_epochs(fresh, running, model, "each", mini_batches=len(SIZES), epochs=2)
 
 
 async def test_the_clip_has_its_work_from_the_second_epoch_on(
