@@ -38,6 +38,15 @@ def json_fault(value: Any) -> str:
     return f"is nested deeper than {DEEPEST} levels"
 
 
+def find(values: Mapping[str, Any], key: str) -> Any:
+    """What stands at a key, or at one of an object inside (`a.b`); None where nothing does."""
+    if key in values:
+        return values[key]
+    first, dot, rest = key.partition(".")
+    inner = values.get(first)
+    return find(inner, rest) if dot and isinstance(inner, Mapping) else None
+
+
 def _has_half_pair(text: str) -> bool:
     try:
         text.encode()

@@ -382,7 +382,8 @@ def _prompts(into: Imported) -> None:
         )
     into.left.append(
         "environment.settings.reward: in verl the row's data_source chooses it; the files have "
-        "math, see docs/rollout.md"
+        "math; several: environments of one file, each with its where: {data_source: ...}, see "
+        "docs/rollout.md"
     )
     if facts.get("reward_manager") == "dapo":
         into.left.append(

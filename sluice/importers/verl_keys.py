@@ -253,7 +253,7 @@ KEYS: dict[str, Flag] = {
     "data.return_raw_chat": unneeded("rows are chats as they are"),
     "data.return_raw_input_ids": unneeded("rows are chats as they are"),
     "data.return_full_prompt": _LOGGED,
-    "data.reward_fn_key": by_hand("environments of run.yaml, each with its reward"),
+    "data.reward_fn_key": by_hand("environments of run.yaml, each with its where and its reward"),
     "data.val_batch_size": unneeded("evaluation.max_running_groups bounds what runs"),
     "data.train_max_samples": by_hand("a file of so many rows"),
     "data.val_max_samples": by_hand("evaluation.datasets.<name>.groups"),

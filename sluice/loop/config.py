@@ -36,11 +36,21 @@ class PromptsConfig(Config):
     file: Path | None = None
     index_count: int | None = Field(None, gt=0, lt=2**63)
     shuffle: bool = True
+    where: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Only rows of the file that have this value, or one of a list, at each key.",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> PromptsConfig:
         if (self.file is None) == (self.index_count is None):
             raise ValueError("give either file or index_count")
+        if self.where and self.file is None:
+            raise ValueError("where: has no effect without a file")
+        for key, wanted in self.where.items():
+            values = wanted if isinstance(wanted, list) else [wanted]
+            if not values or not all(isinstance(value, str | int | float) for value in values):
+                raise ValueError(f"where.{key}: must be a text, a number, true or false, or a list")
         if self.shuffle and (self.index_count or 0) > MOST_SHUFFLED:
             raise ValueError(
                 f"index_count: more than {MOST_SHUFFLED:,} are not shuffled; give shuffle: false"

@@ -21,16 +21,14 @@ from sluice.config import ConfigError
 from sluice.logs import printable_lines
 from sluice.loop.config import EvaluationConfig, EvaluationSetConfig, RunConfig
 from sluice.loop.fleet import POOL, NoEngineError
+from sluice.loop.prompts import PromptSource, Task, load_prompts
 from sluice.loop.report import RunReport
 from sluice.loop.workers import (
     EpisodeWorkers,
     NoWorkerError,
-    PromptSource,
     RolloutCall,
     RolloutFailedError,
-    Task,
     build_evaluation,
-    load_prompts,
 )
 from sluice.runtime.wire import evaluation_report
 

@@ -16,7 +16,7 @@ import xxhash
 from sluice.config import named_function
 from sluice.loop.config import LARGEST_WEIGHT, RunConfig
 from sluice.loop.ledger import Ledger, LedgerGroup
-from sluice.loop.workers import PromptSource, load_prompts
+from sluice.loop.prompts import PromptSource, load_prompts
 
 Schedule = Callable[[int, Mapping[str, float]], Mapping[str, float]]
 

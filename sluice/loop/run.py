@@ -26,6 +26,7 @@ from sluice.loop.fleet import PAUSE_MODES, CommitReport, EngineFleet, FleetConfi
 from sluice.loop.ledger import LedgerGroup
 from sluice.loop.mixture import Mixture, digest_of, load_schedule, open_sources
 from sluice.loop.placement import SharedDevices
+from sluice.loop.prompts import Task
 from sluice.loop.report import RunReport
 from sluice.loop.run_directory import (
     RunCheckpoint,
@@ -47,7 +48,7 @@ from sluice.loop.training import (
     train_step,
     wait_for_trainer,
 )
-from sluice.loop.workers import EpisodeWorkers, Task, build_request, check_teachers, teacher_of
+from sluice.loop.workers import EpisodeWorkers, build_request, check_teachers, teacher_of
 from sluice.samples.vocabulary import check_same
 
 if TYPE_CHECKING:

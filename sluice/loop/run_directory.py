@@ -51,6 +51,7 @@ _FORMER: dict[tuple[str, ...], Any] = {
     ("algorithm", "epochs"): 1,
     ("sampling", "stop"): [],
     ("environments", "*", "sampling", "stop"): [],
+    ("environments", "*", "prompts", "where"): {},
 }
 _NAMED, _NAMED_LENGTH = 8, 60  # settings that differ, and letters of a value, that are told
 

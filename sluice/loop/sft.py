@@ -20,12 +20,12 @@ from sluice.client import RemoteError
 from sluice.config import ConfigError
 from sluice.loop.config import AlgorithmConfig, RowsConfig, SftConfig
 from sluice.loop.ledger import LedgerGroup
+from sluice.loop.prompts import epoch_order
 from sluice.loop.report import RunReport
 from sluice.loop.row_files import PromptFileError, digest_of_rows, read_rows
 from sluice.loop.run_directory import RunCheckpoint, checked_run_checkpoint, digest_of
 from sluice.loop.trainer_run import TrainerRun
 from sluice.loop.training import StepReport, train_step
-from sluice.loop.workers import epoch_order
 from sluice.samples.arrow import encode_group
 from sluice.samples.blobs import open_blobs
 from sluice.samples.chat_template import ChatTemplateError

@@ -1,16 +1,14 @@
-"""What is asked of episode workers: prompts in their order, in calls that outlive a worker."""
+"""What is asked of episode workers: groups in calls that outlive a worker."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import random
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import grpc
 import xxhash
@@ -26,88 +24,13 @@ from sluice.loop.config import (
     EnvironmentConfig,
     EnvironmentShare,
     EvaluationSetConfig,
-    PromptsConfig,
     RunConfig,
     SamplingConfig,
 )
-from sluice.loop.row_files import PromptFileError, check_carried, digest_of_rows, read_rows
+from sluice.loop.prompts import PromptSource, Task
 from sluice.runtime.recovery import NotReadyError, Retries, is_passing, wait_until_ready
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.wire import duration_of
-
-Task = int | Mapping[str, Any]  # index into a generated data set, or a row of a file
-
-
-def epoch_order(count: int, shuffle: bool, seed: int, epoch: int) -> Sequence[int]:
-    """Returns the indices of an epoch, each once; the same in every run with this seed."""
-    if not shuffle:
-        return range(count)
-    order = list(range(count))
-    random.Random(f"{seed}/{epoch}").shuffle(order)
-    return order
-
-
-class PromptSource:
-    """An endless sequence of tasks, reshuffled every epoch from the seed."""
-
-    def __init__(
-        self,
-        tasks: Sequence[Task],
-        shuffle: bool,
-        seed: int,
-        content: str = "",
-        file: str = "",
-    ) -> None:
-        """`content` is a digest of what the tasks stand for; `file` is the one they are rows of."""
-        self.tasks, self._file, self.count = tasks, file, len(tasks)
-        # Where one epoch ends and the next begins both are asked for in turn.
-        self._order = lru_cache(maxsize=2)(partial(epoch_order, self.count, shuffle, seed))
-        text = f"{self.count}/{shuffle}/{seed}/{content}"
-        self.digest = xxhash.xxh3_64_hexdigest(text.encode())
-
-    def task(self, position: int) -> Task:
-        """Returns the task of group number `position`, from 0."""
-        return self.tasks[self._index(position)]
-
-    def place(self, position: int) -> str:
-        """Says where the task of group number `position` is from: file and row, or its index."""
-        index = self._index(position)
-        return f"{self._file}, row {index + 1}" if self._file else f"task {index}"
-
-    def _index(self, position: int) -> int:
-        epoch, offset = divmod(position, self.count)
-        return self._order(epoch)[offset]
-
-
-def load_prompts(
-    config: PromptsConfig, seed: int, environment: EnvironmentConfig | None = None
-) -> PromptSource:
-    """Open the source of the tasks of an environment, whose settings name the keys of its rows.
-
-    Raises ConfigError for a missing, PromptFileError for a malformed file.
-    """
-    if config.index_count is not None:
-        return PromptSource(range(config.index_count), config.shuffle, seed)
-    assert config.file is not None
-    settings = environment.settings if environment else {}
-    keys = [str(settings.get(f"{name}_key", name)) for name in ("prompt", "messages")]
-    rows = []
-    for where, row in read_rows(config.file, "prompts.file"):
-        if not any(row.get(key) for key in keys):
-            if given := [key for key in keys if key in row]:
-                raise PromptFileError(f"{where}: `{given[0][:40]}` is empty")
-            needed, found = (
-                separator.join(f"`{key[:40]}`" for key in some)
-                for separator, some in ((" or ", keys), (", ", list(row)[:8]))
-            )
-            raise PromptFileError(
-                f"{where}: a row needs {needed}, and has {found or 'nothing'}; settings of the "
-                "environment name other columns: prompt_key, messages_key"
-            )
-        check_carried(where, row)
-        rows.append(row)
-    content = digest_of_rows(config.file)
-    return PromptSource(rows, config.shuffle, seed, content, str(config.file))
 
 
 def sample_seed(run_seed: int, group_id: str, index: int) -> int:

@@ -46,7 +46,7 @@ from services.router.config import RouterConfig
 from services.trainer.config import TrainerConfig
 from sluice.config import ConfigError, parse_config
 from sluice.loop.config import PromptsConfig, RunConfig
-from sluice.loop.workers import load_prompts
+from sluice.loop.prompts import load_prompts
 from sluice.stack import UpConfig
 
 GEOMETRY = "examples.geometry.single_turn:Geometry"

@@ -32,6 +32,7 @@ from services.rollout.environments.graders.grader import (
 )
 from services.rollout.environments.registry import load_function
 from sluice.config import Config
+from sluice.json_values import find
 from sluice.samples.messages import MARK, split_marks
 
 
@@ -126,9 +127,9 @@ def make_row_task(settings: PromptsSettings, request: TaskRequest) -> Task:
     for key in VIDEOS:
         if row.get(key) and key not in settings.state_keys:
             raise TaskError(f"row.{key}", "video is not taken; images are")
-    images = _images(_found(row, settings.images_key), settings.images_key)
-    key = settings.messages_key if _found(row, settings.messages_key) else settings.prompt_key
-    messages = _found(row, key)
+    images = _images(find(row, settings.images_key), settings.images_key)
+    key = settings.messages_key if find(row, settings.messages_key) else settings.prompt_key
+    messages = find(row, key)
     if messages and (key == settings.messages_key or isinstance(messages, list)):
         shown = _show(_checked_messages(messages, key), images, settings)
         return _chat(shown, answers[0], state, settings)
@@ -154,15 +155,6 @@ def _chat(
     settings: PromptsSettings,
 ) -> Task:
     return Task(messages=messages, template=settings.template, answer=answer, state=state)
-
-
-def _found(row: Mapping[str, Any], key: str) -> Any:
-    """What stands at a key, or at one of an object inside; None where nothing does."""
-    if key in row:
-        return row[key]
-    first, dot, rest = key.partition(".")
-    inner = row.get(first)
-    return _found(inner, rest) if dot and isinstance(inner, Mapping) else None
 
 
 def _images(value: Any, key: str) -> list[Any]:
@@ -208,7 +200,7 @@ def _is_asked(message: Mapping[str, Any]) -> bool:
 
 
 def _answers(row: Mapping[str, Any], key: str) -> list[str]:
-    value = _found(row, key)
+    value = find(row, key)
     if isinstance(value, list) and value:
         return [_text(one, f"{key}[{index}]") for index, one in enumerate(value)]
     return [_text(value, key)]

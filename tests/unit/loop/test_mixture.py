@@ -19,7 +19,7 @@ from sluice.loop.mixture import (
     load_schedule,
     open_sources,
 )
-from sluice.loop.workers import load_prompts
+from sluice.loop.prompts import load_prompts
 
 NAMES = "abcde"
 WHOLE = st.lists(st.integers(1, 9), min_size=1, max_size=5)

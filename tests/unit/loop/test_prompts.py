@@ -1,18 +1,23 @@
 import datetime
 import json
 import random
+import tempfile
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from google.protobuf import json_format
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sluice.api.rollout.v1.engine_service_pb2 import VersionBounds
 from sluice.api.rollout.v1.rollout_service_pb2 import RolloutRequest
 from sluice.config import ConfigError, parse_config
 from sluice.loop.config import EnvironmentConfig, PromptsConfig, RunConfig
+from sluice.loop.prompts import load_prompts
 from sluice.loop.row_files import PromptFileError
-from sluice.loop.workers import build_request, load_prompts
+from sluice.loop.workers import build_request
 
 RUN = {
     "run_dir": "run",
@@ -32,8 +37,8 @@ def jsonl(tmp_path):
     return path
 
 
-def tasks(path, count, seed=0, **settings):
-    source = load_prompts(PromptsConfig(file=path, **settings), seed)
+def tasks(path, count, seed=0, **chosen):
+    source = load_prompts(PromptsConfig(file=path, **chosen), seed)
     return [source.task(i) for i in range(count)]
 
 
@@ -54,6 +59,111 @@ def test_parquet_gives_the_same_rows(tmp_path, jsonl):
     path = tmp_path / "prompts.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
     assert tasks(path, 10) == tasks(jsonl, 10)
+
+
+KINDS = st.sampled_from(["math", "code", "1", 1, 1.0, 2, 2.5, True, False, None])
+SOURCES = st.lists(
+    st.fixed_dictionaries(
+        {"prompt": st.just("p")},
+        optional={
+            "source": KINDS,
+            "extra": st.fixed_dictionaries({}, optional={"split": KINDS}) | KINDS,
+            "extra.split": KINDS,
+        },
+    ),
+    min_size=1,
+    max_size=12,
+)
+WANTED = st.sampled_from(["math", "code", "1", 1, 2.5, True, ["math", 2], [False, "code"], [1]])
+
+
+@settings(max_examples=200, deadline=None)
+@given(SOURCES, st.dictionaries(st.sampled_from(["source", "extra.split"]), WANTED, min_size=1))
+def test_an_environment_takes_the_rows_of_a_file_that_are_its_own(rows, where):
+    """By hand: the JSON text of a value says what it is, but for 1 and 1.0."""
+
+    def text(value):
+        same = isinstance(value, float) and value.is_integer()
+        return json.dumps(int(value) if same else value)
+
+    def at(row, key):
+        if key == "source" or key in row:
+            return row.get(key)
+        return row["extra"].get("split") if isinstance(row.get("extra"), dict) else None
+
+    kept = [
+        number
+        for number, row in enumerate(rows, 1)
+        if all(
+            text(at(row, key))
+            in [text(one) for one in (each if isinstance(each, list) else [each])]
+            for key, each in where.items()
+        )
+    ]
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "rows.jsonl")
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = PromptsConfig(file=path, where=where, shuffle=False)
+        if not kept:
+            with pytest.raises(ConfigError, match=r"prompts\.where: no row has "):
+                load_prompts(config, 0)
+            return
+        source = load_prompts(config, 0)
+        assert source.tasks == [rows[number - 1] for number in kept]
+        places = [source.place(position) for position in range(2 * len(kept))]
+    assert places == [f"{path}, row {number}" for number in kept * 2]
+
+
+def test_rows_of_others_may_be_what_this_environment_could_not_ask(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"index": 3, "kind": "games"}\n{"prompt": "a", "kind": "sums"}\n')
+    assert tasks(path, 1, where={"kind": "sums"}) == [{"prompt": "a", "kind": "sums"}]
+    with pytest.raises(PromptFileError, match=":1: a row needs `prompt`"):
+        tasks(path, 1)
+
+
+def test_a_prompt_may_stand_in_an_object_of_its_row(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"extra": {"question": "a"}}\n{"extra": {"question": ""}}\n')
+    environment = EnvironmentConfig(name="prompts", settings={"prompt_key": "extra.question"})
+    with pytest.raises(PromptFileError, match=r":2: `extra\.question` is empty"):
+        load_prompts(PromptsConfig(file=path), 0, environment)
+    path.write_text('{"extra": {"question": "a"}}\n')
+    source = load_prompts(PromptsConfig(file=path), 0, environment)
+    assert source.tasks == [{"extra": {"question": "a"}}]
+
+
+def test_other_rows_of_a_file_are_other_tasks(jsonl):
+    """A run that is resumed must not go on with them; without `where` the digest is as before."""
+
+    def digest(**chosen):
+        return load_prompts(PromptsConfig(file=jsonl, **chosen), 0).digest
+
+    even, odd = ([str(n) for n in range(first, 10, 2)] for first in (0, 1))
+    assert len({digest(), digest(where={"answer": even}), digest(where={"answer": odd})}) == 3
+    assert digest(where={}) == digest()
+
+
+def test_rows_that_are_not_there_are_told_with_those_that_are(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "p", "level": n, "source": "x" * 5000} for n in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match=r"no row has '3' at 'level'; there are 0, 1, .*, 7$"):
+        tasks(path, 1, where={"level": "3"})
+    with pytest.raises(ConfigError) as refused:
+        tasks(path, 1, where={"source": "y" * 5000})
+    assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize("wanted", [[], {"b": 1}, None, [None], [[1]], [{}]])
+def test_what_no_row_can_be_asked_for_is_refused(wanted):
+    with pytest.raises(ValueError, match=r"where\.level: must be a text, a number, true or false"):
+        PromptsConfig(file=Path("rows.jsonl"), where={"level": wanted})
+
+
+def test_generated_tasks_have_no_rows_to_choose():
+    with pytest.raises(ValueError, match="where: has no effect without a file"):
+        PromptsConfig(index_count=5, where={"level": 1})
 
 
 def test_indices_need_no_file():

@@ -21,6 +21,7 @@ from sluice.durable import DirectoryError, LockTimeoutError
 from sluice.loop.config import RunConfig
 from sluice.loop.journal import RunJournal
 from sluice.loop.ledger import Ledger, LedgerGroup
+from sluice.loop.prompts import load_prompts
 from sluice.loop.run_directory import (
     RunCheckpoint,
     RunDirectoryError,
@@ -37,7 +38,6 @@ from sluice.loop.run_directory import (
     sole_driver,
     write_run_checkpoint,
 )
-from sluice.loop.workers import load_prompts
 from sluice.samples.blobs import BlobReference
 from sluice.weights.manifest import seal
 

@@ -8,7 +8,8 @@ import pytest
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.config import ConfigError, parse_config
 from sluice.loop.config import PromptsConfig, RunConfig
-from sluice.loop.workers import check_teachers, load_prompts, teacher_of
+from sluice.loop.prompts import load_prompts
+from sluice.loop.workers import check_teachers, teacher_of
 from sluice.samples.vocabulary import vocabulary_digest
 
 DISTIL = {"algorithm": {"advantage": {"name": "distillation"}}}
