@@ -20,6 +20,8 @@ from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSetti
 from pydantic_settings.exceptions import SettingsError
 from pydantic_settings.main import SettingsConfigDict
 
+from sluice.yaml_values import BoundLoader
+
 ENV_PREFIX = "SLUICE_"
 # not settings of one process
 RESERVED_ENV = frozenset(
@@ -155,7 +157,7 @@ def _unknown_flag(flag: str, known: Collection[str]) -> ConfigError:
 C = TypeVar("C", bound=ProcessConfig)
 
 
-class _YamlLoader(yaml.SafeLoader):
+class _YamlLoader(BoundLoader):
     """Refuses keys that are given twice, of which the last would win, and what holds itself."""
 
     def __init__(self, stream: str) -> None:

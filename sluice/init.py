@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field
 from rich.console import Console
 
@@ -16,6 +15,7 @@ from sluice.config import ConfigError, ProcessConfig, load_config, parse_config
 from sluice.loop.config import RunConfig
 from sluice.loop.screen import plain_text
 from sluice.stack import UpConfig
+from sluice.yaml_values import load_yaml
 
 INIT_USAGE = "sluice init MODEL_DIR TASK [-o DIR] [--key value ...]"
 FILES = ("services.yaml", "run.yaml")
@@ -139,7 +139,7 @@ checkpoint_every: 50
 
 
 def _loaded(text: str) -> dict[str, Any]:
-    values: dict[str, Any] = yaml.safe_load(text)
+    values: dict[str, Any] = load_yaml(text)
     return values
 
 

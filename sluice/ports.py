@@ -16,6 +16,7 @@ from sluice.durable import replace_file
 from sluice.stack import HTTP_SECTIONS
 from sluice.weights.errors import FileDigestError
 from sluice.weights.manifest import seal, unseal
+from sluice.yaml_values import load_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +48,25 @@ def read_ports(path: Path) -> dict[str, dict[str, int]]:
         return {each.stem: _configured_ports(each) for each in path.parent.glob("*.yaml")}
 
 
+_DAMAGED = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    yaml.YAMLError,
+)
+
+
 def _configured_ports(path: Path) -> dict[str, int]:
     """The ports of a configuration that a supervisor filled in; none where it is damaged."""
     try:
-        config = yaml.safe_load(path.read_bytes())
+        config = load_yaml(path.read_bytes())
         ports = {name: config["server"].get(name) for name in ("port", "metrics_port")}
         ports |= {name: (config.get(name) or {}).get("port") for name in HTTP_SECTIONS}
         return {name: int(port) for name, port in ports.items() if port is not None}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except _DAMAGED as error:
         logger.warning("%s: %s; the service gets new ports", path, error)
         return {}
 

@@ -17,6 +17,7 @@ from sluice.importers.shell import read_script_file, with_sourced
 from sluice.init import write_new
 from sluice.loop.config import RunConfig
 from sluice.stack import UpConfig
+from sluice.yaml_values import load_yaml
 
 Values = list[str]
 UNKNOWN = "REPLACE-ME"
@@ -167,7 +168,7 @@ def plain_value(text: str) -> Any:
 def read_yaml(text: str) -> Any:
     """What a text is in YAML; itself where it is none, has no end, or names a day that is none."""
     try:
-        return yaml.safe_load(text)
+        return load_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         return text
 

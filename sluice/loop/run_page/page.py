@@ -26,6 +26,7 @@ from sluice.loop.run_samples import SeenSample, image_of, load_samples, pieces_o
 from sluice.loop.status import is_directory, life_of
 from sluice.place import Place, place_of
 from sluice.samples.tokenizer import TextTokenizer
+from sluice.yaml_values import load_yaml
 
 MOST_SAMPLES = 10_000  # of all runs; a browser scrolls through them without effort
 MOST_TOKENS = 600_000  # that are shown one by one; of further samples the text alone
@@ -142,8 +143,8 @@ def tokenizer_of(run: SeenRun, given: Path | None) -> TextTokenizer | None:
     for folder in folders:
         for path in sorted((folder / "services").glob("*.yaml")):
             try:
-                config = yaml.safe_load(path.read_text())
-            except (OSError, ValueError, yaml.YAMLError):
+                config = load_yaml(path.read_text())
+            except (OSError, ValueError, RecursionError, yaml.YAMLError):
                 continue
             if isinstance(config, dict) and isinstance(config.get("tokenizer"), str):
                 places.append(Path(config["tokenizer"]))
