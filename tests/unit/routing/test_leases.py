@@ -23,7 +23,9 @@ def _small_window(monkeypatch):
 actions = st.lists(
     st.one_of(
         st.tuples(st.just("grant"), st.integers(0, 2), st.integers(0, 30)),
+        st.tuples(st.just("grant one"), st.integers(0, 2), st.integers(0, 6)),
         st.tuples(st.just("release"), st.integers(0, 2), st.integers(0, 2**31)),
+        st.tuples(st.just("release one"), st.integers(0, 2), st.integers(0, 2**31)),
         st.tuples(st.just("adopt"), st.integers(0, 2), st.integers(0, 99)),
         st.tuples(st.just("adopt"), st.integers(0, 2), st.integers(1000, 1099)),
         st.tuples(st.just("bind"), st.integers(0, 2), st.integers(0, 2**31)),
@@ -36,6 +38,8 @@ actions = st.lists(
 @settings(max_examples=50)
 @given(actions)
 @example([("adopt", 0, 0), ("grant", 0, 4), ("release", 0, 139), ("adopt", 0, 0)])
+@example([("grant", 0, 1), *[("grant", 1, 20), ("expire", 1, 0)] * 6, ("bind", 0, 0)])
+@example([("grant", 1, 30), ("grant", 1, 30), *[("grant one", 2, 3), ("expire", 1, 0)] * 90])
 def test_columns_equal_a_dictionary(steps):
     table = LeaseTable(1000)
     model: dict[int, tuple[int, int]] = {}  # id -> client, target
@@ -46,6 +50,15 @@ def test_columns_equal_a_dictionary(steps):
             first = table.grant(client, targets, -1, np.arange(number))
             assert first == table.next_id - number
             model |= {first + i: (client, int(t)) for i, t in enumerate(targets)}
+        elif kind == "grant one":
+            model[table.grant_one(client, number, 9)] = (client, number)
+        elif kind == "release one":
+            for lease in rng.permutation([*model, 500, table.next_id])[:3].tolist():
+                found = table.release_one(client, lease)
+                if found is None:  # it is another's, or too old
+                    assert model.get(lease, (NOBODY,))[0] != client or lease < table._base
+                else:
+                    assert model.pop(lease) == (client, found[0])
         elif kind == "release":
             some = rng.permutation(sorted(model))[: number % 9].tolist() if model else []
             asked = ids([*some, *some[:2], 500, 10**9])  # repeats and strangers count for nothing
@@ -73,6 +86,10 @@ def test_columns_equal_a_dictionary(steps):
             mine = sorted(i for i, (owner, _) in model.items() if owner == client_)
             assert sorted(table.held_by(client_).tolist()) == mine
             assert table.count_of(client_) == len(mine)
+    for client_ in range(3):
+        mine = [owner == client_ for owner, _ in model.values()]
+        asked = ids([*model, table.next_id, 500])
+        assert table.is_live(client_, asked).tolist() == [*mine, False, False]
     for lease in [*model, 4, 10**9]:
         client, target = model.get(lease, (NOBODY, FREE))
         assert (table.client_of(lease), table.target_of(lease)) == (client, target)
@@ -91,3 +108,16 @@ def test_memory_follows_live_leases_not_leases_ever(monkeypatch):
     assert table._columns.shape[1] <= 3 * 4096
     assert table.live_count == 10
     assert table.target_of(oldest) == 0
+
+
+def test_memory_shrinks_after_a_crowd(monkeypatch):
+    monkeypatch.setattr(module, "_FIRST_WINDOW", 64)
+    table = LeaseTable()
+    crowd = table.grant(0, np.zeros(10_000, dtype=np.int64), -1, -1)
+    widest = table._columns.shape[1]
+    table.release(0, np.arange(crowd, crowd + 10_000))
+    for _ in range(400):
+        first = table.grant(1, np.full(100, 5), -1, -1)
+        assert table.read(np.arange(first, first + 100)).targets.tolist() == [5] * 100
+        table.release(1, np.arange(first, first + 100))
+    assert table._columns.shape[1] <= widest // 16
