@@ -42,6 +42,23 @@ def test_shares_of_clipped_tokens(seed):
     assert means["clipped_high"] == pytest.approx(share((ratio > 1.2) & (advantages > 0)))
 
 
+@pytest.mark.parametrize("name", ["ppo", "gmpo", "dppo"])
+def test_shares_of_tokens_without_a_gradient_of_their_own(name):
+    bounds = {
+        "ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1},
+        "gmpo": {"log_clip_low": 0.2, "log_clip_high": 0.1},
+        "dppo": {"low": 0.02, "high": 0.03},
+    }[name]
+    _, means, trained = read({"name": name, "settings": bounds})
+    now, old, gain = trained("outputs"), trained("rollout_logprobs"), trained("advantages")
+    low, high = bounds.values()
+    apart = {"ppo": (now - old).exp(), "gmpo": now - old, "dppo": now.exp() - old.exp()}[name]
+    fell, rose = (apart < (low if name == "ppo" else -low)), apart > high
+    wanted = [share(fell & (gain < 0)), share(rose & (gain > 0))]
+    assert [means["clipped_low"], means["clipped_high"]] == pytest.approx(wanted)
+    assert 0 < min(wanted) < share(fell), "or the sign would not count"
+
+
 def test_opsm_tells_what_it_dropped():
     settings = {"name": "ppo_clip", "clip_low": 0.2, "opsm_delta": 0.05}
     inputs, means, trained = read(settings)

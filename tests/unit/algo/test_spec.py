@@ -52,6 +52,22 @@ def test_an_advantage_setting_without_effect_is_refused_by_name(settings, named)
         ({"name": "cispo"}, "clip_high is required"),
         ({"name": "dro"}, "dro_beta is required"),
         ({"name": "ppo_clip", "clip_low": 1.5}, "clip_low must be below 1"),
+        ({"name": "ppo_clip", "settings": {"clip_low": 1.0}}, "must be below 1: ratios"),
+        (
+            {"name": "ppo", "settings": {"clip_low_threshold": 1.1, "clip_high_threshold": 1.0}},
+            "clip_low_threshold is above clip_high_threshold",
+        ),
+        (
+            {"name": "clip_cov", "clip_low": 0.2, "settings": {"low": 2.0, "high": 2.0}},
+            "low is not below high",
+        ),
+        (
+            {
+                "name": "reinforce",
+                "corrections": [{"name": "icepop", "settings": {"low": 2.0, "high": 1.0}}],
+            },
+            "low is above high",
+        ),
         ({"name": "sft", "aggregation": "constant"}, "constant_length is required"),
         ({"name": "sft", "temperature": 0.0}, "temperature"),
         ({"name": "sft", "temperature": float("nan")}, "temperature"),
