@@ -21,6 +21,7 @@ from sluice.balance.routing import (
     Refusal,
 )
 from sluice.balance.routing.health import UNIT, Breaker, BreakerState, SpeedTable
+from sluice.balance.routing.tables import ReleasedIds
 from sluice.balance.routing.types import LeaseRefusedError
 from sluice.router_client import LeaseDemand
 from sluice.router_client.lease_book import EngineEntry, FleetView, pick_locally
@@ -267,6 +268,70 @@ def test_what_a_client_that_returns_gives_back_is_not_charged_by_a_late_renewal(
     assert pool.release("c", np.array([first + 1]), 60.0) == 1
     assert pool.renew("c", late, 60.1).adopted_count == 0, "it is back for long"
     assert pool.tables.targets.charges.sum() == 0
+
+
+def test_what_was_given_back_is_remembered_for_a_ttl_however_often_time_is_told():
+    released = ReleasedIds(keep_seconds=60.0)
+    released.turn(100.0)
+    released.add([7])
+    for second in range(100, 220):
+        released.turn(float(second))
+        assert 7 in released
+    released.turn(220.0)
+    assert 7 not in released
+
+
+def test_a_late_renewal_does_not_charge_the_first_lease_of_all_again(make_pool):
+    pool = make_pool()
+    first = pool.acquire("c", LeaseRequest(count=1), 0.0).first_id
+    assert pool.release("c", np.array([first]), 1.0) == 1
+    assert pool.renew("c", _claims(first), 1.1).adopted_count == 0
+    assert pool.tables.targets.charges.sum() == 0
+
+
+def test_a_claim_of_a_rank_that_an_engine_has_not_is_charged_to_nobody(make_pool):
+    pool = make_pool(engines=2, ranks=2)
+    claims = LeaseClaims(
+        ids=np.array([-1, -2]), names=["e0"], engines=np.array([0, 0]), ranks=np.array([1, 2])
+    )
+    renewal = pool.renew("c", claims, 1.0)
+    assert (renewal.adopted_count, renewal.unknown.tolist()) == (1, [-2])
+    assert pool.tables.targets.charges.tolist() == [0, 1, 0, 0]
+
+
+def test_a_lease_that_was_listed_again_was_not_unlisted_before(make_pool):
+    """Renewals that overtake one another: its own time to arrive begins anew."""
+    pool = make_pool(client_ttl=60)
+    first = pool.acquire("c", LeaseRequest(count=1), 0.0).first_id
+    nothing = LeaseClaims(ids=np.empty(0, dtype=np.int64))
+    for claims, second in ((nothing, 20.0), (_claims(first), 21.0), (nothing, 40.0)):
+        assert pool.renew("c", claims, second).dropped_count == 0
+    assert pool.renew("c", nothing, 60.0).dropped_count == 1
+
+
+def test_a_client_is_back_once_it_has_renewed_for_a_ttl(make_pool):
+    """From then on what it gave back is not taken for held, whatever a late renewal says."""
+    pool = make_pool(client_ttl=10, engine_ttl=1000)
+    pool.acquire("c", LeaseRequest(count=1), 0.0)
+    pool.expire(11.0)
+    for second in (12.0, 15.0, 18.0, 21.0, 23.0):
+        pool.renew("c", LeaseClaims(ids=np.empty(0, dtype=np.int64)), second)
+    lease = pool.acquire("c", LeaseRequest(count=1), 24.0).first_id
+    pool.release("c", np.array([lease]), 25.0)
+    for second in (30.0, 39.0, 48.0, 57.0):
+        pool.renew("c", LeaseClaims(ids=np.empty(0, dtype=np.int64)), second)
+        pool.expire(second)
+    assert pool.renew("c", _claims(lease), 58.0).adopted_count == 0
+
+
+def test_an_engine_that_starts_over_takes_no_reports_from_the_others(make_pool):
+    pool = make_pool(engines=2)
+    for second in range(1, 100):
+        pool.report_load("e1", [RankReport(running_count=6)], float(second))
+    pool.register(EngineSpec(name="e0", instance="another"), 100.0)
+    assert pool.tables.targets.load().tolist() == [0, 6]
+    pool.report_load("e1", [RankReport(running_count=0)], 99.0)
+    assert pool.tables.targets.load().tolist() == [0, 6], "it is not the first report of e1"
 
 
 def _claims(*ids: int) -> LeaseClaims:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.balance.routing.placement import POLICIES, create_policy
+from sluice.balance.routing.placement import POLICIES, CacheAware, PlaceHints, create_policy
 from sluice.balance.routing.waterfill import (
     Fleet,
     deal,
@@ -152,3 +152,29 @@ def test_siblings_are_dealt_to_different_engines_where_there_are_enough():
     crowded = deal(np.array([4] * 8), even_fleet(2, 4), np.random.default_rng(0))
     for start in range(0, 32, 8):
         assert len(set(crowded[start : start + 8])) == 8
+
+
+def test_prompts_go_where_they_went_while_engines_are_about_even():
+    fleet, rng = even_fleet(4, 1), np.random.default_rng(0)
+    policy = CacheAware(absolute=4, relative=1.5, capacity=3)
+
+    def place(fleet: Fleet, *keys: str) -> list[int]:
+        return policy.place(fleet, len(keys), rng, PlaceHints(affinity=keys)).tolist()
+
+    homes = dict(zip("abc", place(fleet, "a", "b", "c"), strict=True))
+    assert len(set(homes.values())) == 3
+    assert place(fleet, *"cabba") == [homes[key] for key in "cabba"]
+    fleet.load[homes["a"]] = 4
+    assert place(fleet, "a") == [homes["a"]]
+    crowded = even_fleet(4, 1)
+    crowded.load[homes["a"]] = 5
+    moved = place(crowded, "a")
+    assert moved != [homes["a"]]
+    assert place(fleet, "a") == moved, "that is where its cache is now"
+    full = even_fleet(4, 1)
+    full.limit[homes["b"]] = 0
+    (elsewhere,) = place(full, "b")
+    assert elsewhere != homes["b"]
+    assert place(fleet, "c") == [homes["c"]]
+    place(fleet, "d")  # one more than are remembered: the one that was not seen for longest goes
+    assert list(policy._last) == ["b", "c", "d"]
