@@ -158,7 +158,7 @@ def start_services(scene: Scene) -> None:
         "engine": {"max_running": 48, "max_model_length": 16, "threads": 1},
         "openai": {"model_name": "policy"},
     }
-    gateway = {"model": str(scene.model), "tinker": {"request_seconds": SCRAPE_SECONDS}}
+    gateway = {"model": str(scene.model)}
     up = {
         "run_dir": str(scene.directory),
         "security": scene.security,
@@ -271,7 +271,7 @@ def ask_over_http(scene: Scene) -> None:
 
 
 def post(scene: Scene, url: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, Any]:
-    """Status and JSON of an answer."""
+    """Status and JSON of an answer, or its bytes where it is something else."""
     tls = scene.security["tls"]
     context = ssl.create_default_context(cafile=tls["ca"])
     context.load_cert_chain(tls["cert"], tls["key"])
@@ -279,13 +279,15 @@ def post(scene: Scene, url: str, body: dict[str, Any], headers: dict[str, str]) 
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=PATIENCE, context=context) as answer:
-            return answer.status, json.load(answer)
+            told = answer.read()
+            is_json = answer.headers.get_content_type() == "application/json"
+            return answer.status, json.loads(told) if is_json else told
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
 
 
 def ask_gateway(scene: Scene) -> None:
-    """A model of a trainer that has no adapters, and a sample of a base that no engine holds."""
+    """A model of a trainer that has no adapters, which is refused, and a sample of the base."""
     token = Path(scene.security["token_file"]).read_text().strip()
 
     def ask(path: str, **body: Any) -> Any:
@@ -298,30 +300,21 @@ def ask_gateway(scene: Scene) -> None:
         return answer
 
     session, model = ask("create_session", tags=[])["session_id"], str(scene.model)
-    futures = [
-        ask(
-            "create_model",
-            session_id=session,
-            model_seq_id=0,
-            base_model=model,
-            lora_config={"rank": 2},
-        )
-    ]
-    sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": model}
-    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
-    futures.append(
-        ask(
-            "asample",
-            sampling_session_id=ask("create_sampling_session", **sampler)["sampling_session_id"],
-            seq_id=0,
-            prompt=prompt,
-            sampling_params={"max_tokens": 1},
-        )
+    wanted = {"session_id": session, "base_model": model}
+    made = ask("create_model", model_seq_id=0, lora_config={"rank": 2}, **wanted)
+    sampler = ask("create_sampling_session", sampling_session_seq_id=0, **wanted)
+    sampled = ask(
+        "asample",
+        sampling_session_id=sampler["sampling_session_id"],
+        seq_id=0,
+        prompt={"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+        sampling_params={"max_tokens": 1},
     )
-    for future in futures:
-        answer = ask("retrieve_future", request_id=future["request_id"])
-        if "error" not in answer:
-            raise CheckError(f"the gateway did what nothing can: {answer}")
+    refused, answer = (ask("retrieve_future", request_id=f["request_id"]) for f in (made, sampled))
+    if not isinstance(refused, dict) or "error" not in refused:
+        raise CheckError(f"the gateway did what nothing can: {refused!r}")
+    if not isinstance(answer, bytes):  # protobuf
+        raise CheckError(f"the gateway sampled nothing: {answer}")
 
 
 def convert_and_verify(scene: Scene) -> None:
