@@ -650,14 +650,15 @@ class RolloutClient(Client):
         return list(response.cancelled_group_ids)
 
     async def list_environments(self) -> list[rollout_pb.Environment]:
-        return list((await self._describe()).environments)
+        return list((await self._describe(omits_schemas=False)).environments)
 
     async def vocabulary(self) -> str:
         """Digest of what prompts are encoded with; empty where nobody can say."""
-        return (await self._describe()).vocabulary
+        return (await self._describe(omits_schemas=True)).vocabulary
 
-    async def _describe(self) -> rollout_pb.ListEnvironmentsResponse:
-        return await self._call(self.stub.ListEnvironments, rollout_pb.ListEnvironmentsRequest())
+    async def _describe(self, *, omits_schemas: bool) -> rollout_pb.ListEnvironmentsResponse:
+        request = rollout_pb.ListEnvironmentsRequest(omits_schemas=omits_schemas)
+        return await self._call(self.stub.ListEnvironments, request)
 
 
 class RouterClient(Client):

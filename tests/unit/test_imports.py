@@ -91,6 +91,36 @@ def test_what_trains_and_serves_one_imports_no_compiler_until_it_compiles(tmp_pa
     assert compiling - TORCH == COMPILER
 
 
+WORKER = """
+import asyncio, sys
+from services.rollout.config import GraderPoolConfig
+from services.rollout.environments.runner import Environments
+from services.rollout.episodes.worker import RolloutServicer
+from sluice.api.rollout.v1 import rollout_service_pb2 as pb
+
+async def ask(servicer, **flags):
+    found = await servicer.ListEnvironments(pb.ListEnvironmentsRequest(**flags), None)
+    schemas = {bool(each.settings_schema) for each in found.environments}
+    print(found.vocabulary, len(found.environments), *schemas, "aiohttp" in sys.modules)
+
+async def main():
+    environments = Environments({}, GraderPoolConfig(), None)
+    servicer = RolloutServicer(None, environments, "words")
+    await ask(servicer, omits_schemas=True)
+    await ask(servicer)
+    await environments.close()
+
+asyncio.run(main())
+"""
+
+
+def test_a_worker_that_is_asked_for_its_vocabulary_imports_no_environment_for_it() -> None:
+    """Every run asks at its start; the packages behind environments take the worker's time."""
+    command = [sys.executable, "-c", WORKER]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert done.stdout.splitlines() == ["words 4 False False", "words 4 True True"]
+
+
 MODEL = """
 import services.trainer.backends.reference.model
 from functools import lru_cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -158,9 +159,17 @@ class Environments:
         """All there are."""
         return sorted(self._paths)
 
-    def settings_schema(self, name: str) -> dict[str, Any]:
-        """JSON schema of the settings of an environment."""
-        return load_environment(self._paths[name]).settings_type.model_json_schema()
+    async def settings_schemas(self) -> dict[str, str]:
+        """JSON schema of the settings of each environment, whose modules are imported for it."""
+
+        def create() -> dict[str, str]:
+            types = {name: load_environment(path) for name, path in self._paths.items()}
+            return {
+                name: json.dumps(each.settings_type.model_json_schema())
+                for name, each in types.items()
+            }
+
+        return await asyncio.get_running_loop().run_in_executor(self._creator, create)
 
     async def create_runner(self, name: str, values: Mapping[str, Any]) -> Runner:
         """Creates a runner. `name` is one of `names`, or the path of a class in a module of users.

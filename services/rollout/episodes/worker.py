@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
@@ -351,10 +350,11 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
     async def ListEnvironments(
         self, request: pb.ListEnvironmentsRequest, context: Any
     ) -> pb.ListEnvironmentsResponse:
-        environments = []
-        for name in self._environments.names:
-            schema = json.dumps(self._environments.settings_schema(name))
-            environments.append(pb.Environment(name=name, settings_schema=schema))
+        schemas = {} if request.omits_schemas else await self._environments.settings_schemas()
+        environments = [
+            pb.Environment(name=name, settings_schema=schemas.get(name))
+            for name in self._environments.names
+        ]
         return pb.ListEnvironmentsResponse(environments=environments, vocabulary=self._vocabulary)
 
 

@@ -196,8 +196,10 @@ class CancelRolloutResponse(_message.Message):
     def __init__(self, cancelled_group_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListEnvironmentsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("omits_schemas",)
+    OMITS_SCHEMAS_FIELD_NUMBER: _ClassVar[int]
+    omits_schemas: bool
+    def __init__(self, omits_schemas: bool = ...) -> None: ...
 
 class Environment(_message.Message):
     __slots__ = ("name", "settings_schema")
