@@ -27,6 +27,10 @@ one sample at a time. Two processors, no accelerator, float32, gloo.
 - *packing*: `shared` encodes a prompt of several rows once, `rows` gives every row its own; a model
   with a window is packed by rows whatever its family.
 
+Models of `rope_type: longrope` (Phi-3 and 4 of 128k tokens) are refused by the reference engine as
+`UNSUPPORTED_MODEL`: once a row is longer than the first training all of its tokens have other
+angles, those that are cached too.
+
 Families that see ([how](vision.md)) have four layers and a tower of three, and are shown images, in
 rollouts too; *demo* stands where these are those of `make demo-vision`.
 

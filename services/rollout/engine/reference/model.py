@@ -49,6 +49,23 @@ FEATURE_TOKENS = 1 << 16  # of images seen last, whose features are kept
 CHOSEN = 2  # place of the chosen experts in what a router answers, after logits and weights
 
 
+def _check_rope(config: PretrainedConfig) -> None:
+    """Raises UnsupportedModelError for angles that change with the length of a row.
+
+    Those of longrope are others for all tokens of a row that outgrows the first training, and for
+    all rows of a pass: what is cached of it, and its neighbours, would be wrong.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *rope.values()):
+        if isinstance(part, Mapping) and part.get("rope_type") == "longrope":
+            raise UnsupportedModelError(
+                "rope_type longrope (rope_scaling) has other angles for all tokens of a row that "
+                f"is longer than {part.get('original_max_position_embeddings')}: this engine does "
+                "not serve it, another backend may",
+                rope_type="longrope",
+            )
+
+
 class ExpertRecorder:
     """Records which experts the routers of a transformers model choose, pass by pass."""
 
@@ -106,6 +123,7 @@ class ServingModel:
         asked: which operations are chosen ahead.
         """
         config = read_model_config(directory)
+        _check_rope(config.get_text_config())
         self._foreign = foreign_reason(config.get_text_config())
         transformers_logging.disable_progress_bar()  # a server's log is no terminal
         try:
