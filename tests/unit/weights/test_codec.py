@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from hypothesis import given, settings
@@ -133,3 +136,33 @@ def test_a_payload_of_another_tensor_is_refused() -> None:
     payload = delta.encode(old, new, 2).payload
     with pytest.raises(DeltaError, match="10 elements, not 11"):
         delta.apply(memoryview(payload), np.zeros(22, np.uint8), 2)
+
+
+@pytest.mark.parametrize(
+    ("form", "changed", "streams", "message"),
+    [
+        (Form.SPARSE, 2, [[4, 5], [], [1, 1]], "reaches beyond the tensor"),
+        (Form.SPARSE, 1, [[255], [10], [1]], "gaps that do not fit"),
+        (Form.SPARSE, 11, [[0] * 11, [], [1] * 11], "counts that do not fit"),
+        (9, 0, [], "unknown form 9"),
+        (Form.SAME, 0, [[1]], "bytes too many"),
+    ],
+)
+def test_changes_that_fit_no_tensor_of_ten_elements_are_refused(
+    form: int, changed: int, streams: list[list[int]], message: str
+) -> None:
+    long = len(streams[1]) if len(streams) > 1 else 0
+    payload = struct.pack("<BQQQ", form, 10, changed, long)
+    for index, stream in enumerate(streams):
+        raw = np.array(stream, "<u8" if index == 1 else np.uint8).tobytes()
+        data = pyarrow.Codec("zstd").compress(raw, asbytes=True) if raw else b""
+        payload += struct.pack("<Q", len(data)) + data
+    with pytest.raises(DeltaError, match=message):
+        applied(np.zeros(10, np.uint8), payload, 1)
+
+
+def test_changes_up_to_the_last_element_fit() -> None:
+    old, new = np.zeros(40, np.uint8), np.zeros(40, np.uint8)
+    new[39] = 1
+    payload = delta.encode(old, new, 1).payload
+    assert applied(old, payload, 1) == new.tobytes()
