@@ -96,6 +96,8 @@ class DirectoryJournals(Journals):
     def __init__(self, store: Path, blobs: Blobs, *, sync: bool) -> None:
         self._root = store / "rollouts"
         self._root.mkdir(parents=True, exist_ok=True)
+        if sync:
+            sync_path(store)
         self._blobs, self._sync = blobs, sync
 
     def open(self, request_id: str, body: str) -> SpoolProgress:

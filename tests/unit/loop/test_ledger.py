@@ -4,12 +4,13 @@ import sqlite3
 import subprocess
 import sys
 import tracemalloc
+from contextlib import closing
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.loop.ledger import Ledger, LedgerGroup, read_groups
+from sluice.loop.ledger import SEAL, Ledger, LedgerGroup, groups_of, read_groups
 from sluice.samples.blobs import BlobReference
 from tests.patience import PATIENCE
 
@@ -337,3 +338,28 @@ def test_the_groups_of_a_run_take_few_bytes_each_to_look_at(ledger, tmp_path):
     assert (len(groups), damaged) == (2000, 0)
     assert (groups[7].group_id, groups[7].blob) == ("g7", made(7).blob)
     assert peak < 400 * len(groups)
+
+
+def test_a_row_that_is_not_as_it_was_written_is_found_and_left_out(ledger, tmp_path):
+    ledger.generated(made(1))
+    ledger.check()
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as other, other:
+        other.execute("DROP TRIGGER groups_update")  # which would digest it anew
+        other.execute("UPDATE groups SET blob_size = 11 WHERE position = 1")
+    with pytest.raises(sqlite3.DatabaseError, match=r"is damaged: row \d+ of groups"):
+        ledger.check()
+    told = []
+    seen = groups_of(tmp_path, told.append)
+    assert [group.group_id for group in seen] == ["g0", "g2", "g3"]
+    assert told == ["the ledger has 1 damaged rows, which are left out"]
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as other, other:
+        other.execute(f"UPDATE groups SET {SEAL} = NULL")  # of a release that wrote none
+    assert len(groups_of(tmp_path, told.append)) == 4
+    assert len(told) == 1
+    assert read_groups(tmp_path / "nowhere") == ([], 0)
+
+
+def test_what_a_lost_version_is_promised_is_forgotten_with_it(promising, tmp_path):
+    promising.lose_version(2)
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as other:
+        assert other.execute("SELECT COUNT(*) FROM promised_groups").fetchone() == (0,)

@@ -27,6 +27,7 @@ from services.rollout.episodes.spool import (
 from sluice.samples.arrow import decode_group, read_metadata
 from sluice.samples.blobs import BlobReference, BlobStore
 from sluice.samples.sample import Sample
+from tests.durable_disk import DurableDisk
 from tests.patience import PATIENCE
 
 
@@ -246,6 +247,22 @@ async def test_groups_spooled_together_share_a_write(blobs: BlobStore) -> None:
     progress = await spool.open("r", "body")
     assert progress.finished == {f"g{i}": references[i] for i in range(5)}
     await spool.close()
+
+
+def test_what_a_journal_says_outlives_the_machine(tmp_path: Path) -> None:
+    """From the call that says it on, and from the first one in a new store."""
+    disk = DurableDisk(tmp_path)
+    with disk.in_use():
+        blobs = BlobStore(tmp_path)
+        journal = DirectoryJournals(tmp_path, blobs, sync=True)
+        for say, said in (
+            (lambda: journal.open("r", "the request"), b"the request"),
+            (lambda: journal.record("r", put(blobs, "finished")), b"finished"),
+            (lambda: journal.cancel("r", ["not wanted"]), b"not wanted"),
+        ):
+            say()
+            (inode,) = disk.entries("rollouts").values()
+            assert said in disk.contents[inode]
 
 
 async def test_groups_spooled_together_share_the_waits_for_the_disk(
