@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from services.trainer.backend import TrainingBackend, create_backend
+from services.trainer.backends.megatron import parallel
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.layout import mesh_of
 from services.trainer.config import TrainerConfig
@@ -38,7 +40,13 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     store = tmp_path_factory.mktemp("group") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    # All backends of the module share Megatron's groups. Its models outlive their tests, held by
+    # hooks of autograd, and so would groups of each: fifty threads that poll, for every test.
+    parallel.start(
+        MegatronConfig(dtype="float32"), seed=0, check_timeout=None, timeout=timedelta(minutes=5)
+    )
     yield
+    parallel.stop()
     dist.destroy_process_group()
 
 
