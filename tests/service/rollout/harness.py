@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 from google.protobuf import json_format
 
 from services.rollout.config import RolloutConfig
@@ -21,7 +22,7 @@ from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
-from sluice.client import EngineClient, RolloutClient, RouterClient, new_request_id
+from sluice.client import EngineClient, RemoteError, RolloutClient, RouterClient, new_request_id
 from sluice.config import parse_config
 from sluice.runtime import wire
 from sluice.samples.arrow import decode_group
@@ -136,7 +137,12 @@ async def wait_for_engines(address: str, count: int) -> list[router_pb.Engine]:
     """Until the router leases so many engines."""
     async with RouterClient(address) as client, asyncio.timeout(PATIENCE):
         while True:
-            engines = await client.list_engines(router_pb.ROLE_ENGINE)
+            try:
+                engines = await client.list_engines(router_pb.ROLE_ENGINE)
+            except RemoteError as error:
+                if error.code is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+                engines = []  # grpc lets channels of a process share that nobody was there before
             active = [e for e in engines if e.state == router_pb.ENGINE_STATE_ACTIVE]
             if len(active) == count:
                 return active
