@@ -116,5 +116,5 @@ def _why_none(where: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> st
         values = [find(row, key) for row in rows]
         if not any(is_one_of(value, wanted) for value in values):
             seen = ", ".join(list(dict.fromkeys(reprlib.repr(value) for value in values))[:8])
-            return f"no row has {reprlib.repr(wanted)} at {key!r}; there are {seen}"
+            return f"no row has {reprlib.repr(wanted)} at {reprlib.repr(key)}; there are {seen}"
     return f"no row has all of {reprlib.repr(where)}"

@@ -153,6 +153,9 @@ def test_rows_that_are_not_there_are_told_with_those_that_are(tmp_path):
     with pytest.raises(ConfigError) as refused:
         tasks(path, 1, where={"source": "y" * 5000})
     assert len(str(refused.value)) < 300
+    with pytest.raises(ConfigError) as refused:
+        tasks(path, 1, where={"k" * 5000: 1})
+    assert len(str(refused.value)) < 300
 
 
 @pytest.mark.parametrize("wanted", [[], {"b": 1}, None, [None], [[1]], [{}]])
