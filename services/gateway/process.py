@@ -11,6 +11,7 @@ from services.gateway.registry import ModelRegistry
 from services.gateway.samplers import Engines, Samplers
 from services.gateway.server import TinkerServer
 from services.gateway.trainer import AdapterTrainer
+from sluice.config import ConfigError
 from sluice.imports import keep_loaded
 from sluice.runtime.errors import RemoteError
 from sluice.runtime.server import Server
@@ -30,7 +31,7 @@ class GatewayProcess:
         self.server = Server(config.server)
         self.server.add_port(GATEWAY)
         self.journal = GatewayJournal(config.journal)
-        self._model = config.model
+        self._model, self._address = config.model, config.trainer
         self._trainer = AdapterTrainer(config.trainer, config.server.security)
         self._engines = Engines(config)
         self.registry = ModelRegistry(config, self.journal, self._trainer, self._engines)
@@ -48,7 +49,7 @@ class GatewayProcess:
 
     async def start(self) -> None:
         """Open the ports. Raises ConfigError."""
-        await self._check_vocabulary()
+        await self._check_trainer()
         await self.registry.start()  # first: a model that is not there yet would be told as gone
         await self.tinker.start()
         self.server.further_addresses["tinker_url"] = self.tinker.url
@@ -62,13 +63,21 @@ class GatewayProcess:
         keep_loaded()
         await self.server.set_serving()
 
-    async def _check_vocabulary(self) -> None:
-        """Raises ConfigError where clients would encode texts for another model than is trained."""
+    async def _check_trainer(self) -> None:
+        """Raises ConfigError where clients would train nothing, or encode texts for another model.
+
+        The engines of a trainer of whole models would answer for the base with what it trained.
+        """
         try:
             trainer = await self._trainer.get()
         except RemoteError as error:
-            logger.warning("the trainer was not asked for its vocabulary: %s", error)
+            logger.warning("the trainer was not asked what it trains: %s", error)
             return
+        if trainer.HasField("trains_adapters") and not trainer.trains_adapters:
+            raise ConfigError(
+                f"trainer: {self._address} trains the whole model, and models of a gateway are "
+                "adapters: set lora in the trainer's settings"
+            )
         check_same(f"model: {self._model}", vocabulary_digest(self._model), trainer.vocabulary)
 
     async def close(self) -> None:

@@ -670,6 +670,7 @@ def describe(trainer: Trainer) -> pb.Trainer:
         write_behind=trainer.config.transfer.write_behind,
         promised_version=trainer.publisher.promised,
         max_row_tokens=trainer.max_row_tokens,
+        trains_adapters=trainer.config.lora is not None,
         adapters=[describe_adapter(policy) for policy in state.adapters.values()],
     )
     if state.weights is not None:

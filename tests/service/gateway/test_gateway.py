@@ -37,7 +37,7 @@ from sluice.runtime.wire import seconds_of
 from sluice.weights.store import WeightStore
 from tests.patience import PATIENCE
 from tests.service.gateway.conftest import Http, Place, RunningGateway, headers_of
-from tests.service.trainer.harness import await_address, make_group
+from tests.service.trainer.harness import await_address, make_group, running_trainer
 
 
 async def trained(place: Place) -> list[tuple[int, list[str]]]:
@@ -188,6 +188,19 @@ async def test_a_base_of_another_vocabulary_than_the_trainer_s_is_refused(
             await gateway.start()
     finally:
         await gateway.close()
+
+
+async def test_a_trainer_of_whole_models_is_refused(
+    place: Place, model: Path, tmp_path: Path
+) -> None:
+    with running_trainer(tmp_path / "trainer", model) as whole:
+        config = place.config.model_copy(update={"trainer": whole.address})
+        gateway = GatewayProcess(config)
+        try:
+            with pytest.raises(ConfigError, match="trains the whole model.*set lora"):
+                await gateway.start()
+        finally:
+            await gateway.close()
 
 
 async def test_keys(place: Place, http: Http) -> None:
