@@ -379,6 +379,44 @@ def test_a_router_that_was_stopped_grants_nothing_until_it_knows_what_was_picked
     assert pool.acquire("three", LeaseRequest(count=1), 6.0).targets.tolist() == [0]
 
 
+def test_an_engine_that_comes_late_after_a_stop_is_closed_as_those_that_were_there():
+    pool = restarted()
+    pool.greet("c", 0, 0.0)
+    pool.resume(1.0)
+    told(pool, "c", 1.1)
+    late = 1.0 + HEARTBEAT - 0.1
+    pool.register(EngineSpec(name="f", max_running=1), late)  # which picks of the stop may be on
+    assert pool.is_closed("f")
+    pool.expire(late + RECONNECT_SECONDS + 0.1)
+    assert not pool.is_closed("f")
+    settled = 1.0 + HEARTBEAT + 0.1
+    pool.register(EngineSpec(name="g", max_running=1), settled)
+    assert not pool.is_closed("g")
+
+
+def test_a_client_that_is_gone_is_waited_for_no_more():
+    settling = Settling(3 * HEARTBEAT, SPAN)
+    settling.add_client("old", known_epoch=5, epoch=SPAN, now=0.0)
+    settling.add_engine("e", known_epoch=0, epoch=SPAN, now=RECONNECT_SECONDS)
+    settling.note_report("e", unexplained=False)
+    settled = 2 * RECONNECT_SECONDS + 0.1
+    assert settling.closed(settled) == {"e"}, "the client has to renew"
+    settling.remove_client("old")
+    assert settling.closed(settled) == set()
+
+
+def test_an_engine_named_in_vain_is_closed_for_one_heartbeat_and_only_while_its_client_is_there():
+    settling = Settling(3 * HEARTBEAT, SPAN)
+    for client, engine in (("here", "e"), ("gone", "f")):
+        settling.note_renewal(client, [engine], 0.0, held_before=True)
+    settling.remove_client("gone")
+    for engine in ("e", "f"):
+        settling.add_engine(engine, known_epoch=0, epoch=SPAN, now=1.0)
+    assert settling.closed(1.0 + RECONNECT_SECONDS + 0.1) == {"e"}
+    assert settling.closed(1.0 + HEARTBEAT - 0.1) == {"e"}
+    assert settling.closed(1.0 + HEARTBEAT + 0.1) == set()
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_who_asks_again_and_again_is_told_the_same_as_who_asks_once(seed: int):
     rng, now = random.Random(seed), 0.0
