@@ -109,6 +109,33 @@ def test_slowness_is_seen_through_noise_and_lag_and_not_where_there_is_none():
     assert table.slowdown[5] == UNIT
 
 
+def test_a_slowdown_is_told_anew_only_where_it_has_moved_by_the_hysteresis():
+    def told(*factors: float) -> list[float]:
+        """Of the third of three engines, the others at their usual speed."""
+        table = SpeedTable(0.02, 0.0, smoothing_seconds=1e-9, hysteresis=1.15)
+        for _ in range(3):
+            table.add_engine()
+        seen = []
+        for step, factor in enumerate(factors):
+            for repeat in range(100):  # a report moves it by a third
+                for engine in range(3):
+                    latency = 0.02 * (factor if engine == 2 else 1.0)
+                    table.report(engine, latency, 1, step * 100.0 + repeat)
+            seen.append(table.slowdown[2] / UNIT)
+            assert table.slowdown[:2].tolist() == [UNIT, UNIT]
+        return seen
+
+    assert told(1.1) == [1.0], "within the hysteresis of 1"
+    assert told(1 / 1.1) == [1.0]
+    assert told(100.0) == [8.0]
+    assert told(0.01) == [0.25]
+    one, kept, moved, back = told(2.0, 2.2, 2.5, 1.05)
+    assert one == kept, "less than the hysteresis"
+    assert (one, moved) == (pytest.approx(2.0, rel=0.15), pytest.approx(2.5, rel=0.15))
+    assert moved >= 1.15 * one
+    assert back == 1.0
+
+
 @pytest.mark.parametrize("latency", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_senseless_latency_is_ignored(latency):
     table = SpeedTable(0.02, 0.0002)
