@@ -434,3 +434,17 @@ def test_an_engine_that_comes_back_gets_a_trial_and_a_new_process_is_not_drained
     assert pool.register(EngineSpec(name="e0"), 13.0).state is EngineState.DRAINING
     another = EngineSpec(name="e0", instance="another")
     assert pool.register(another, 14.0).state is EngineState.ACTIVE
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_engine_with_another_number_of_ranks_is_another_engine(make_pool, ranks: int):
+    pool = make_pool(engines=2, ranks=2)
+    former = pool.acquire("c", LeaseRequest(count=8), 0.0)
+    pool.register(EngineSpec(name="e0", dp_size=ranks), 1.0)
+    of_e1 = former.targets >= 2
+    ids = former.first_id + np.arange(8)
+    assert pool.release("c", ids[~of_e1], 1.0) == 0, "their process is gone"
+    pool.acquire("c", LeaseRequest(count=4 * (ranks + 2) - 4), 2.0)
+    views = {view.spec.name: view for view in pool.engines()}
+    assert views["e0"].lease_counts == (4,) * ranks
+    assert views["e1"].lease_counts == (4, 4)
