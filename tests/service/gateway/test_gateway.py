@@ -197,7 +197,7 @@ async def test_a_trainer_of_whole_models_is_refused(
         config = place.config.model_copy(update={"trainer": whole.address})
         gateway = GatewayProcess(config)
         try:
-            with pytest.raises(ConfigError, match="trains the whole model.*set lora"):
+            with pytest.raises(ConfigError, match=r"trains the whole model.*set lora"):
                 await gateway.start()
         finally:
             await gateway.close()
