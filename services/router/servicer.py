@@ -461,7 +461,7 @@ def _states_of(room: PoolRoom) -> str:
         elif room.pool.is_closed(view.spec.name):
             state = "settles what it ran before"
         else:
-            state = f"holds {sum(view.lease_counts)} leases, under version {view.spec.version}"
+            state = f"holds {sum(view.lease_counts)} leases, serves version {view.spec.version}"
         states.append(f"{view.spec.name} {state}")
     if not states:
         return f"no engine of pool {room.name} has registered"

@@ -298,7 +298,7 @@ class Sampler:
             await asyncio.sleep(BACKOFF.seconds(failures))
 
     def _waiting_for_room(self, what: str, pool: str) -> AbstractContextManager[object]:
-        where = f"no engine of pool {pool} has any; the router's own waits say why"
+        where = f"no engine of pool {pool or 'policy'} has any; the router's own waits say why"
         return self._waits.waiting(f"room for {what}", on=["router"], explain=lambda: where)
 
     def leave(self, prompt: SamplingPrompt) -> None:
