@@ -29,6 +29,7 @@ from sluice.samples.sample import LARGEST_NUMBER
 
 logger = logging.getLogger(__name__)
 
+LONGEST_TEXT = 500  # of what code of users raises: the place must fit into the answer too
 PROTOCOL = 3  # of calls to processes of environments: one more with each change of what they say
 
 T = TypeVar("T")
@@ -389,4 +390,7 @@ def told(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith((*_LIBRARIES, "<"))
     ]
-    return f"{type(error).__name__}: {error}{places[-1] if places else ''}"
+    text = str(traceback.TracebackException(type(error), error, None))  # also where str() raises
+    if len(text) > LONGEST_TEXT:
+        text = f"{text[:LONGEST_TEXT]}... ({len(text):,} characters)"
+    return f"{type(error).__name__}: {text}{places[-1] if places else ''}"

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from services.rollout.environments import alarm
 from services.rollout.environments.environment import (
+    EnvironmentFailedError,
     Response,
     SettingError,
     TaskError,
     TaskRequest,
+    UserCode,
 )
 from services.rollout.environments.prompts import PromptsEnvironment
 from services.rollout.environments.reasoning_gym import ReasoningGymEnvironment
@@ -296,3 +298,17 @@ def test_no_way_of_writing_an_address_leads_out_of_the_allowed_ones(path: str) -
     with pytest.raises(SettingError) as caught:
         allowed.check_url(f"http:{path}", "url")
     assert caught.value.key == "url"
+
+
+class SpeechlessError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("x" * 10_000_000), SpeechlessError()])
+def test_what_code_of_users_raises_is_told_in_a_line_with_its_place(error: Exception) -> None:
+    with pytest.raises(EnvironmentFailedError) as caught, UserCode("mine"):
+        raise error
+    told = str(caught.value)
+    assert told.startswith(f"mine: {type(error).__name__}: ")
+    assert f", at {__file__}:" in told and len(told) < 1000
