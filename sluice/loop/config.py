@@ -65,10 +65,10 @@ class EnvironmentConfig(Config):
     settings: dict[str, Any] = Field(default_factory=dict)
 
 
-class SamplingConfig(Config):
-    """How tokens are drawn. The temperature is the one of every log-prob of a run."""
+class SamplingChanges(Config):
+    """How tokens are drawn, where it is not as in training."""
 
-    max_new_tokens: int = Field(gt=0, lt=LARGEST_COUNT)
+    max_new_tokens: int | None = Field(None, gt=0, lt=LARGEST_COUNT)
     temperature: float = Field(1.0, ge=0, le=MOST_TEMPERATURE)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, lt=LARGEST_COUNT)
@@ -84,10 +84,16 @@ class SamplingConfig(Config):
             raise ValueError(f"{TEMPERATURES}, or 0")
         return temperature
 
-    def over(self, other: SamplingConfig) -> SamplingConfig:
-        """Return the other one, changed by what is given here."""
+    def over(self, training: SamplingConfig) -> SamplingConfig:
+        """Return that of training, changed by what is given here."""
         given = {name: getattr(self, name) for name in self.model_fields_set}
-        return other.model_copy(update=given)
+        return training.model_copy(update={n: v for n, v in given.items() if v is not None})
+
+
+class SamplingConfig(SamplingChanges):
+    """How tokens are drawn. The temperature is the one of every log-prob of a run."""
+
+    max_new_tokens: int = Field(gt=0, lt=LARGEST_COUNT)
 
     @property
     def truncates(self) -> bool:
@@ -193,7 +199,7 @@ class EnvironmentShare(Config):
     weight: float = Field(1.0, gt=0, le=LARGEST_WEIGHT)
     prompts: PromptsConfig
     environment: EnvironmentConfig
-    sampling: SamplingConfig | None = Field(None, description="What it leaves out is the run's.")
+    sampling: SamplingChanges | None = Field(None, description="What it leaves out is the run's.")
     samples_per_group: int | None = Field(None, gt=1, le=MOST_SAMPLES)
     group_timeout_seconds: float | None = Field(None, ge=SHORTEST_GROUP, le=LONGEST_GROUP)
     teacher: str = Field("", description="One of `teachers`.")
@@ -217,7 +223,7 @@ class EvaluationSetConfig(Config):
     environment: EnvironmentConfig | str | None = Field(
         None, description="None is the training environment; a name is that of `environments`."
     )
-    sampling: SamplingConfig | None = Field(
+    sampling: SamplingChanges | None = Field(
         None, description="What it leaves out is that of training."
     )
     groups: int = Field(64, gt=0, description="All, where there are fewer prompts.")
@@ -467,7 +473,7 @@ class RunConfig(CommonRunConfig):
         for name, share in self.environments.items():
             if not PLAIN_NAME.fullmatch(name):
                 raise ValueError(f"environments.{name}: {PLAIN_NAME_RULE}")
-            own = self._training(share)
+            own = self.training_sampling(share)
             if own.temperature != self.sampling.temperature:
                 raise ValueError(
                     f"environments.{name}.sampling.temperature {own.temperature:g} is not that "
@@ -493,7 +499,7 @@ class RunConfig(CommonRunConfig):
         return {
             name: share.model_copy(
                 update={
-                    "sampling": self._training(share),
+                    "sampling": self.training_sampling(share),
                     "samples_per_group": share.samples_per_group or self.samples_per_group,
                     "group_timeout_seconds": share.group_timeout_seconds
                     or self.group_timeout_seconds,
@@ -503,7 +509,8 @@ class RunConfig(CommonRunConfig):
             for name, share in shares.items()
         }
 
-    def _training(self, share: EnvironmentShare) -> SamplingConfig:
+    def training_sampling(self, share: EnvironmentShare) -> SamplingConfig:
+        """Return how samples of an environment are drawn; what it leaves out is the run's."""
         return self.sampling if share.sampling is None else share.sampling.over(self.sampling)
 
     @property
@@ -514,7 +521,7 @@ class RunConfig(CommonRunConfig):
         """Return how a data set's answers are drawn; what it leaves out is that of training."""
         training = self.sampling
         if isinstance(data.environment, str):
-            training = self._training(self.environments[data.environment])
+            training = self.training_sampling(self.environments[data.environment])
         if data.sampling is None:
             return training.model_copy(update=GREEDY)
         return data.sampling.over(training)

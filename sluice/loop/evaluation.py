@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -103,10 +104,18 @@ class EvaluationLane:
     """
 
     def __init__(
-        self, config: RunConfig, workers: EpisodeWorkers, report: RunReport | PrintedScores
+        self,
+        config: RunConfig,
+        workers: EpisodeWorkers,
+        report: RunReport | PrintedScores,
+        attempt: str = "",
     ) -> None:
-        """Raises ConfigError for prompts that cannot be read."""
+        """Raises ConfigError for prompts that cannot be read.
+
+        attempt: with another one workers run again what they have done for the same requests.
+        """
         self._config, self._workers, self._report = config, workers, report
+        self._attempt = attempt
         self._evaluation = config.evaluation
         datasets = {} if self._evaluation is None else self._evaluation.datasets
         self._sources: Mapping[str, PromptSource] = {
@@ -148,6 +157,15 @@ class EvaluationLane:
             versions = engine_pb.VersionBounds(exact_version=version)
             await self._measure(self._evaluation, when, step, version, versions)
 
+    async def measure_now(self, version: int) -> None:
+        """Score all data sets on this version, or later ones where a run goes on meanwhile.
+
+        Raises EvaluationError.
+        """
+        if self._evaluation is not None:
+            versions = engine_pb.VersionBounds(min_version=version)
+            await self._measure(self._evaluation, "now", 0, version, versions)
+
     def begin(self, step: int, version: int) -> None:
         """Score all data sets while training goes on, on this version or later ones."""
         assert self._evaluation is not None
@@ -185,11 +203,16 @@ class EvaluationLane:
         version: int,
         versions: engine_pb.VersionBounds,
     ) -> None:
+        failures: list[str] = []
         for name, data in evaluation.datasets.items():
             if self._report.has_evaluation(when, name, step):
                 continue
             start = time.monotonic()
-            scored = await self._score(name, data, step, versions)
+            try:
+                scored = await self._score(name, data, step, versions)
+            except EvaluationError as error:  # the other data sets have scores all the same
+                failures.append(str(error))
+                continue
             row = {
                 "evaluation": when,
                 "dataset": name,
@@ -200,6 +223,8 @@ class EvaluationLane:
                 "seconds": time.monotonic() - start,
             }
             self._report.evaluation(row)
+        if failures:
+            raise EvaluationError("; ".join(failures))
 
     async def _score(
         self, name: str, data: EvaluationSetConfig, step: int, versions: engine_pb.VersionBounds
@@ -209,7 +234,7 @@ class EvaluationLane:
 
         def request(groups: Sequence[_HeldOutTask], trial: int) -> pb.EvaluateRequest:
             tasks = [(group.group_id, group.task) for group in groups]
-            return build_evaluation(config, data, tasks, versions, trial)
+            return build_evaluation(config, data, tasks, versions, f"{self._attempt}{trial}")
 
         count = min(data.groups, source.count)  # or some would be scored twice, others once
         tasks = [_HeldOutTask(f"eval-{step}-{name}-{i}", source.task(i)) for i in range(count)]
@@ -263,8 +288,9 @@ async def score_now(config: RunConfig, router: str) -> None:
         workers = EpisodeWorkers(client, config.security, config.service_timeout_seconds)
         try:
             version = await _serving_version(client)
-            lane = EvaluationLane(config, workers, PrintedScores())
-            await lane.measure("now", 0, version)
+            # rewards may have been changed since somebody asked for the same
+            lane = EvaluationLane(config, workers, PrintedScores(), attempt=f"{uuid.uuid4()}/")
+            await lane.measure_now(version)
         finally:
             await workers.close()
 

@@ -105,8 +105,7 @@ class TrainingRun(TrainerRun[RunConfig]):
         self._rewards: list[float] = []
         self._mismatch_checked = False  # since the services were last brought to a state
         self._schedule = load_schedule(config)
-        samplings = [share.sampling for share in self._shares.values()]
-        if any(sampling is not None and sampling.truncates for sampling in samplings):
+        if any(config.training_sampling(share).truncates for share in self._shares.values()):
             report.note(TRUNCATED)
         if config.ignores_staleness:
             report.note(STALENESS_IGNORED)
@@ -188,7 +187,8 @@ class TrainingRun(TrainerRun[RunConfig]):
         if self.critic is not None:
             trainers["critic"] = await wait_for_trainer(self.critic.client, seconds)
         longest = await self.fleet.longest_sample(seconds)
-        response = max(s.sampling.max_new_tokens for s in self._shares.values() if s.sampling)
+        samplings = [self.config.training_sampling(share) for share in self._shares.values()]
+        response = max(sampling.max_new_tokens for sampling in samplings)
         for who, described in trainers.items():
             if why := check_lengths(who, described, longest, response):
                 self.report.note(why)

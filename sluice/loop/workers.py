@@ -72,7 +72,7 @@ def build_request(
     first one answered as failed.
     """
     count, seconds = share.samples_per_group, share.group_timeout_seconds
-    assert share.sampling is not None and count is not None and seconds is not None
+    assert count is not None and seconds is not None
     groups = []
     for name, task in tasks:
         group = _group(config, name, name, task, count)
@@ -81,9 +81,8 @@ def build_request(
         if group.teacher_pool:
             group.teacher_top_count = config.algorithm.teacher_top_count
         groups.append(group)
-    return _request(
-        share.environment, share.sampling, versions, groups, seconds, trial, takes_more=True
-    )
+    sampling = config.training_sampling(share)
+    return _request(share.environment, sampling, versions, groups, seconds, trial, takes_more=True)
 
 
 def build_evaluation(
@@ -91,7 +90,7 @@ def build_evaluation(
     data: EvaluationSetConfig,
     tasks: Sequence[tuple[str, Task]],
     versions: engine_pb.VersionBounds,
-    trial: int,
+    trial: int | str,
 ) -> pb.EvaluateRequest:
     """Builds the call of held-out groups of one data set. `trial` as for `build_request`.
 
@@ -117,7 +116,7 @@ def _request(
     versions: engine_pb.VersionBounds,
     groups: Sequence[pb.GroupRequest],
     group_timeout_seconds: float,
-    trial: int,
+    trial: int | str,
     *,
     takes_more: bool = False,
 ) -> pb.RolloutRequest:

@@ -15,7 +15,7 @@ from sluice.api.router.v1 import router_service_pb2_grpc as router_grpc
 from sluice.client import RouterClient
 from sluice.config import ConfigError, parse_config
 from sluice.loop.config import RunConfig
-from sluice.loop.evaluation import EvaluationError, EvaluationLane
+from sluice.loop.evaluation import EvaluationError, EvaluationLane, score_now
 from sluice.loop.report import RunReport
 from sluice.loop.workers import EpisodeWorkers, build_evaluation
 from sluice.runtime.errors import InvalidFieldError
@@ -53,8 +53,9 @@ class Episodes(pb_grpc.RolloutServiceServicer, router_grpc.RouterServiceServicer
         worker = router_pb.Engine(
             engine_id="e",
             address=self.address,
-            role=router_pb.ROLE_EPISODES,
+            role=request.role,
             state=router_pb.ENGINE_STATE_ACTIVE,
+            weights={"version": 3},
         )
         return router_pb.ListEnginesResponse(engines=[worker])
 
@@ -93,7 +94,11 @@ class World:
 
     def lane(self, datasets=DATASETS, deterministic=False, **evaluation) -> EvaluationLane:
         self.report = RunReport(self.path, 10)
-        config = parse_config(
+        config = self.config(datasets, deterministic, **evaluation)
+        return EvaluationLane(config, self.workers, self.report)
+
+    def config(self, datasets=DATASETS, deterministic=False, **evaluation) -> RunConfig:
+        return parse_config(
             RunConfig,
             {
                 "run_dir": self.path,
@@ -111,7 +116,6 @@ class World:
                 "evaluation": {"datasets": datasets, **evaluation},
             },
         )
-        return EvaluationLane(config, self.workers, self.report)
 
     def rows(self):
         path = self.path / "metrics.jsonl"
@@ -273,6 +277,69 @@ async def test_nothing_scored_is_an_error_and_beside_training_a_note(world, caps
         await lane.settle()
     assert world.rows() == []
     assert "evaluation failed" in capsys.readouterr().err
+
+
+async def test_a_data_set_that_fails_keeps_no_other_from_its_scores(world) -> None:
+    world.episodes.failing = {f"eval-4-greedy-{i}": 9 for i in range(3)}
+    lane = world.lane(every_steps=4)
+    with pytest.raises(EvaluationError, match=r"^greedy: all 3 tasks failed: grader broke$"):
+        async with asyncio.timeout(PATIENCE):
+            await lane.measure("during", 4, 3)
+    assert [row["dataset"] for row in world.rows()] == ["sampled"]
+
+
+async def test_scores_of_now_wait_for_no_version_that_engines_leave(world, capsys) -> None:
+    async with asyncio.timeout(PATIENCE):
+        await score_now(world.config(), world.episodes.address)
+    for request in world.episodes.requests:
+        bounds = request.rollout.versions
+        assert bounds.min_version == 3 and not bounds.HasField("exact_version")
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["evaluation"], row["version_max"]) for row in rows] == [("now", 4)] * 2
+
+
+async def test_scores_of_now_are_not_those_of_rewards_as_they_were(world) -> None:
+    async with asyncio.timeout(PATIENCE):
+        for _ in range(2):
+            await score_now(world.config(), world.episodes.address)
+    first, again = world.episodes.requests[0].rollout, world.episodes.requests[2].rollout
+    assert first.request_id != again.request_id, "a worker would tell what it has told before"
+    again.request_id = first.request_id
+    assert first == again, "the same samples"
+
+
+def test_sampling_of_a_data_set_may_leave_out_any_of_training() -> None:
+    prompts = {"index_count": 3}
+    values = {
+        "run_dir": "run",
+        "trainer": "t:1",
+        "router": "r:1",
+        "environments": {
+            "long": {
+                "prompts": prompts,
+                "environment": {"name": "train"},
+                "sampling": {"stop": ["x"]},
+            }
+        },
+        "sampling": {"max_new_tokens": 5, "top_k": 3},
+        "evaluation": {
+            "datasets": {
+                "warm": {
+                    "prompts": prompts,
+                    "environment": "long",
+                    "sampling": {"temperature": 0.5},
+                }
+            }
+        },
+    }
+    config = parse_config(RunConfig, values)
+    assert config.evaluation is not None
+    drawn = config.sampling_of(config.evaluation.datasets["warm"])
+    assert (drawn.max_new_tokens, drawn.temperature, drawn.top_k) == (5, 0.5, 3)
+    assert drawn.stop == ("x",)
+    assert config.training_sampling(config.environments["long"]).max_new_tokens == 5
+    with pytest.raises(ConfigError, match=r"sampling\.max_new_tokens: Field required"):
+        parse_config(RunConfig, {**values, "sampling": {"top_k": 3}})
 
 
 async def test_what_was_reported_is_not_measured_again_but_what_was_undone_is(world) -> None:
