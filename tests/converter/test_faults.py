@@ -139,8 +139,9 @@ def test_a_target_without_a_name_exists_already(target: str, qwen3: Path) -> Non
         convert(qwen3, Path(target), TO_MEGATRON)
 
 
+@pytest.mark.parametrize("largest", [60_000, 5_000])  # of the latter some hold no tensor
 def test_every_file_is_on_the_disk_before_the_target_appears(
-    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    largest: int, qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: set[int] = set()
     target, sync = tmp_path / "target", os.fsync
@@ -151,7 +152,8 @@ def test_every_file_is_on_the_disk_before_the_target_appears(
             synced.add(os.fstat(descriptor).st_ino)
 
     monkeypatch.setattr(os, "fsync", note)
-    convert(qwen3, target, TO_MEGATRON.model_copy(update={"sync": True}))
+    changes = {"sync": True, "max_file_bytes": largest}
+    convert(qwen3, target, TO_MEGATRON.model_copy(update=changes))
     assert {path.stat().st_ino for path in (target, *target.iterdir())} <= synced
 
 

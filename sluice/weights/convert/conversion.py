@@ -178,6 +178,9 @@ class Execution:
         for group in self._work.groups:
             for task in group.tasks:
                 self._left[task.file] += 1
+        for name, left in self._left.items():
+            if not left:  # no tensor is in it, after the last of which it would be synced
+                self._sync_file(name)
 
     def _write_groups(self, journal: Journal) -> None:
         def do(item: Group | Check) -> None:
