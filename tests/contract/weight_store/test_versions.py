@@ -194,6 +194,22 @@ def test_retention_spares_pins_chains_and_what_is_in_use(
     assert store.pins() == {}
 
 
+def test_retention_forgets_what_a_lost_writer_announced_and_no_more(
+    policy: Policy, open_again: OpenStore
+) -> None:
+    lost = Publication(policy)
+    lost.announce(lost.write(0))
+    lost.staging.lock.close()
+    policy.publish()
+    making = Publication(policy)
+    found = making.announce(making.write(0))
+    store = open_again()
+    assert store.announced(lost.version)
+    store.retain(1)
+    assert store.announced(lost.version) == []
+    assert store.announced(making.version) == [found]
+
+
 def test_damage_in_the_store_is_named(policy: Policy, open_again: OpenStore, tmp_path) -> None:
     """The reader finds a byte that changed on the way to it."""
     version = policy.publish_chain(2)[-1]
