@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from sluice.weights.checkpoint import companion_files
 from sluice.weights.convert.conversion import convert
-from sluice.weights.convert.options import ConvertOptions
+from sluice.weights.convert.options import ConvertOptions, Layout
 from sluice.weights.convert.pieces import Files
 from sluice.weights.convert.stored import _MetadataUnpickler, find_bytes, read_keys
 from sluice.weights.convert.verify import compare
@@ -182,8 +182,6 @@ def test_getattr_in_metadata_only_names_members_of_enumerations(
 
 
 def test_a_lost_rank_is_noticed(qwen3: Path, tmp_path: Path) -> None:
-    from sluice.weights.convert.options import Layout
-
     options = ConvertOptions(layout=Layout(tensor=2), vocab_multiple=4, sync=False)
     convert(qwen3, tmp_path / "made", options)
     (tmp_path / "made/__1_0.distcp").unlink()
@@ -202,6 +200,29 @@ def test_rows_that_no_chunk_has_are_noticed(megatron: Path, tmp_path: Path) -> N
     (tmp_path / "copy/conversion.json").unlink()
     with pytest.raises(UncoveredTensorError, match=r"linear_fc2"):
         convert(tmp_path / "copy", tmp_path / "target", TO_HF)
+
+
+@pytest.mark.parametrize("change", ["lost", "moved"])
+def test_columns_that_no_chunk_has_are_noticed(change: str, qwen3: Path, tmp_path: Path) -> None:
+    """Of two ranks that hold half of the columns each."""
+    options = ConvertOptions(layout=Layout(tensor=2), vocab_multiple=4, sync=False)
+    convert(qwen3, tmp_path / "made", options)
+    (tmp_path / "made/conversion.json").unlink()
+    metadata = dcp.FileSystemReader(tmp_path / "made").read_metadata()
+    key = "decoder.layers.mlp.linear_fc2.weight"
+    chunks = metadata.state_dict_metadata[key].chunks  # type: ignore[union-attr]
+    number = next(i for i, c in enumerate(chunks) if c.offsets[2])
+    if change == "lost":
+        chunks.pop(number)
+    else:  # a column to the left, where the other rank's are
+        moved = torch.Size((*chunks[number].offsets[:2], chunks[number].offsets[2] - 1))
+        chunks[number] = ChunkStorageMetadata(moved, chunks[number].sizes)
+        places = metadata.storage_data
+        old = next(index for index in places if index.fqn == key and index.index == number)
+        places[MetadataIndex(key, moved, number)] = places.pop(old)
+    write_metadata(tmp_path / "made", metadata)
+    with pytest.raises(UncoveredTensorError, match=key):
+        convert(tmp_path / "made", tmp_path / "target", TO_HF)
 
 
 def test_a_chunk_that_is_listed_twice_is_read_once(

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 
 import torch
@@ -184,6 +184,7 @@ class TorchDistSource:
         }
 
     def _computed(self, binding: Binding, place: Place) -> dict[str, Content]:
+        self._check_covered(binding, place)
         dtype = self._dtype(binding, place)
         size = math.prod(binding.shape) * dtype.itemsize
 
@@ -199,6 +200,16 @@ class TorchDistSource:
             )
             for source in binding.sources
         }
+
+    def _check_covered(self, binding: Binding, place: Place) -> None:
+        """Raises UncoveredTensorError unless each number of a tensor is in one chunk."""
+        (key,) = self._own_keys(binding, place)
+        stored, lead = self._keys[key], len(place.lead)
+        chunks = set(self._at(stored, place))
+        count = sum(math.prod(chunk.sizes[lead:]) for chunk in chunks)
+        overlap = any(_overlap(one, other, lead) for one, other in combinations(chunks, 2))
+        if overlap or count != math.prod(stored.shape[lead:]):
+            raise UncoveredTensorError(key, "some of it is in no chunk, or in two")
 
     def _assemble(self, binding: Binding, place: Place) -> torch.Tensor:
         """Assemble a Megatron tensor, without padding, from chunks cut along any axis."""
@@ -333,6 +344,12 @@ class TorchDistSource:
 def chunk_name(key: str, offsets: tuple[int, ...]) -> str:
     """Name a part of a stored tensor, as digests are kept by."""
     return f"{key}@{','.join(map(str, offsets))}"
+
+
+def _overlap(one: Chunk, other: Chunk, lead: int) -> bool:
+    """Return whether two chunks hold a number of the same place behind the leading axes."""
+    axes = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(max(o, p) < min(o + s, p + t) for o, s, p, t in list(axes)[lead:])
 
 
 def _ravel(index: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
