@@ -203,6 +203,7 @@ def decode_rows(batch: pa.RecordBatch, rows: Sequence[int] | None = None) -> lis
     for row in rows:
         if not 0 <= row < count:
             raise IndexError(f"row {row} of a group of {count}")
+    _check_fixed(batch)
     names = [name for name in batch.schema.names if name not in _FIXED_NAMES]
     if unknown := {name for name in names if find_column(name) is None}:
         raise InvalidGroupError(f"unknown columns: {', '.join(sorted(unknown))}")
@@ -226,6 +227,33 @@ def decode_rows(batch: pa.RecordBatch, rows: Sequence[int] | None = None) -> lis
         _sample(values, {name: found for name, each in columns if (found := each[i]) is not None})
         for i, values in enumerate(fixed)
     ]
+
+
+def _check_fixed(batch: pa.RecordBatch) -> None:
+    """Raises InvalidGroupError for a column twice, and where those of every row lack or are others.
+
+    Spans are looked at where they are read, and numbers of tokens.
+    """
+    names = batch.schema.names
+    if len(set(names)) < len(names):
+        raise InvalidGroupError(f"columns of one name: {max(names, key=names.count)}")
+    kinds = {"token_ids": _is_list, "prompt_length": pa.types.is_integer, "spans": _is_list}
+    for name in (field.name for field in FIXED):
+        if name not in names:
+            raise InvalidGroupError(f"no column {name}")
+        array = batch.column(name)
+        if not kinds.get(name, _is_text)(array.type):
+            raise InvalidGroupError(f"{name} is {array.type}")
+        if array.null_count:
+            raise InvalidGroupError(f"{name} has holes")
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
 def _sample(fixed: tuple[Any, ...], columns: Mapping[str, np.ndarray | float]) -> Sample:
@@ -408,6 +436,11 @@ def _decode_experts(batch: pa.RecordBatch, rows: Sequence[int]) -> list[np.ndarr
     if EXPERTS not in batch.schema.names:
         return [None] * len(rows)
     array = batch.column(EXPERTS)
+    kind = array.type
+    for each in (_is_list, pa.types.is_fixed_size_list, pa.types.is_fixed_size_list):
+        if not each(kind):
+            raise InvalidGroupError(f"{EXPERTS} is {array.type}")
+        kind = kind.value_type
     layers, choices = array.values.type.list_size, array.values.values.type.list_size
     flat = array.values.values.values.to_numpy().reshape(-1, layers, choices)
     offsets, valid = array.offsets.to_numpy(), array.is_valid().to_numpy(zero_copy_only=False)
@@ -437,9 +470,14 @@ def _scalars(batch: pa.RecordBatch, name: str, rows: Sequence[int]) -> list[Any]
 
 
 def _arrays(batch: pa.RecordBatch, name: str, rows: Sequence[int]) -> list[np.ndarray | None]:
+    """Raises InvalidGroupError for a column of no numbers, or with holes."""
     array = batch.column(name)
+    if not (_is_list(array.type) and pa.types.is_primitive(array.type.value_type)):
+        raise InvalidGroupError(f"{name} is {array.type}")
     offsets = array.offsets.to_pylist()
     flat = array.values
+    if flat.null_count:
+        raise InvalidGroupError(f"{name} has holes")
     # Booleans are packed to bits, so that only they are copied, and of the chosen rows alone.
     numbers = None if pa.types.is_boolean(flat.type) else flat.to_numpy()
     valid = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None

@@ -170,6 +170,62 @@ def with_media(kind: pa.DataType, spans: list[object]) -> bytes:
     return bytes(sink.getvalue())
 
 
+def with_column(name: str, values: pa.Array | None) -> bytes:
+    """A group of one row of which somebody else has written a column, or has left it out."""
+    marks = {"loss_mask": np.ones(3, np.bool_), "values": np.ones(3, np.float32)}
+    given = replace(sample(**marks), routed_experts=np.zeros((4, 2, 1), np.int16))
+    reader = pa.ipc.open_file(encode_group([given]))
+    columns = dict(zip(reader.schema.names, reader.get_batch(0).columns, strict=True))
+    columns[name] = values
+    if values is None:
+        del columns[name]
+    batch = pa.record_batch(columns).replace_schema_metadata(reader.schema.metadata)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return bytes(sink.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("sample_id", None),
+        ("sample_id", pa.array([1])),
+        ("group_id", pa.array([None], pa.string())),
+        ("finish_reason", pa.nulls(1)),
+        ("prompt_length", pa.array(["2"])),
+        ("prompt_length", pa.array([None], pa.int32())),
+        ("token_ids", None),
+        ("token_ids", pa.array([5])),
+        ("token_ids", pa.array([["a", "b"]])),
+        ("token_ids", pa.array([[1, None, 2, 3, 4]], pa.list_(pa.int32()))),
+        ("token_ids", pa.array([None], pa.list_(pa.int32()))),
+        ("spans", None),
+        ("loss_mask", pa.array([True])),
+        ("loss_mask", pa.array([[True, None, True]])),
+        ("values", pa.array([[[1.0], [2.0], [3.0]]])),
+        ("values", pa.array([[1.0, None, 3.0]], pa.list_(pa.float32()))),
+        ("routed_experts", pa.array([[0, 1, 2, 3]], pa.list_(pa.int16()))),
+    ],
+)
+def test_a_column_that_somebody_wrote_otherwise_is_named(
+    name: str, values: pa.Array | None
+) -> None:
+    with pytest.raises(InvalidGroupError, match=name):
+        decode_group(with_column(name, values))
+
+
+def test_a_column_that_is_there_twice_is_named() -> None:
+    reader = pa.ipc.open_file(encode_group([sample(reward=1.0)]))
+    batch = reader.get_batch(0)
+    twice = batch.append_column("reward", batch.column("reward"))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, twice.schema) as writer:
+        writer.write_batch(twice)
+    with pytest.raises(InvalidGroupError, match="reward"):
+        decode_group(bytes(sink.getvalue()))
+
+
 def test_media_of_another_type_or_with_holes_are_no_group() -> None:
     span = MediaSpan(
         digest="d", size=1, kind="image", first_token=0, token_count=1, grid_thw=(1, 2, 2)
