@@ -221,6 +221,8 @@ def test_a_base_that_is_not_older_is_no_endless_chain(policy, store, tmp_path) -
         HostCache(tmp_path / "cache", WeightStore(store.location)).take(second)
     with pytest.raises(ManifestError):
         WeightStore(store.location).chain(second)
+    policy.publish()
+    assert WeightStore(store.location).retain(1, in_use=[second]) == [1]  # it ends
 
 
 def test_whole_versions_keep_the_format_that_older_readers_know(policy, store) -> None:

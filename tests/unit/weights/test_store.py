@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import multiprocessing
+import shutil
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from sluice.weights.errors import (
     DuplicateFileError,
     DuplicateTensorError,
     InvalidCheckpointError,
+    ManifestError,
     MissingFileError,
     MissingTensorError,
     StagingLostError,
@@ -218,6 +220,16 @@ def test_a_committed_version_is_never_replaced(store: WeightStore) -> None:
     with pytest.raises(VersionExistsError):
         store.commit(staging, [shard(staging, "w", value=3.0)], [], 9)
     assert WeightStore(store.location).get(record.version) == record
+
+
+def test_the_files_of_a_version_under_the_number_of_another_are_refused(
+    store: WeightStore,
+) -> None:
+    directory = publish(store).directory
+    assert directory is not None
+    shutil.copytree(directory, directory.with_name("00000002"))
+    with pytest.raises(ManifestError, match="version 2 has the manifest of 1"):
+        store.get(2)
 
 
 def test_the_sweep_takes_only_what_nobody_holds(store: WeightStore) -> None:
