@@ -129,11 +129,12 @@ def _alike(
         group = entry[0]
         own = frozenset().union(*(sample.columns for sample in group))
         has_more = any(sample.media or sample.routed_experts is not None for sample in group)
-        tokens += sum(len(sample.token_ids) for sample in group)
-        if together and (own != names or has_more or tokens > TOKENS_TOGETHER):
+        count = sum(len(sample.token_ids) for sample in group)
+        if together and (own != names or has_more or tokens + count > TOKENS_TOGETHER):
             yield together
             together, tokens = [], 0
         together.append(entry)
+        tokens += count
         names = None if has_more else own
     if together:
         yield together

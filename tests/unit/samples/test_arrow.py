@@ -112,9 +112,9 @@ def test_groups_encoded_together_are_the_bytes_of_each(data: st.DataObject) -> N
     assert encoded == apart
 
 
-@pytest.mark.parametrize("limit", [1, 1 << 20])
+@pytest.mark.parametrize(("limit", "count"), [(1, 8), (7, 8), (10, 4), (1 << 20, 1)])
 def test_groups_of_a_task_are_encoded_together_up_to_a_size(
-    limit: int, monkeypatch: pytest.MonkeyPatch
+    limit: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = 0
     table = arrow._table
@@ -128,7 +128,7 @@ def test_groups_of_a_task_are_encoded_together_up_to_a_size(
     monkeypatch.setattr(arrow, "TOKENS_TOGETHER", limit)
     groups = [([sample(i, old_logprobs=np.full(3, i, np.float32))], {}) for i in range(8)]
     encoded = list(encode_groups(groups))
-    assert tables == (8 if limit == 1 else 1)
+    assert tables == count
     assert encoded == [encode_view(*each) for each in groups]
 
 
