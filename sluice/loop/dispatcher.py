@@ -20,7 +20,13 @@ from sluice.loop.filters import FilterError, GroupFilters
 from sluice.loop.ledger import Ledger, LedgerGroup, lost_reason
 from sluice.loop.metrics import LOST_GROUPS
 from sluice.loop.mixture import Mixture
-from sluice.loop.workers import EpisodeWorkers, RolloutCall, RolloutFailedError, WorkerLostError
+from sluice.loop.workers import (
+    EpisodeWorkers,
+    RolloutCall,
+    RolloutFailedError,
+    WorkerLostError,
+    cut_into_calls,
+)
 from sluice.runtime import wire
 
 logger = logging.getLogger(__name__)
@@ -241,7 +247,8 @@ class RolloutDispatcher:
             by_environment.setdefault(group.environment, []).append(group)
         for groups in by_environment.values():
             for share in self._workers.split(groups):
-                self._start(share)
+                for call in cut_into_calls(share, self._build_request):
+                    self._start(call)
 
     def _allowed(self) -> int:
         """How many groups the run may have had, besides those dropped, while this step waits.

@@ -30,6 +30,7 @@ from sluice.loop.workers import (
     RolloutCall,
     RolloutFailedError,
     build_evaluation,
+    cut_into_calls,
 )
 from sluice.runtime.wire import evaluation_report
 
@@ -238,17 +239,16 @@ class EvaluationLane:
 
         count = min(data.groups, source.count)  # or some would be scored twice, others once
         tasks = [_HeldOutTask(f"eval-{step}-{name}-{i}", source.task(i)) for i in range(count)]
-        calls = [
-            RolloutCall(
-                self._workers,
-                request,
-                outcomes,
-                {group.group_id: group for group in share},
-                config.service_timeout_seconds,
-            )
-            for share in self._workers.split(tasks)
-        ]
-        await asyncio.gather(*(outcomes.see_through(call) for call in calls))
+
+        async def see_through(share: Sequence[_HeldOutTask]) -> None:
+            for groups in cut_into_calls(share, request):  # in turn: each has the whole limit
+                waiting = {group.group_id: group for group in groups}
+                seconds = config.service_timeout_seconds
+                await outcomes.see_through(
+                    RolloutCall(self._workers, request, outcomes, waiting, seconds)
+                )
+
+        await asyncio.gather(*map(see_through, self._workers.split(tasks)))
         failed_count = outcomes.failed_count
         if not outcomes.finished_groups:
             raise EvaluationError(f"{name}: all {failed_count} tasks failed: {outcomes.failure}")

@@ -45,6 +45,8 @@ G = TypeVar("G")
 Request = pb.RolloutRequest | pb.EvaluateRequest
 Response = pb.RolloutResponse | pb.EvaluateResponse
 
+CALL_BYTES = 16 << 20  # of one call; servers take 64 MiB, where they are not told otherwise
+
 # The task itself is at fault: issuing it again would fail again.
 _HOPELESS = {grpc.StatusCode.INVALID_ARGUMENT.value[0], grpc.StatusCode.NOT_FOUND.value[0]}
 # Engines or the store are at fault, not the group: it loses no attempt.
@@ -292,6 +294,17 @@ class EpisodeWorkers:
         except RemoteError as error:
             if error.code is not grpc.StatusCode.NOT_FOUND:  # it settled meanwhile
                 raise
+
+
+def cut_into_calls(
+    groups: Sequence[G], build_request: Callable[[Sequence[G], int], Request]
+) -> list[Sequence[G]]:
+    """Return groups in calls that servers take: of CALL_BYTES each, unless one alone is larger."""
+    if len(groups) < 2 or build_request(groups, 0).ByteSize() <= CALL_BYTES:
+        return [groups]
+    half = len(groups) // 2
+    halves = groups[:half], groups[half:]
+    return [call for part in halves for call in cut_into_calls(part, build_request)]
 
 
 def request_id_of(request: Request) -> str:

@@ -288,6 +288,18 @@ async def test_a_data_set_that_fails_keeps_no_other_from_its_scores(world) -> No
     assert [row["dataset"] for row in world.rows()] == ["sampled"]
 
 
+async def test_rows_too_large_for_one_call_go_in_several(world) -> None:
+    with (world.path / "large.jsonl").open("w") as file:
+        for text in "abcdef":
+            row = {"prompt": text, "answer": "1", "tests": text * 4_000_000}
+            file.write(json.dumps(row) + "\n")
+    data = {"prompts": {"file": str(world.path / "large.jsonl"), "shuffle": False}}
+    async with asyncio.timeout(PATIENCE):
+        await world.lane({"large": data}).measure("before", 0, 3)
+    assert [len(request.rollout.groups) for request in world.episodes.requests] == [3, 3]
+    assert world.rows()[0]["groups"] == 6
+
+
 async def test_scores_of_now_wait_for_no_version_that_engines_leave(world, capsys) -> None:
     async with asyncio.timeout(PATIENCE):
         await score_now(world.config(), world.episodes.address)

@@ -9,6 +9,7 @@ from contextlib import closing
 
 import grpc
 import pytest
+from google.protobuf.struct_pb2 import Struct
 
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
@@ -93,6 +94,7 @@ class Episodes(pb_grpc.RolloutServiceServicer, router_grpc.RouterServiceServicer
 class World:
     def __init__(self, episodes: Episodes, ledger: Ledger, workers: EpisodeWorkers) -> None:
         self.episodes, self.ledger, self.workers = episodes, ledger, workers
+        self.row = Struct()
 
     def feed(self, **settings) -> RolloutDispatcher:
         config = {"groups_per_step": 4, "max_staleness": 0, "attempts": 3, **settings}
@@ -100,7 +102,7 @@ class World:
         def request(groups, trial):
             return pb.RolloutRequest(
                 request_id="-".join(f"{g.group_id}.{trial}" for g in groups),
-                groups=[pb.GroupRequest(group_id=g.group_id) for g in groups],
+                groups=[pb.GroupRequest(group_id=g.group_id, row=self.row) for g in groups],
                 environment={"name": "x"},
                 sampling={"max_new_tokens": 1},
                 sample_count=2,
@@ -157,6 +159,14 @@ async def test_synchronous_steps_take_groups_in_order_and_issue_no_more(world):
     assert await step(world, feed, 0) == [f"g{i:07}" for i in range(4)]
     assert await step(world, feed, 1) == [f"g{i:07}" for i in range(4, 8)]
     assert len(world.episodes.issued) == 8
+    await feed.close()
+
+
+async def test_rows_too_large_for_one_call_go_in_several(world):
+    world.row.update({"tests": "x" * 5_000_000})
+    feed = world.feed(groups_per_step=8)
+    assert await step(world, feed, 0) == [f"g{i:07}" for i in range(8)]
+    assert len(world.episodes.requests) == 4, "halves of halves"
     await feed.close()
 
 
