@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from sluice.weights.checkout import check_out
+from sluice.weights.delta import encode_file
 from sluice.weights.errors import (
     FileDigestError,
     InvalidCheckpointError,
@@ -21,7 +22,13 @@ from sluice.weights.errors import (
     WeightStoreError,
 )
 from sluice.weights.host_cache import HostCache
-from sluice.weights.manifest import MANIFEST_NAME, Manifest, encode_manifest, read_manifest
+from sluice.weights.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    digest_bytes,
+    encode_manifest,
+    read_manifest,
+)
 from sluice.weights.shards import load_verified
 from sluice.weights.staging import assemble
 from sluice.weights.store import WeightStore
@@ -207,6 +214,24 @@ def test_a_commit_refuses_a_delta_of_what_the_base_has_not(policy, store) -> Non
     )
     with pytest.raises(InvalidCheckpointError, match=r"embed\.weight"):
         store.commit(staging, [other], [], step=0, base=first.version)
+
+
+def test_a_commit_refuses_a_delta_that_lacks_a_tensor(policy, store) -> None:
+    base = policy.publish().version
+    staging = store.allocate(base)
+    policy.change()
+    policy.shards.begin(base)
+    tensors = {n: t for n, t in policy.tensors.items() if n != "embed.weight"}
+    shard = policy.shards.write(staging.directory, "model-1.safetensors", tensors)
+    assert shard.delta is not None
+    path = staging.directory / "model-1.safetensors.delta"
+    payloads = load_file(path)
+    del payloads["router.bias"]
+    data = b"".join(encode_file({n: p.numpy().tobytes() for n, p in payloads.items()}))
+    path.write_bytes(data)
+    cut = replace(shard, delta=replace(shard.delta, size=len(data), digest=digest_bytes(data)))
+    with pytest.raises(InvalidCheckpointError, match=r"router\.bias"):
+        store.commit(staging, [cut], [], step=0, base=base)
 
 
 def test_a_base_that_is_not_older_is_no_endless_chain(policy, store, tmp_path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from sluice.weights.checkpoint import describe_shard, parse_header
+from sluice.weights.checkpoint import CheckedShards, describe_shard, parse_header, verify_files
 from sluice.weights.errors import (
     DamagedFileError,
     FileDigestError,
@@ -205,6 +207,21 @@ def test_a_changed_companion_is_named(
     with pytest.raises(FileDigestError) as failure:
         load(store, record)
     assert failure.value.file_name == "config.json"
+
+
+def test_a_shard_that_was_checked_against_other_digests_is_checked_again(
+    store: WeightStore, tensors: Tensors
+) -> None:
+    """What was announced is not always what is committed."""
+    record = publish(store, tensors)
+    manifest, checked = store.manifest(record.version), CheckedShards()
+    for shard in manifest.shards():
+        checked.check(record.directory / shard.file_name, shard)
+    verify_files(record.directory, manifest, checked)
+    name = min(tensors)
+    other = {**manifest.tensors, name: replace(manifest.tensors[name], digest="0" * 32)}
+    with pytest.raises(TensorDigestError, match=re.escape(repr(name))):
+        verify_files(record.directory, replace(manifest, tensors=other), checked)
 
 
 def test_import_makes_a_plain_checkpoint_a_version(
