@@ -204,9 +204,11 @@ def test_a_changed_companion_is_named(
 ) -> None:
     record = publish(store, tensors, checkpoint / "config.json")
     (record.directory / "config.json").write_text("{}")
-    with pytest.raises(FileDigestError) as failure:
-        load(store, record)
-    assert failure.value.file_name == "config.json"
+    manifest = store.manifest(record.version)
+    for check in (load_verified, verify_files):
+        with pytest.raises(FileDigestError) as failure:
+            list(check(record.directory, manifest) or ())
+        assert failure.value.file_name == "config.json"
 
 
 def test_a_shard_that_was_checked_against_other_digests_is_checked_again(

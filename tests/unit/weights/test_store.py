@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sluice.weights.checkpoint import INDEX_NAME, shard_paths
+from sluice.weights.checkpoint import INDEX_NAME, companion_files, encode_index, shard_paths
 from sluice.weights.errors import (
     DuplicateFileError,
     DuplicateTensorError,
@@ -191,6 +191,21 @@ def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path, name: object) 
     (tmp_path / "model" / INDEX_NAME).write_text(json.dumps({"weight_map": {"w": name}}))
     with pytest.raises(InvalidCheckpointError, match="index"):
         shard_paths(tmp_path / "model")
+
+
+def test_a_lone_model_file_is_taken_before_an_index_beside_it(tmp_path: Path) -> None:
+    """As transformers does; an index may be left of the shards that were there before."""
+    (tmp_path / INDEX_NAME).write_bytes(encode_index(4, {"w": "model-00001-of-00002.safetensors"}))
+    with pytest.raises(MissingFileError, match="00001-of-00002"):
+        shard_paths(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    assert shard_paths(tmp_path) == [tmp_path / "model.safetensors"]
+
+
+def test_folders_of_a_model_are_no_companions(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_old.py").mkdir()
+    (tmp_path / "tokenizer.json").touch()
+    assert companion_files(tmp_path) == [tmp_path / "tokenizer.json"]
 
 
 def test_a_lone_model_file_cannot_hide_other_shards(store: WeightStore) -> None:
