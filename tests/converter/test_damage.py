@@ -309,6 +309,17 @@ def test_a_flipped_byte_of_a_small_file_is_found(name: str, megatron: Path, tmp_
     assert found.value.file_name == name
 
 
+def test_a_type_that_was_changed_in_a_header_is_found(megatron: Path, tmp_path: Path) -> None:
+    """The bytes of the tensor are as they were, and so is its digest."""
+    convert(megatron, tmp_path / "made", TO_HF)
+    path = min((tmp_path / "made").glob("*.safetensors"))
+    data = path.read_bytes()
+    assert b'"dtype":"BF16"' in data
+    path.write_bytes(data.replace(b'"dtype":"BF16"', b'"dtype": "F16"', 1))
+    with pytest.raises(FileDigestError, match=path.name):
+        convert(tmp_path / "made", tmp_path / "target", TO_HF)
+
+
 def test_two_tensors_read_at_one_place_are_noticed(megatron: Path, tmp_path: Path) -> None:
     """Metadata that points at another tensor of the same shape; each has a digest of its own."""
     shutil.copytree(megatron, tmp_path / "copy")

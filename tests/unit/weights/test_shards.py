@@ -284,6 +284,9 @@ def test_import_takes_sharded_and_unaligned_files(
         (53).to_bytes(8, "little")
         + b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[1,4]}}'
         + b"data",
+        (53).to_bytes(8, "little")
+        + b'{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,4]}}'
+        + b"data",
         (55).to_bytes(8, "little")
         + b'{"a":{"dtype":"NONE","shape":[4],"data_offsets":[0,4]}}'
         + b"data",

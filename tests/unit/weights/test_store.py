@@ -27,7 +27,7 @@ from sluice.weights.errors import (
     VersionExistsError,
     VersionNotFoundError,
 )
-from sluice.weights.manifest import MANIFEST_NAME, ShardFile
+from sluice.weights.manifest import MANIFEST_NAME, ShardFile, seal, unseal
 from sluice.weights.shards import write_shard
 from sluice.weights.staging import Staging
 from sluice.weights.store import REMEMBERED, StoredVersion, WeightStore
@@ -245,6 +245,27 @@ def test_the_files_of_a_version_under_the_number_of_another_are_refused(
     shutil.copytree(directory, directory.with_name("00000002"))
     with pytest.raises(ManifestError, match="version 2 has the manifest of 1"):
         store.get(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"format": 4}, "format that this release does not know"),
+        ({"format": 3}, "of another kind"),
+        ({"line": "../elsewhere"}, "must match"),
+    ],
+)
+def test_a_manifest_of_a_later_release_or_another_kind_is_refused(
+    store: WeightStore, change: dict[str, object], reason: str
+) -> None:
+    """It may need what this release knows nothing of; none of its bytes is damaged."""
+    directory = publish(store).directory
+    assert directory is not None
+    path = directory / MANIFEST_NAME
+    document = unseal(path.read_bytes(), "manifest_digest", MANIFEST_NAME) | change
+    path.write_bytes(seal(document, "manifest_digest"))
+    with pytest.raises(ManifestError, match=reason):
+        store.get(1)
 
 
 def test_the_sweep_takes_only_what_nobody_holds(store: WeightStore) -> None:
