@@ -33,6 +33,7 @@ from sluice.weights.rules.packing import InexactTensorError
 from sluice.weights.store import StoredVersion, WeightStore
 from tests.adapters import TARGETS, import_adapter, make_adapter
 from tests.contract.engine.cases import build_model
+from tests.imported import import_checkpoint
 
 IDS = torch.arange(20)[None]
 ROOT = Path(__file__).parents[2]
@@ -87,6 +88,44 @@ def test_a_published_adapter_is_merged_as_peft_merges(
         for path in model.glob("*.safetensors")
         for entry in describe_shard(path).tensors.values()
     }
+
+
+@pytest.mark.parametrize("origin", ["published", "converted"])
+def test_a_base_that_was_damaged_since_is_not_merged_into(
+    origin: str, model: Path, folder: Path, tmp_path: Path
+) -> None:
+    """A folder of peft's does not say of which bytes its base is; who wrote those did."""
+    if origin == "published":
+        store = WeightStore(tmp_path / "bases", durable=False)
+        base = import_checkpoint(store, model, None, 0).directory
+        assert base is not None
+    else:
+        base = tmp_path / "base"
+        convert(model, base, options())
+    convert(folder, tmp_path / "merged", options(origin=base))
+    path = min(base.glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(TensorDigestError):
+        convert(folder, tmp_path / "again", options(origin=base))
+
+
+@pytest.mark.parametrize("kind", ["hf", "peft"])
+def test_every_file_is_on_the_disk_before_the_target_appears(
+    kind: str, model: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()
+    target, sync = tmp_path / "target", os.fsync
+
+    def note(descriptor: int) -> None:
+        sync(descriptor)
+        if not target.exists():
+            synced.add(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", note)
+    convert(folder, target, options(to=kind, origin=model, sync=True))
+    assert {path.stat().st_ino for path in (target, *target.iterdir())} <= synced
 
 
 def test_a_merge_may_be_of_another_type(model: Path, folder: Path, tmp_path: Path) -> None:

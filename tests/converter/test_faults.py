@@ -144,17 +144,30 @@ def test_every_file_is_on_the_disk_before_the_target_appears(
     largest: int, qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: set[int] = set()
+    after: set[int] = set()
     target, sync = tmp_path / "target", os.fsync
 
     def note(descriptor: int) -> None:
         sync(descriptor)
-        if not target.exists():
-            synced.add(os.fstat(descriptor).st_ino)
+        (after if target.exists() else synced).add(os.fstat(descriptor).st_ino)
 
     monkeypatch.setattr(os, "fsync", note)
     changes = {"sync": True, "max_file_bytes": largest}
     convert(qwen3, target, TO_MEGATRON.model_copy(update=changes))
     assert {path.stat().st_ino for path in (target, *target.iterdir())} <= synced
+    assert after == {tmp_path.stat().st_ino}  # the target's own name
+
+
+def test_a_source_of_the_same_size_is_another_source(qwen3: Path, tmp_path: Path) -> None:
+    """Trained on in place: what is there of a conversion is not gone on with."""
+    source = shutil.copytree(qwen3, tmp_path / "source")
+    convert(source, tmp_path / "target", TO_MEGATRON)
+    path = min(source.glob("*.safetensors"))
+    size, tensors = path.stat().st_size, load_file(path)
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, path, {"format": "pt"})
+    assert path.stat().st_size == size
+    with pytest.raises(TargetExistsError):
+        convert(source, tmp_path / "target", TO_MEGATRON)
 
 
 def test_a_conversion_by_another_description_is_another(megatron: Path, tmp_path: Path) -> None:

@@ -31,10 +31,12 @@ from sluice.weights.checkpoint import (
     read_index,
     shard_paths,
 )
-from sluice.weights.convert.hf import CONFIG, read_config
+from sluice.weights.convert.hf import CONFIG, HfSource, read_config
 from sluice.weights.convert.options import ConvertOptions, OptionError
+from sluice.weights.convert.pieces import Files
+from sluice.weights.convert.plan import check_files, find_checks
 from sluice.weights.convert.work import Control, ConversionReport
-from sluice.weights.errors import InvalidAdapterError, MissingFileError
+from sluice.weights.errors import InvalidAdapterError, MissingFileError, TensorDigestError
 from sluice.weights.manifest import MANIFEST_NAME, read_manifest
 from sluice.weights.rules.packing import InexactTensorError
 from sluice.weights.shards import load_verified, mapped_tensor, write_shard
@@ -148,7 +150,10 @@ def plan_adapter(source: Path, options: ConvertOptions) -> AdapterConversion:
     usual = ConvertOptions()
     if idle := [name for name in IDLE if getattr(options, name) != getattr(usual, name)]:
         raise OptionError(f"{idle[0]} has no effect on what becomes of an adapter")
-    base = None if options.origin is None else digest_base(options.origin)
+    base = None
+    if options.origin is not None:
+        _check_origin(options.origin)
+        base = digest_base(options.origin)
     spec, tensors = read_adapter(source, base)
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
@@ -163,6 +168,15 @@ def plan_adapter(source: Path, options: ConvertOptions) -> AdapterConversion:
         _check_plain(tensors, found, None if dtype is None else options.dtype)
         size = sum(_size(extent, dtype) for extent in found.values())
     return AdapterConversion(spec, tensors, size)
+
+
+def _check_origin(origin: Path) -> None:
+    """Check every byte of a base whose writer left digests: peft's own adapters state none."""
+    check_files(origin)
+    with Files() as files:
+        for check in find_checks(HfSource(origin, files)):
+            if (actual := files.digest(check.content)) != check.digest:
+                raise TensorDigestError(check.name, check.digest, actual, check.place)
 
 
 def _size(extent: Extent, dtype: torch.dtype | None) -> int:
