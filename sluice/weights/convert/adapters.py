@@ -34,7 +34,7 @@ from sluice.weights.checkpoint import (
 from sluice.weights.convert.hf import CONFIG, HfSource, read_config
 from sluice.weights.convert.options import ConvertOptions, OptionError
 from sluice.weights.convert.pieces import Files
-from sluice.weights.convert.plan import check_files, find_checks
+from sluice.weights.convert.plan import RECORD, check_files, find_checks
 from sluice.weights.convert.work import Control, ConversionReport
 from sluice.weights.errors import InvalidAdapterError, MissingFileError, TensorDigestError
 from sluice.weights.manifest import MANIFEST_NAME, read_manifest
@@ -172,6 +172,8 @@ def plan_adapter(source: Path, options: ConvertOptions) -> AdapterConversion:
 
 def _check_origin(origin: Path) -> None:
     """Check every byte of a base whose writer left digests: peft's own adapters state none."""
+    if not any((origin / name).is_file() for name in (MANIFEST_NAME, RECORD)):
+        return
     check_files(origin)
     with Files() as files:
         for check in find_checks(HfSource(origin, files)):
