@@ -245,6 +245,11 @@ class ConversationRows:
     def steps_per_epoch(self) -> int:
         return -(-len(self._rows) // self._rows_per_step)
 
+    def epochs(self, steps: int) -> float:
+        """How often so many steps have gone over the file."""
+        whole, parts = divmod(steps, self.steps_per_epoch)
+        return whole + parts * self._rows_per_step / len(self._rows)
+
     def step(self, step: int) -> StepRows:
         """Tokenises the rows of a step, from 0. Raises PromptFileError."""
         epoch, part = divmod(step, self.steps_per_epoch)
@@ -440,7 +445,7 @@ class SftRun(TrainerRun[SftConfig]):
             {
                 "step": self.step,
                 "optimizer_step": self.optimizer_step,
-                "epoch": self.step / self._rows.steps_per_epoch,
+                "epoch": self._rows.epochs(self.step),
                 "rows": row_count,
                 **trained.metrics,
                 "skipped": list(trained.skipped_reasons),

@@ -97,6 +97,12 @@ def test_every_epoch_has_each_row_once(tokenizer: TextTokenizer, tmp_path: Path)
     assert rows.step(0).row_indices != rows.step(3).row_indices
 
 
+def test_epochs_are_told_by_rows_and_not_by_steps(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    rows = load(tokenizer, write(tmp_path / "rows.jsonl", ROWS))  # seven, three a step
+    told = [rows.epochs(steps) for steps in range(8)]
+    assert told == [0, 3 / 7, 6 / 7, 1, 1 + 3 / 7, 1 + 6 / 7, 2, 2 + 3 / 7]
+
+
 def test_steps_depend_on_seed_and_file_alone(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl", ROWS)
     first, again = load(tokenizer, file), load(tokenizer, file)
