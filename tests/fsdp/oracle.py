@@ -20,10 +20,13 @@ STEPS = 5
 
 @dataclass(frozen=True)
 class Expected:
+    """rounding: how far its log-probs are from those that it has in float64."""
+
     logprobs: Tensors
     gradients: Tensors
     steps: list[dict[str, float]]
     weights: Tensors
+    rounding: float
 
 
 def expect(model: Model, steps: int = STEPS) -> Expected:
@@ -43,7 +46,13 @@ def expect(model: Model, steps: int = STEPS) -> Expected:
         loss = oracle.ppo_loss(rows_of(step))
         made.append({"loss": loss.item(), "grad_norm": oracle.step(loss, NORMALIZER)})
     weights = _as_stored(oracle.model, {n: p.detach() for n, p in named.items()})
-    return Expected(logprobs, gradients, made, weights)
+    return Expected(logprobs, gradients, made, weights, _rounding(model, logprobs))
+
+
+def _rounding(model: Model, logprobs: Tensors) -> float:
+    exact = Oracle(model.load().double())  # type: ignore[no-untyped-call]
+    found = {row.sample_id: exact.logprobs(row).detach() for row in rows_of(0)}
+    return logprob_difference(found, logprobs)
 
 
 def _as_stored(model: Any, tensors: Tensors) -> Tensors:

@@ -47,7 +47,9 @@ class Proof:
     """Largest differences of a case on some ranks.
 
     logprob; gradient: by each tensor's largest element; norm: relative, over the steps; reloaded:
-    of log-probs when transformers loads what was published. layout: in short, of Megatron's.
+    of log-probs when transformers loads what was published. rounding: of log-probs of plain
+    transformers to those in float64, which depends on the model and on the machine's products.
+    layout: in short, of Megatron's.
     """
 
     case: str
@@ -56,12 +58,21 @@ class Proof:
     gradient: float
     norm: float
     reloaded: float
+    rounding: float = 0.0
     layout: str = ""
+
+    @property
+    def logprob_limit(self) -> float:
+        """Returns how far apart two may be that each round in an order of their own.
+
+        What is broken is a hundred times this off.
+        """
+        return max(MAX_LOGPROB_DIFF, 5 * self.rounding)
 
     @property
     def holds(self) -> bool:
         return (
-            max(self.logprob, self.reloaded) <= MAX_LOGPROB_DIFF
+            max(self.logprob, self.reloaded) <= self.logprob_limit
             and self.gradient <= MAX_GRADIENT_DIFF
             and self.norm <= 1e-3
         )
@@ -157,6 +168,7 @@ def prove(
         gradient=gradient_difference(read_ranks(out, "gradients"), expected.gradients),
         norm=max(abs(a["grad_norm"] - b["grad_norm"]) / b["grad_norm"] for a, b in pairs),
         reloaded=_reload(model, out),
+        rounding=expected.rounding,
     )
 
 

@@ -66,10 +66,10 @@ def test_a_family_trains_as_plain_transformers(
     for world in (2, 4) if case.name in ON_FOUR else (2,):
         proof = prove(pool, case, model, expected, tmp_path / f"{world}", world)
         summary.proofs.append(proof)
-        assert proof.logprob <= MAX_LOGPROB_DIFF
+        assert proof.logprob <= proof.logprob_limit
         assert proof.gradient <= MAX_GRADIENT_DIFF
         assert proof.norm <= 1e-3
-        assert proof.reloaded <= MAX_LOGPROB_DIFF
+        assert proof.reloaded <= proof.logprob_limit
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_layers_of_multi_token_prediction_go_through_bit_for_bit(
     model, more = add_tensors(plain, MTP[name], tmp_path / "model")
     out = tmp_path / "out"
     proof = prove(pool, case, model, expect(plain, 1), out, 2)  # and that every name is there
-    assert proof.logprob <= MAX_LOGPROB_DIFF
+    assert proof.logprob <= proof.logprob_limit
     published: dict[str, torch.Tensor] = {}
     for path in (out / "published").glob("*.safetensors"):
         held = load_file(path)
@@ -129,10 +129,10 @@ def test_a_family_trains_on_context_ranks(
         proof = prove(pool, case, model, expected, out, world, fsdp={"context": 2})
         layout = "CP2" if world == 2 else "DP2xCP2"
         summary.proofs.append(replace(proof, layout=layout))
-        assert proof.logprob <= MAX_LOGPROB_DIFF
+        assert proof.logprob <= proof.logprob_limit
         assert proof.gradient <= MAX_GRADIENT_DIFF
         assert proof.norm <= 1e-3
-        assert proof.reloaded <= MAX_LOGPROB_DIFF
+        assert proof.reloaded <= proof.logprob_limit
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=lambda case: case.name)

@@ -12,7 +12,7 @@ import transformers
 from services.trainer.backends.fsdp.families import FAMILIES, NO_PLAN, TENSOR_REFUSED
 from tests.fsdp.oracle import STEPS, expect
 from tests.models.families import CASES, Case, build
-from tests.models.proof import MAX_GRADIENT_DIFF, MAX_LOGPROB_DIFF, Proof, Summary, prove
+from tests.models.proof import MAX_GRADIENT_DIFF, Proof, Summary, prove
 from tests.rank_pool import Pool
 
 fast = pytest.mark.fast
@@ -53,10 +53,10 @@ def test_a_family_trains_as_plain_transformers(
     for world in (2, 4) if case.name in ON_TWO else (4,):
         proof = prove(pool, case, model, expected, tmp_path / f"{world}", world, **TENSOR)
         summary.proofs.append(replace(proof, layout="TP2" if world == 2 else "DP2xTP2"))
-        assert proof.logprob <= MAX_LOGPROB_DIFF
+        assert proof.logprob <= proof.logprob_limit
         assert proof.gradient <= MAX_GRADIENT_DIFF
         assert proof.norm <= 1e-3
-        assert proof.reloaded <= MAX_LOGPROB_DIFF
+        assert proof.reloaded <= proof.logprob_limit
 
 
 @pytest.mark.parametrize("case", NORMED, ids=lambda case: case.name)
@@ -68,7 +68,7 @@ def test_norms_over_heads_have_the_gradients_of_all_heads(
     for name, left_out in (("told", ""), ("left out", "told")):
         more = {**TENSOR, "left_out": left_out}
         proof = prove(pool, case, model, expected, tmp_path / name, 2, **more)
-        assert proof.logprob <= MAX_LOGPROB_DIFF
+        assert proof.logprob <= proof.logprob_limit
         limit = 100 * MAX_GRADIENT_DIFF if left_out else MAX_GRADIENT_DIFF
         assert (proof.gradient > limit) is bool(left_out)
 
@@ -89,7 +89,7 @@ def test_without_one_sum_over_tensor_ranks_gradients_are_wrong(
 ) -> None:
     """The comparison sees what is left out, where log-probs do not show it."""
     proof = prove_one(pool, tmp_path, named(name), left_out=left_out)
-    assert proof.logprob <= MAX_LOGPROB_DIFF
+    assert proof.logprob <= proof.logprob_limit
     assert proof.gradient > 100 * MAX_GRADIENT_DIFF
 
 
