@@ -323,7 +323,12 @@ def _open(source: bytes | memoryview) -> tuple[dict[bytes, bytes], pa.RecordBatc
     metadata = _metadata_of(reader.schema)
     if reader.num_record_batches != 1:
         raise InvalidGroupError(f"{reader.num_record_batches} record batches, not one")
-    return metadata, reader.get_batch(0)
+    try:
+        batch = reader.get_batch(0)
+        batch.validate(full=True)  # what leads out of the file would end the process
+    except (pa.ArrowException, OSError) as error:
+        raise InvalidGroupError(f"its rows make no sense: {error}") from error
+    return metadata, batch
 
 
 def _metadata_of(schema: pa.Schema) -> dict[bytes, bytes]:

@@ -215,6 +215,17 @@ def test_a_column_that_somebody_wrote_otherwise_is_named(
         decode_group(with_column(name, values))
 
 
+@pytest.mark.parametrize("end", [1 << 30, -1])
+def test_a_text_that_leads_out_of_the_file_is_refused(end: int) -> None:
+    """Whoever sends a group decides what is in it; read, it would end the process."""
+    data = encode_group([sample(), sample(1)])
+    offsets = np.array([0, 3, 6], np.int32).tobytes()  # of "g/0" and "g/1"
+    assert data.count(offsets) == 1
+    wrong = data.replace(offsets, np.array([0, 3, end], np.int32).tobytes())
+    with pytest.raises(InvalidGroupError):
+        decode_group(wrong)
+
+
 def test_a_column_that_is_there_twice_is_named() -> None:
     reader = pa.ipc.open_file(encode_group([sample(reward=1.0)]))
     batch = reader.get_batch(0)

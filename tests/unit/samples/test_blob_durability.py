@@ -97,6 +97,44 @@ def test_what_put_all_has_returned_outlives_the_machine(
     assert not list(root.glob("blobs/tmp/*"))
 
 
+class SharedDisk(Disk):
+    """On which another process, which is gone, has given names before it came to `fsync`."""
+
+    def check(self) -> None:
+        pass
+
+
+def test_content_that_another_process_did_not_come_to_sync_is_durable_when_put_again(
+    tmp_path: Path,
+) -> None:
+    disk = SharedDisk(tmp_path)
+    with disk.in_use():
+        store = BlobStore(tmp_path)
+        BlobStore(tmp_path, sync=False).put(b"content")
+        assert disk.survivors() == {}
+        store.put(b"content")
+        assert disk.survivors() == {digest(b"content"): b"content"}
+
+
+def test_a_pin_and_its_end_outlive_the_machine(tmp_path: Path) -> None:
+    with watched(tmp_path) as disk:
+        store = BlobStore(tmp_path)
+        names = [store.put(content).digest for content in (b"one", b"two")]
+
+        def pinned() -> set[str]:
+            left = tmp_path / "left"
+            for name, inode in disk.entries("blob_pins").items():
+                (left / "blob_pins").mkdir(parents=True, exist_ok=True)
+                (left / "blob_pins" / name).write_bytes(disk.contents.get(inode, b""))
+            return BlobStore(left, sync=False).pinned("owner")
+
+        for name in names:
+            store.pin("owner", [name])
+        assert pinned() == set(names)
+        store.unpin("owner", names[:1])
+        assert pinned() == set(names[1:])
+
+
 def test_the_disk_of_the_test_forgets_what_nobody_synced(tmp_path: Path) -> None:
     """A control: it is not so that all is found again."""
     with watched(tmp_path) as disk:
