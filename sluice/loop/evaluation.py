@@ -285,7 +285,8 @@ async def score_now(config: RunConfig, router: str) -> None:
             "evaluation.datasets: the file names none to score; examples/run.yaml has one"
         )
     async with RouterClient(router, config.security) as client:
-        workers = EpisodeWorkers(client, config.security, config.service_timeout_seconds)
+        seconds = config.service_timeout_seconds
+        workers = EpisodeWorkers(client, config.security, seconds, ends_calls=True)
         try:
             version = await _serving_version(client)
             # rewards may have been changed since somebody asked for the same

@@ -45,6 +45,7 @@ G = TypeVar("G")
 Request = pb.RolloutRequest | pb.EvaluateRequest
 Response = pb.RolloutResponse | pb.EvaluateResponse
 
+END_SECONDS = 5  # that a worker has to hear that a call is given up
 CALL_BYTES = 16 << 20  # of one call; servers take 64 MiB, where they are not told otherwise
 
 # The task itself is at fault: issuing it again would fail again.
@@ -203,8 +204,17 @@ class NoWorkerError(Exception):
 class EpisodeWorkers:
     """Chooses a worker for every call, in turn."""
 
-    def __init__(self, router: RouterClient, security: SecurityConfig, wait_seconds: float) -> None:
+    def __init__(
+        self,
+        router: RouterClient,
+        security: SecurityConfig,
+        wait_seconds: float,
+        *,
+        ends_calls: bool = False,
+    ) -> None:
+        """`ends_calls`: what is given up is cancelled at its worker, since nobody comes back."""
         self._router, self._wait_seconds = router, wait_seconds
+        self._ends_calls = ends_calls
         self._clients = ClientCache(RolloutClient, security)
         self._asked: dict[str, RolloutClient] = {}  # by the request_id of a call under way
         self._worker_count = 1
@@ -276,12 +286,23 @@ class EpisodeWorkers:
                     if response.HasField("finished"):
                         trace.add_group(response.finished)
                     yield response
+        except asyncio.CancelledError:
+            if self._ends_calls:
+                await self._end(request_id)
+            raise
         finally:
             if self._asked.get(request_id) is client:
                 del self._asked[request_id]
 
+    async def _end(self, request_id: str) -> None:
+        try:
+            async with asyncio.timeout(END_SECONDS):
+                await self.cancel(request_id, ())
+        except (WorkerLostError, RemoteError, TimeoutError) as error:
+            logger.warning("what a worker was asked for goes on: %s", error)
+
     async def cancel(self, request_id: str, group_ids: Sequence[str]) -> None:
-        """Ends groups of a call that is under way; does nothing where none has this id.
+        """Ends groups, or all, of a call that is under way; does nothing where none has this id.
 
         Raises WorkerLostError; what runs there then is not waited for.
         """

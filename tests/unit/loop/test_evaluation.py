@@ -47,6 +47,7 @@ class Episodes(pb_grpc.RolloutServiceServicer, router_grpc.RouterServiceServicer
         self.gate = asyncio.Event()
         self.gate.set()
         self.breaks = 0
+        self.cancelled: list[str] = []
         self.refuses = False
 
     async def ListEngines(self, request, context):
@@ -58,6 +59,10 @@ class Episodes(pb_grpc.RolloutServiceServicer, router_grpc.RouterServiceServicer
             weights={"version": 3},
         )
         return router_pb.ListEnginesResponse(engines=[worker])
+
+    async def CancelRollout(self, request, context):
+        self.cancelled.append(request.rollout_request_id)
+        return pb.CancelRolloutResponse()
 
     async def Evaluate(self, request, context):
         self.requests.append(request)
@@ -308,6 +313,18 @@ async def test_scores_of_now_wait_for_no_version_that_engines_leave(world, capsy
         assert bounds.min_version == 3 and not bounds.HasField("exact_version")
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["evaluation"], row["version_max"]) for row in rows] == [("now", 4)] * 2
+
+
+async def test_what_is_given_up_is_not_sampled_for_nobody(world) -> None:
+    world.episodes.gate.clear()
+    scoring = asyncio.create_task(score_now(world.config(), world.episodes.address))
+    async with asyncio.timeout(PATIENCE):
+        while not world.episodes.requests:
+            await asyncio.sleep(0.01)
+        scoring.cancel()
+        await asyncio.wait([scoring])
+    assert scoring.cancelled()
+    assert world.episodes.cancelled == [world.episodes.requests[0].rollout.request_id]
 
 
 async def test_scores_of_now_are_not_those_of_rewards_as_they_were(world) -> None:
