@@ -16,7 +16,7 @@ GROUPS = with_values(
 )
 EVALUATED_GROUPS = with_values(
     Counter("sluice_rollout_evaluated_groups_total", "Of them of evaluations.", ["outcome"]),
-    ("finished", "failed"),
+    ("finished", "failed", "cancelled"),
 )
 GROUP_SECONDS = Histogram(
     "sluice_rollout_group_duration_seconds", "A group, from its start to its blob.", buckets=MINUTES

@@ -23,6 +23,7 @@ import grpc
 import numpy as np
 import xxhash
 from google.protobuf import struct_pb2
+from prometheus_client import Counter
 
 from services.rollout import metrics
 from services.rollout.engine.wire import bounds_from_proto, sampling_from_proto
@@ -259,9 +260,15 @@ class WorkerDrainingError(ServiceError):
 class Rollout:
     """Runs the groups of one request; calls `on_settled` once, when every group has its event."""
 
-    def __init__(self, request_id: str, on_settled: Callable[[Rollout], None]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        on_settled: Callable[[Rollout], None],
+        counters: Sequence[Counter] = (metrics.GROUPS,),
+    ) -> None:
+        """`counters` count groups that settle, by outcome."""
         self.request_id = request_id
-        self._on_settled = on_settled
+        self._on_settled, self._counters = on_settled, counters
         self._events: list[pb.RolloutResponse] = []
         self._open: dict[str, asyncio.Task[GroupResult]] = {}
         self._tasks: set[asyncio.Task[GroupResult]] = set()  # cancelled ones too, till they end
@@ -364,7 +371,8 @@ class Rollout:
     def _close_group(self, group_id: str, event: pb.RolloutResponse, outcome: str) -> None:
         del self._open[group_id]
         self._events.append(event)
-        metrics.GROUPS.labels(outcome).inc()
+        for counter in self._counters:
+            counter.labels(outcome).inc()
         metrics.GROUPS_OPEN.dec()
         self._changed.set()
         if not self._open:

@@ -162,7 +162,8 @@ class Rollouts:
         runner, refused = await self._create_runner(request.environment, groups)
         progress = await self._spool.open(request.request_id, body)
         check_same_body(request.request_id, body, progress.body)
-        rollout = Rollout(request.request_id, self._on_settled)
+        counters = [metrics.GROUPS] + [metrics.EVALUATED_GROUPS] * (evaluation is not None)
+        rollout = Rollout(request.request_id, self._on_settled, counters)
         wanted = {group.group_id for group in groups}
         for group_id in progress.cancelled & wanted:
             rollout.add_event(failed_event(group_id, CancelledGroupError(group_id)))
@@ -327,7 +328,6 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
         async for events in self._rollouts.follow(request.rollout, settings):
             for event in events:
                 outcome = event.WhichOneof("event") or ""
-                metrics.EVALUATED_GROUPS.labels(outcome).inc()
                 if outcome == "finished":
                     finished.append(event.finished)
                     yield pb.EvaluateResponse(finished=event.finished)

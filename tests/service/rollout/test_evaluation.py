@@ -7,6 +7,7 @@ import statistics
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.client import RemoteError
@@ -53,6 +54,24 @@ async def test_the_report_sums_up_what_was_told(store: Store, models: Models) ->
     assert report.response_length_mean == pytest.approx(statistics.fmean(lengths))
     assert again[-1].report == report, "the same request is answered from the store"
     assert all(store.samples(group) for group in finished)
+
+
+def counted(name: str) -> list[float]:
+    outcomes = ("finished", "failed", "cancelled")
+    return [REGISTRY.get_sample_value(name, {"outcome": each}) or 0 for each in outcomes]
+
+
+async def test_a_group_counts_once_however_often_it_is_told(store: Store, models: Models) -> None:
+    names = ("sluice_rollout_groups_total", "sluice_rollout_evaluated_groups_total")
+    rows = [*copy_rows(3), {"prompt": "1" * 80, "answer": "1"}]  # the last one does not fit
+    async with running_episodes(store, models.first) as episodes:
+        request = evaluate_request(rollout_request(rows, settings=DENSE))
+        before = [counted(name) for name in names]
+        await told(episodes, request)
+        await told(episodes, request)
+        for name, start in zip(names, before, strict=True):
+            settled = [now - then for now, then in zip(counted(name), start, strict=True)]
+            assert settled == [3, 1, 0], name
 
 
 async def test_neither_lane_waits_for_the_other(store: Store, models: Models) -> None:
