@@ -51,6 +51,7 @@ from sluice.loop.training import Critic, MismatchError, TrainerBrokenError, Trai
 from sluice.loop.workers import NoWorkerError, RolloutFailedError
 from sluice.place import directory_of, is_bucket
 from sluice.platform import PlatformError
+from sluice.profile_command import PROFILE_USAGE, profile
 from sluice.protoset import PROTOSET_USAGE, write_protoset
 from sluice.run_commands import (
     REPORT_USAGE,
@@ -89,6 +90,7 @@ USAGE = {
     "verify": "sluice verify FIRST SECOND [--model DIR] [--key value ...]",
     "status": STATUS_USAGE,
     "logs": LOGS_USAGE,
+    "profile": PROFILE_USAGE,
     "report": REPORT_USAGE,
     "samples": SAMPLES_USAGE,
     "trace": "sluice trace RUN_DIR [-o FILE.html] [--steps FIRST-LAST|all] [--otlp URL]",
@@ -112,6 +114,7 @@ SUMMARY = {
     "verify": "are two checkpoints equal, tensor by tensor?",
     "status": "how a run and its services do: steps, rewards, health, who waits on whom",
     "logs": "what services logged, by time, and with --follow what they log next",
+    "profile": "what the next steps of a trainer cost, operation by operation",
     "report": "one or more runs as an HTML page: curves, settings, events, samples",
     "samples": "list, filter and export the samples of a run",
     "trace": "where the time of a run went, as one HTML page or as spans of OpenTelemetry",
@@ -579,6 +582,7 @@ def main() -> int:
         "verify": verify,
         "status": status,
         "logs": show_logs,
+        "profile": profile,
         "report": report,
         "samples": samples,
         "trace": trace,

@@ -28,6 +28,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.common.v1 import (
+    profile_pb2,
     sample_pb2,
     store_service_pb2,
     store_service_pb2_grpc,
@@ -466,6 +467,28 @@ class TrainerClient(Client):
         response = await self._call(partial(self.stub.Wake, timeout=timeout_seconds), request)
         return response.step
 
+    async def profile(
+        self,
+        *,
+        steps: int = 1,
+        ranks: Iterable[int] = (),
+        options: profile_pb2.ProfileOptions | None = None,
+        name: str = "",
+    ) -> profile_pb2.Profile:
+        """Have ranks, none for the first, record what they do until so many steps are taken.
+
+        `get` tells what became of it.
+        """
+        request = trainer_pb.ProfileRequest(
+            step_count=steps,
+            ranks=ranks,
+            options=options,
+            name=name,
+            request_id=new_request_id(),
+        )
+        response = await self._call(self.stub.Profile, request)
+        return response.profile
+
     async def publish_weights(
         self,
         engines: Iterable[trainer_pb.TransferTarget] = (),
@@ -609,6 +632,20 @@ class EngineClient(Client):
     async def sleep(self) -> None:
         """Have a paused engine give up the device: its weights and cache are gone."""
         await self._call(self.stub.Sleep, engine_pb.SleepRequest())
+
+    async def profile(
+        self,
+        *,
+        passes: int | None = None,
+        options: profile_pb2.ProfileOptions | None = None,
+        name: str = "",
+    ) -> profile_pb2.Profile:
+        """Have passes of the model recorded from now on; `get` tells what became of it."""
+        request = engine_pb.ProfileRequest(
+            pass_count=passes, options=options, name=name, request_id=new_request_id()
+        )
+        response = await self._call(self.stub.Profile, request)
+        return response.profile
 
     async def wake(self) -> None:
         """Have an engine take the device back; weights must be committed before it serves."""

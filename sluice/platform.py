@@ -36,6 +36,7 @@ AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 LARGEST_KEPT = 32 << 20  # bytes; glibc takes no more
 MOST_KEPT = 256 << 20  # of the end of an arena
+_MOST_ALLOCATIONS = 1_000_000  # remembered of a device, the latest ones
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _MALLOC_VARIABLES = frozenset(
     {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}
@@ -67,6 +68,7 @@ class Platform:
     # its matrix products of bfloat16 can be answered in float32, as they were summed
     has_wide_products: bool = False
     can_capture: bool = False  # launches, to be replayed as one
+    profiled: tuple[str, ...] = ()  # what torch's profiler records beside the host
 
     @property
     def module(self) -> ModuleType:
@@ -112,6 +114,28 @@ class Platform:
     def synchronize(self) -> None:
         """Wait for all work queued on the current device."""
         self.module.synchronize()
+
+    def profiler(self, *, stacks: bool, memory: bool) -> Any:
+        """Returns a profiler of this thread and the device, not begun; see `torch.profiler`.
+
+        stacks: with the Python lines of operations; memory: with what they allocate.
+        """
+        kinds = _torch().profiler.ProfilerActivity
+        return _torch().profiler.profile(
+            activities=[kinds.CPU, *(getattr(kinds, name) for name in self.profiled)],
+            record_shapes=True,
+            with_stack=stacks,
+            profile_memory=memory,
+        )
+
+    def record_allocations(self) -> None:
+        """Remember from now on who allocates the device's memory."""
+
+    def write_allocations(self, path: Path) -> None:
+        """Write who holds the device's memory; nothing where that is not known."""
+
+    def forget_allocations(self) -> None:
+        """Remember them no more."""
 
     def host_memory(self, size: int) -> torch.Tensor:
         """Returns uint8[size] of this host that the device copies to without a stop between."""
@@ -322,6 +346,15 @@ class _Cpu(Platform):
 
 
 class _Cuda(Platform):
+    def record_allocations(self) -> None:
+        self.module.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+
+    def write_allocations(self, path: Path) -> None:
+        self.module.memory._dump_snapshot(str(path))
+
+    def forget_allocations(self) -> None:
+        self.module.memory._record_memory_history(enabled=None)
+
     def capture_pool(self) -> Any:
         return self.module.graph_pool_handle()
 
@@ -350,6 +383,16 @@ class _Cuda(Platform):
 
 
 class _Npu(Platform):
+    def profiler(self, *, stacks: bool, memory: bool) -> Any:
+        """By the vendor's, which has the interface of torch's without its sums."""
+        own = importlib.import_module("torch_npu").profiler
+        return own.profile(
+            activities=[own.ProfilerActivity.CPU, own.ProfilerActivity.NPU],
+            record_shapes=True,
+            with_stack=stacks,
+            profile_memory=memory,
+        )
+
     def answer_cuda(self, package: str) -> None:
         """By MindSpeed, the vendor's adapter, for the whole process."""
         if importlib.util.find_spec("mindspeed") is None:
@@ -371,7 +414,14 @@ class _Npu(Platform):
 
 
 CPU = _Cpu("cpu", "gloo", "")
-CUDA = _Cuda("cuda", "nccl", "CUDA_VISIBLE_DEVICES", has_wide_products=True, can_capture=True)
+CUDA = _Cuda(
+    "cuda",
+    "nccl",
+    "CUDA_VISIBLE_DEVICES",
+    has_wide_products=True,
+    can_capture=True,
+    profiled=("CUDA",),
+)
 NPU = _Npu("npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES")
 _PLATFORMS = {platform.device_type: platform for platform in (CPU, CUDA, NPU)}
 

@@ -101,9 +101,11 @@ class Places:
 
 def seeds(method: str, places: Places) -> list[pb_message.Message]:
     """Valid requests of a method, by its path; of a stream, what comes one after the other."""
-    name = method.rpartition("/")[2]
-    shown = places.shown
-    return [*_router(name), *_engine(name, shown), *_trainer(name, shown), *_others(name, places)]
+    service, _, name = method.strip("/").rpartition("/")
+    shown, package = places.shown, service.rpartition(".")[0]
+    found = [*_router(name), *_engine(name, shown), *_trainer(name, shown), *_others(name, places)]
+    # methods of several services have one name
+    return [each for each in found if each.DESCRIPTOR.file.package == package]
 
 
 def _generate(**changes: object) -> engine_pb.GenerateRequest:
@@ -144,6 +146,10 @@ def _engine(name: str, shown: Shown) -> Sequence[pb_message.Message]:
         ],
         "Abort": [engine_pb.AbortRequest(request_ids=["r", "q"])],
         "Pause": [engine_pb.PauseRequest(mode=engine_pb.PAUSE_MODE_ABORT)],
+        "Profile": [
+            engine_pb.ProfileRequest(pass_count=2, name="fuzz", request_id="p"),
+            engine_pb.ProfileRequest(pass_count=1, options={"stacks": True, "memory": True}),  # type: ignore[arg-type]
+        ],
         "PrepareWeights": [
             engine_pb.PrepareWeightsRequest(weights=weights),  # type: ignore[arg-type]
             engine_pb.PrepareWeightsRequest(weights=weights, transfer=transfer),  # type: ignore[arg-type]

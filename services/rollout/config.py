@@ -13,6 +13,7 @@ from services.rollout.engine.config import EngineConfig
 from sluice.address import ServerAddress, split_address
 from sluice.config import Config, ProcessConfig
 from sluice.place import PlaceText, StoreCacheConfig, StorePlace, directory_of, is_bucket, within
+from sluice.profiler import DIRECTORY
 from sluice.runtime.server import LAST_PORT, ServerConfig
 
 
@@ -207,6 +208,11 @@ class RolloutConfig(ProcessConfig):
         if root is None:
             return self.store_cache.directory / "weights"
         return root / "weights" / "hosts" / socket.gethostname()
+
+    @property
+    def profiles(self) -> Path:
+        """Directory of the profiles of engines."""
+        return (directory_of(self.store) or self.store_cache.directory) / DIRECTORY
 
     @property
     def weights_location(self) -> str:

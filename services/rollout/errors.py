@@ -183,6 +183,13 @@ class NoSleepError(ServiceError):
     reason = "NO_SLEEP"
 
 
+class NoProfileError(ServiceError):
+    """What runs the model cannot record its passes."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+    reason = "NO_PROFILE"
+
+
 class NotQuietError(ServiceError):
     """The engine must be paused and hold no request; a sleeping one must be woken first."""
 

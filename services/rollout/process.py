@@ -417,6 +417,7 @@ class RolloutProcess:
             engine_id=config.engine_id,
             backend=config.engine.backend,
             media=MediaReader(open_blobs(config.store, config.store_cache, sync=config.store_sync)),
+            profiles=config.profiles,
             vocabulary=vocabulary_digest(directory) if directory is not None else "",
         )
         for service in engine.services():

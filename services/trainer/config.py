@@ -17,6 +17,7 @@ from sluice.balance.planner import OversizePolicy
 from sluice.config import PLAIN_NAME, Config, ProcessConfig
 from sluice.operations import OperationsConfig
 from sluice.place import Place, PlaceText, StoreCacheConfig, StorePlace, directory_of, within
+from sluice.profiler import DIRECTORY as PROFILES
 from sluice.runtime.server import LAST_PORT, ServerConfig
 from sluice.weights.adapter import DEFAULT_TARGETS, MAX_ALPHA, MAX_RANK, MIN_ALPHA, AdapterSpec
 from sluice.weights.convert.options import ScaleFormat
@@ -356,8 +357,17 @@ class TrainerConfig(ProcessConfig):
     @property
     def parking(self) -> Path:
         """Return the directory where the state of ranks on the host waits while they sleep."""
+        return self._local_root / "parking"
+
+    @property
+    def profiles(self) -> Path:
+        """Return the directory of what ranks have recorded, on the host of each."""
+        return self._local_root / PROFILES
+
+    @property
+    def _local_root(self) -> Path:
         root = directory_of(self.store_root)
-        return (root or self.store_cache.directory / self.name) / "parking"
+        return root or self.store_cache.directory / self.name
 
     @model_validator(mode="after")
     def _check_head(self) -> Self:

@@ -30,6 +30,7 @@ from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from sluice.api.trainer.v1 import worker_service_pb2 as worker_pb
 from sluice.balance.planner import OversizePolicy
+from sluice.profiler import NAME, new_name
 from sluice.runtime.errors import InvalidFieldError, status_of
 from sluice.runtime.idempotency import RequestLog, request_digest
 from sluice.runtime.operations import Operations
@@ -50,6 +51,7 @@ from sluice.runtime.wire import (
 from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import MOST_TOP, TEMPERATURES, is_temperature
 
+MAX_PROFILED_STEPS = 100
 ALLOCATION_SECONDS = 0.5  # that an answer waits for the number of a version
 MAX_RESPONSE_BYTES = 1 << 20  # of one message of a stream, unless a row alone is larger
 LOSSES: dict[Head, tuple[str, ...]] = {
@@ -497,6 +499,22 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
 
         return await self._requests.once(request.request_id, request, run)
 
+    async def Profile(
+        self, request: pb.ProfileRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ProfileResponse:
+        steps = request.step_count if request.HasField("step_count") else 1
+        if not 1 <= steps <= MAX_PROFILED_STEPS:
+            raise InvalidFieldError("step_count", f"must be 1 to {MAX_PROFILED_STEPS}")
+        if request.name and not NAME.fullmatch(request.name):
+            raise InvalidFieldError("name", f"must match {NAME.pattern}, or be empty")
+        name, ranks = request.name or new_name(), list(request.ranks)
+
+        async def run() -> pb.ProfileResponse:
+            profile = await self._trainer.profiles.profile(name, ranks, steps, request.options)
+            return pb.ProfileResponse(profile=profile)
+
+        return await self._requests.once(request.request_id, request, run)
+
     def _loss_from_proto(self, message: loss_pb2.LossSpec) -> LossSpec:
         """Raises InvalidFieldError, also for a loss that the other head has."""
         loss, head = loss_from_proto(message), self._trainer.config.head
@@ -676,6 +694,8 @@ def describe(trainer: Trainer) -> pb.Trainer:
     if state.weights is not None:
         described.weights.version = state.weights.version
         described.weights.digest = state.weights.digest
+    if (profile := trainer.profiles.describe()) is not None:
+        described.profile.CopyFrom(profile)
     return described
 
 

@@ -92,6 +92,11 @@ async def read_status(target: str, config: StatusConfig) -> dict[str, Any]:
     return plain
 
 
+def security_of(target: str) -> SecurityConfig:
+    """That of the run of a directory; none at all for an address."""
+    return _security(read_journal(Path(target))) if is_directory(target) else SecurityConfig()
+
+
 async def _ask_all(
     services: Mapping[str, tuple[str, str]], security: SecurityConfig, seconds: float
 ) -> list[dict[str, Any]]:

@@ -45,6 +45,7 @@ DEADLINES = {  # seconds, by method; a caller's own timeout wins
     "CommitWeights": 600.0,
     "Sleep": 600.0,
     "Wake": 600.0,
+    "Profile": 600.0,
     "WaitOperation": 60.0,
 }
 

@@ -18,6 +18,7 @@ from services.rollout.errors import (
     PromptTooLongError,
 )
 from sluice.imports import import_named
+from sluice.profiler import ProfileOptions
 from sluice.runtime.errors import InvalidFieldError
 from sluice.samples.sample import TEMPERATURES, VersionSpan, is_temperature
 from sluice.samples.stops import LONGEST_STOP
@@ -225,6 +226,31 @@ class ServedWeights(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileOrder:
+    """A number of passes to record. The names of files in `directory` begin with `prefix`."""
+
+    name: str
+    directory: Path
+    prefix: str
+    pass_count: int
+    options: ProfileOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineProfile:
+    """A profile that was asked for: passes that are to come until it is written, then `files`.
+
+    `failure` says why it has ended without them; then nothing is left.
+    """
+
+    name: str
+    directory: Path
+    left_count: int
+    files: tuple[str, ...] = ()  # sorted
+    failure: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineStatus:
     """`version` is None before the first weights; `failure` says why an engine serves no more.
 
@@ -261,6 +287,7 @@ class EngineStatus:
     deterministic: bool = False
     asleep: bool = False
     transfer_ranks: int = 0  # that it takes in a transfer group; 0: it reads directories only
+    profile: EngineProfile | None = None  # that was asked for last
 
 
 class EngineService(NamedTuple):
@@ -395,6 +422,14 @@ class Engine(ABC):
         Raises NoSleepError.
         """
         raise NoSleepError("this engine keeps its memory")
+
+    @abstractmethod
+    async def profile(self, order: ProfileOrder) -> EngineProfile:
+        """Records passes from now on, and returns once it does; the status tells how it goes.
+
+        One that still records is dropped. What is sampled stays the same, and what goes wrong with
+        a profile ends nothing else.
+        """
 
     @abstractmethod
     def status(self) -> EngineStatus: ...

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from google.protobuf import duration_pb2
@@ -21,6 +22,7 @@ from services.rollout.engine.interface import (
     Engine,
     Generation,
     PauseMode,
+    ProfileOrder,
     TokenScores,
     check_length,
 )
@@ -36,6 +38,8 @@ from services.rollout.engine.wire import (
     join_deltas,
     loads_to_proto,
     pause_mode_from_proto,
+    profile_order_from_proto,
+    profile_to_proto,
     top_to_proto,
     weights_to_proto,
 )
@@ -44,7 +48,13 @@ from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.api.rollout.v1 import engine_service_pb2_grpc as pb_grpc
 from sluice.runtime.errors import InvalidFieldError
-from sluice.runtime.idempotency import RequestTable, cancel_all, has_failed, request_digest
+from sluice.runtime.idempotency import (
+    RequestLog,
+    RequestTable,
+    cancel_all,
+    has_failed,
+    request_digest,
+)
 from sluice.runtime.metrics import StateCollector, observe_all
 from sluice.runtime.server import Server
 from sluice.runtime.waits import Waits
@@ -314,12 +324,14 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         engine_id: str,
         backend: str,
         media: MediaReader,
+        profiles: Path,
         vocabulary: str = "",
     ) -> None:
         """`vocabulary`: digest of what token ids mean to whoever asks, empty where unknown."""
         self._engine, self._generations, self._weights = engine, generations, weights
         self._waits, self._vocabulary = waits, vocabulary
         self._engine_id, self._backend, self._media = engine_id, backend, media
+        self._profiles, self._requests = profiles, RequestLog()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         bounds = bounds_from_proto(request.versions)
@@ -448,6 +460,16 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         await self._weights.announce()
         return pb.WakeResponse()
 
+    async def Profile(self, request: pb.ProfileRequest, context: Any) -> pb.ProfileResponse:
+        order = profile_order_from_proto(request, self._profiles, self._engine_id)
+        run = partial(self._profile, order)
+        return await self._requests.once(request.request_id, request, run)
+
+    async def _profile(self, order: ProfileOrder) -> pb.ProfileResponse:
+        with self._waits.waiting("Profile", on=[self._engine_id]):
+            profile = await self._engine.profile(order)
+        return pb.ProfileResponse(profile=profile_to_proto(profile))
+
     async def GetEngine(self, request: pb.GetEngineRequest, context: Any) -> pb.GetEngineResponse:
         status = self._engine.status()
         return pb.GetEngineResponse(
@@ -473,6 +495,7 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
                 for weights in status.adapters
             ],
             asleep=status.asleep,
+            profile=None if status.profile is None else profile_to_proto(status.profile),
         )
 
     async def _generation(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
 from services.rollout.engine.interface import (
     Delta,
+    EngineProfile,
     EngineStatus,
     FinishReason,
     Generation,
@@ -18,6 +21,7 @@ from services.rollout.engine.interface import (
     MediaKind,
     Numbers,
     PauseMode,
+    ProfileOrder,
     Sampling,
     ServedWeights,
     Timing,
@@ -26,8 +30,9 @@ from services.rollout.engine.interface import (
     check_stop,
 )
 from services.rollout.errors import VersionUnavailableError
-from sluice.api.common.v1 import sample_pb2
+from sluice.api.common.v1 import profile_pb2, sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
+from sluice.profiler import NAME, ProfileOptions, new_name
 from sluice.runtime import wire
 from sluice.runtime.errors import DataLossError, InvalidFieldError, NotFoundError
 from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, Blobs
@@ -167,6 +172,38 @@ def scores_from_proto(message: pb.ScoreResponse) -> TokenScores:
     """Reads the answer of Score."""
     top = (tuple(zip(each.token_ids, each.logprobs, strict=True)) for each in message.top)
     return TokenScores(logprobs=tuple(message.logprobs), top=tuple(top))
+
+
+DEFAULT_PASSES, MOST_PASSES = 20, 1000
+
+
+def profile_order_from_proto(
+    request: pb.ProfileRequest, directory: Path, engine_id: str
+) -> ProfileOrder:
+    """Reads what to record into a directory below this one. Raises InvalidFieldError."""
+    count = request.pass_count if request.HasField("pass_count") else DEFAULT_PASSES
+    if not 1 <= count <= MOST_PASSES:
+        raise InvalidFieldError("pass_count", f"must be 1 to {MOST_PASSES}")
+    if request.name and not NAME.fullmatch(request.name):
+        raise InvalidFieldError("name", f"does not match {NAME.pattern}")
+    name, options = request.name or new_name(), request.options
+    return ProfileOrder(
+        name=name,
+        directory=directory / name,
+        prefix=f"engine-{quote(engine_id, safe='')}",
+        pass_count=count,
+        options=ProfileOptions(stacks=options.stacks, memory=options.memory),
+    )
+
+
+def profile_to_proto(profile: EngineProfile) -> profile_pb2.Profile:
+    return profile_pb2.Profile(
+        name=profile.name,
+        directory=str(profile.directory),
+        left_count=profile.left_count,
+        files=profile.files,
+        failure=profile.failure,
+    )
 
 
 def loads_to_proto(status: EngineStatus) -> list[pb.RankLoad]:

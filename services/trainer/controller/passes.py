@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -102,7 +102,10 @@ class TrainerPasses:
         planner: Planner,
         algorithms: Algorithms,
         turns: Turns,
+        on_step: Callable[[Sequence[pb.CommandResult]], None],
     ) -> None:
+        """`on_step` takes what the ranks answer to a step."""
+        self._on_step = on_step
         self._state, self._ranks, self._planner = state, ranks, planner
         self.algorithms = algorithms
         self.turns = turns
@@ -337,6 +340,7 @@ class TrainerPasses:
             # Some ranks may have stepped and others not: only a checkpoint is whole again.
             ranks.fail(error)
             raise
+        self._on_step(results)
         return results[0].step
 
     def _note_step(self, state: PolicyState, outcome: pb.StepResult, seconds: float) -> None:

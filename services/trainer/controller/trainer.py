@@ -25,6 +25,7 @@ from services.trainer.controller.planning import (
     limits_of,
     packing_of,
 )
+from services.trainer.controller.profiles import TrainerProfiles
 from services.trainer.controller.publication import Publisher
 from services.trainer.controller.rank_group import Launcher, RankGroup
 from services.trainer.controller.sleep import TrainerSleep
@@ -59,7 +60,10 @@ class Trainer:
         self._planner = planner = Planner(read_shape(config.model), limits)
         self.batches = TrainerBatches(config, state, ranks, planner, turns)
         algorithms = Algorithms(config, ranks)
-        self.passes = TrainerPasses(state, ranks, planner, algorithms, turns)
+        self.profiles = TrainerProfiles(config.profiles, ranks, turns)
+        self.passes = TrainerPasses(
+            state, ranks, planner, algorithms, turns, on_step=self.profiles.note_step
+        )
         weights = WeightStore(config.weights_location, durable=config.durable)
         self.publisher = Publisher(config, weights, state, ranks, turns, waits)
         self.checkpoints = TrainerCheckpoints(

@@ -20,6 +20,7 @@ from services.trainer.errors import CheckpointMismatchError, RanksPartedError, d
 from services.trainer.parking import ParkedTensors, create_parking
 from services.trainer.rank import FAILURES
 from services.trainer.rank.process_group import find_mesh, join_group, leave_group
+from services.trainer.rank.profile import RankProfile
 from services.trainer.rank.publisher import RankPublisher
 from services.trainer.rank.table import (
     RowTable,
@@ -71,6 +72,7 @@ class Executor:
         publisher: RankPublisher,
         report: Report,
         parking: Path,
+        profiles: Path,
         cache: StoreCacheConfig,
         user_modules: Sequence[str] = (),
     ) -> None:
@@ -79,6 +81,7 @@ class Executor:
         self._parking, self._parked = parking, None  # type: Path, ParkedTensors | None
         self._publisher, self._user_modules = publisher, user_modules
         self._cache = cache
+        self._recorded = RankProfile(backend.mesh.rank, profiles)
         self._behind = WriteBehind(report)  # of a checkpoint
         self._weights_behind = WriteBehind(report)
         self._siblings: list[pb.SiblingScores] = []  # so far, of a batch whose scores are related
@@ -106,6 +109,7 @@ class Executor:
             publisher,
             report,
             config.parking,
+            config.profiles,
             config.store_cache,
             config.user_modules,
         )
@@ -130,6 +134,7 @@ class Executor:
     def close(self) -> None:
         if not self._behind.ends_within(CLOSE_SECONDS):
             return  # its thread uses a group, which must not be taken from it
+        self._recorded.drop()
         self._publisher.close()
         self._backend.close()
         leave_group()
@@ -138,11 +143,14 @@ class Executor:
         """Answer a command; an error is an answer too, and the next command goes on."""
         name = command.WhichOneof("command") or ""
         result = pb.CommandResult(sequence=command.sequence)
-        with answered(result, name):
+        with self._recorded.command(name, result), answered(result, name):
             self._backend.use_adapter(command.adapter)
             getattr(self, f"_{name}")(getattr(command, name), result)
             faults.point(f"rank{self._backend.mesh.rank}.{name}")
         return result
+
+    def _profile(self, command: pb.ProfileCommand, result: pb.CommandResult) -> None:
+        self._recorded.begin(command)
 
     def _add_rows(self, command: pb.AddRows, result: pb.CommandResult) -> None:
         self._table.add(command)

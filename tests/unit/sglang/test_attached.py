@@ -44,6 +44,7 @@ class Recorded:
     def __init__(self, **server: Any) -> None:
         self.asked: list[str] = []
         self.bodies: list[dict[str, Any]] = []
+        self.given: dict[str, bytes] = {}  # by path, the last
         self.messages: list[dict[str, Any]] = []
         self.goes_on = asyncio.Event()  # until when /generate says no more than its messages
         self.goes_on.set()
@@ -63,6 +64,7 @@ class Recorded:
                 given = await reader.readexactly(int(line.partition(":")[2]))
         if method == "POST":
             self.asked.append(path)
+            self.given[path] = given
         body = json.dumps(self.answers.get(path, {"success": True})).encode()
         if path == "/generate":
             self.bodies.append(json.loads(given))

@@ -14,6 +14,7 @@ import pytest
 from services.rollout.engine.sglang.client import (
     FOR_CHECKSUMS,
     FOR_EXPERTS,
+    FOR_PROFILES,
     FOR_TRANSFERS,
     NEEDED,
     MissingFeatureError,
@@ -39,7 +40,7 @@ SERVER = {
 def openapi(**without: str) -> dict[str, Any]:
     """What SGLang offers, less the named field of the path of that name, or the whole path."""
     paths, schemas = {}, {}
-    for path, fields in {**NEEDED, **FOR_CHECKSUMS, **FOR_TRANSFERS}.items():
+    for path, fields in {**NEEDED, **FOR_CHECKSUMS, **FOR_TRANSFERS, **FOR_PROFILES}.items():
         if path == without.get("path") and "field" not in without:
             continue
         name = path.strip("/")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -385,6 +386,8 @@ class EngineCore:
         self.drawn_tokens = 0
         self.prefill_tokens = 0
         self.reserved_tokens = 0  # of the cache, promised to running samples
+        # around each pass, told what it does
+        self.passing: Callable[[str], AbstractContextManager[object]] = nullcontext
         self._live: dict[int, Item] = {}  # by key
         self._intake = Intake(config)
         self._batch: DecodeBatch | None = None
@@ -603,23 +606,32 @@ class EngineCore:
         if self._admitting:
             self._intake.admit(*self._room())
         works = self._intake.next_chunks()
+        count, tokens = len(self._batch), sum(work.chunk for work in works)
+        what = f"pass: {count} samples, {tokens} prompt tokens"
+        with self.passing(what) if works or count else nullcontext():
+            self._advance(self.model, self._batch, works)
+        self.prefill_tokens += tokens
+
+    def _advance(
+        self, model: ServingModel, batch: DecodeBatch, works: Sequence[PromptWork]
+    ) -> None:
+        """Runs the pass, and does what follows from it."""
         apart = self.config.deterministic
-        logits = run_pass(self.model, self._batch, works, apart=apart, graphs=self._graphs)
-        self.prefill_tokens += sum(work.chunk for work in works)
-        self.drawn_tokens += len(self._batch)
-        unsettled = logits is not None and self._batch.advance(logits)
+        logits = run_pass(model, batch, works, apart=apart, graphs=self._graphs)
+        self.drawn_tokens += len(batch)
+        unsettled = logits is not None and batch.advance(logits)
         for scoring in self._intake.take(works):
             del self._live[scoring.key]
             scores = TokenScores(logprobs=tuple(scoring.logprobs), top=tuple(scoring.top))
             self.outbox.append((scoring.key, scores))
         unsettled |= self._start_lanes()
-        if broken := self._batch.take_broken():
+        if broken := batch.take_broken():
             self._fail_broken(broken)
         if unsettled:
-            self._hand_out(self._batch.settle())
-        if self._batch.streaming:
-            self._hand_out(self._batch.stream())
-        if len(self.model.adapters.held) > self.config.max_adapters:
+            self._hand_out(batch.settle())
+        if batch.streaming:
+            self._hand_out(batch.stream())
+        if len(model.adapters.held) > self.config.max_adapters:
             self._release_adapters()
 
     def _fail_broken(self, keys: Collection[int]) -> None:

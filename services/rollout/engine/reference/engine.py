@@ -22,10 +22,12 @@ from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import (
     Delta,
     Engine,
+    EngineProfile,
     EngineStatus,
     Generation,
     IncomingWeights,
     PauseMode,
+    ProfileOrder,
     RankLoad,
     ServedWeights,
     TokenScores,
@@ -42,6 +44,7 @@ from services.rollout.engine.reference.loading import (
     open_model,
 )
 from services.rollout.engine.reference.model import ServingModel, yield_to_others
+from services.rollout.engine.reference.profiling import PassProfiler
 from services.rollout.engine.stops import StopStrings
 from services.rollout.engine.versions import PreparedVersions, check_adapter, check_whole
 from services.rollout.errors import (
@@ -107,6 +110,7 @@ class DeviceThread:
         ended: Callable[[EngineFailedError], None],
     ) -> None:
         self._core, self._deliver, self._ended = core, deliver, ended
+        self.profiler = PassProfiler(core)
         self._inbox: queue.SimpleQueue[list[Command]] = queue.SimpleQueue()
         self._unsent: list[Command] = []  # of this turn of the event loop
         self._open: set[Future[Any]] = set()
@@ -182,7 +186,10 @@ class DeviceThread:
     def _main(self, threads: int) -> None:
         with _Reporting(lambda error: self._loop.call_soon_threadsafe(self._end, error)):
             torch.set_num_threads(threads)
-            self._run()
+            try:
+                self._run()
+            finally:
+                self.profiler.drop("the engine was closed")
 
     def _run(self) -> None:
         while not self._closing:
@@ -197,6 +204,13 @@ class DeviceThread:
             self._serve_quiet()
             if outbox := self._core.take_outbox():
                 self._loop.call_soon_threadsafe(self._deliver, outbox)
+            if self.profiler.is_complete:
+                self._write_profile()
+
+    def _write_profile(self) -> None:
+        self._doing = "the writing of a profile", time.monotonic()
+        self.profiler.write()
+        self._doing = None
 
     def _step(self) -> None:
         self._doing = "a step", time.monotonic()
@@ -494,6 +508,13 @@ class ReferenceEngine(Engine):
         if self._core.asleep:
             raise NotQuietError("the engine sleeps; wake it first")
 
+    async def profile(self, order: ProfileOrder) -> EngineProfile:
+        """Files are written by the thread of the device, which does nothing else meanwhile.
+
+        Other threads of this process stand still for parts of that, as torch keeps Python's lock.
+        """
+        return await self._thread.call(partial(self._thread.profiler.begin, order))
+
     def status(self) -> EngineStatus:
         core = self._core
         version, digest, _ = core.version or (None, "", "")
@@ -526,6 +547,7 @@ class ReferenceEngine(Engine):
             adapters=tuple(core.adapters),
             lines=core.lines,
             asleep=core.asleep,
+            profile=self._thread.profiler.profile,
         )
 
     async def close(self) -> None:

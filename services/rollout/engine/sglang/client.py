@@ -13,6 +13,7 @@ import httpx2
 
 from services.rollout.engine.versions import Version, parse_tag
 from services.rollout.errors import EngineFailedError
+from sluice.platform import NPU
 from sluice.runtime.errors import InvalidFieldError, ServiceError
 
 CONNECT_SECONDS = 30.0  # also of the last of hundreds that connect at once on a busy machine
@@ -178,6 +179,13 @@ FOR_TRANSFERS = {
 }
 
 
+FOR_PROFILES = {
+    "/start_profile": ("output_dir", "num_steps", "activities", "profile_prefix"),
+    "/stop_profile": (),
+}
+PREFILL = "prefill_server_info"  # of the server that reads prompts, in that of the one that decodes
+
+
 class MissingFeatureError(ServiceError):
     """The SGLang server lacks something that this engine needs; metadata names it."""
 
@@ -190,6 +198,7 @@ class Capabilities:
     """`serving` is None where the weights were not named by us.
 
     `lora_rank`: of the largest adapter that it takes, 0 for none; `lora_targets`: of which layers.
+    `rank_count`: of processes that hold a part of the model, all copies and servers together.
     `can_hold`: a pause holds what runs. `overlaps`: it prepares a step while the device has one,
     which it can be asked to wait for.
     """
@@ -212,6 +221,8 @@ class Capabilities:
     can_hold: bool = True
     overlaps: bool = False
     quantization: str = ""
+    rank_count: int = 1
+    can_profile: bool = False
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
 
@@ -267,9 +278,18 @@ async def shake_hands(
         can_hold=pp_size == 1 and not server.get("enable_pdmux"),  # loops without a pause (0.5.23)
         overlaps=not server.get("disable_overlap_schedule") and not _gap(offered, FOR_CHECKSUMS),
         quantization=str(server.get("quantization") or ""),
+        rank_count=sum(_ranks_of(each) for each in (server, server.get(PREFILL)) if each),
+        # the profiler of NPUs names its files itself
+        can_profile=server.get("device") != NPU.device_type and not _gap(offered, FOR_PROFILES),
         lora_rank=int(server.get("max_lora_rank") or 0) if takes_adapters else 0,
         lora_targets=tuple(server.get("lora_target_modules") or ()),
     )
+
+
+def _ranks_of(server: Mapping[str, Any]) -> int:
+    """Processes of one server: ranks of attention are among those of tensors."""
+    copies = 1 if server.get("enable_dp_attention") else int(server["dp_size"])
+    return copies * int(server["tp_size"]) * int(server.get("pp_size") or 1)
 
 
 async def _lines(parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:

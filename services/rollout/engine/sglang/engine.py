@@ -18,11 +18,13 @@ from services.rollout.engine.images import ImageReader
 from services.rollout.engine.interface import (
     Delta,
     Engine,
+    EngineProfile,
     EngineService,
     EngineStatus,
     Generation,
     IncomingWeights,
     PauseMode,
+    ProfileOrder,
     TokenScores,
     check_generation,
     check_score,
@@ -362,6 +364,7 @@ class SglangEngine(Engine):
             adapters=tuple(one.weights for one in adapters.held.values()) if base else (),
             lines={v: one.line for v, one in adapters.held.items() if one.line},
             asleep=self._is_asleep,
+            profile=self._replica.profiles.profile,
         )
 
     async def sleep(self) -> None:
@@ -392,6 +395,16 @@ class SglangEngine(Engine):
         if self._has_released:
             await self._replica.resume_memory()
         self._is_asleep = self._has_released = False
+
+    async def profile(self, order: ProfileOrder) -> EngineProfile:
+        """Each rank of SGLang writes its files, at the pass after the last one: an engine without
+        requests waits with them. It stands still meanwhile.
+
+        Raises NoProfileError, NoWeightsError before there is a server, or EngineFailedError.
+        """
+        self._check_serving()
+        async with self._changing:
+            return await to_its_end(self._replica.profile(order))
 
     def services(self) -> Sequence[EngineService]:
         if self._replica.nodes is None:

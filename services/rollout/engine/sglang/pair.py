@@ -12,7 +12,7 @@ import secrets
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any
 
-from services.rollout.engine.sglang.client import CONTROL_SECONDS, Json, SglangClient
+from services.rollout.engine.sglang.client import CONTROL_SECONDS, PREFILL, Json, SglangClient
 from services.rollout.errors import EngineFailedError
 from sluice.runtime.idempotency import all_of, cancel_all
 
@@ -33,8 +33,8 @@ class PairClient(SglangClient):
 
     async def get(self, path: str, seconds: float = CONTROL_SECONDS) -> Json:
         """Asks both, so that a pause is over on both; what is answered is of decode."""
-        answer, _ = await all_of([super().get(path, seconds), self._prefill.get(path, seconds)])
-        return answer
+        answer, other = await all_of([super().get(path, seconds), self._prefill.get(path, seconds)])
+        return {**answer, PREFILL: other} if path == "/server_info" else answer
 
     async def post(self, path: str, body: Mapping[str, Any], seconds: float) -> Json:
         """Posts to both; `ranks` of an answer are those of both."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from services.rollout.engine.config import EngineConfig
-from services.rollout.engine.interface import ServedWeights
+from services.rollout.engine.interface import EngineProfile, ProfileOrder, ServedWeights
 from services.rollout.engine.sglang.adapters import AdapterFolders, DiskAdapter, ServerAdapters
 from services.rollout.engine.sglang.client import (
     PROBE_SECONDS,
@@ -25,6 +25,7 @@ from services.rollout.engine.sglang.group import ServerGroup
 from services.rollout.engine.sglang.jobs import ServerHandle
 from services.rollout.engine.sglang.load import Load, SlotLimiter
 from services.rollout.engine.sglang.nodes import EngineNodes
+from services.rollout.engine.sglang.profiling import ServerProfiles
 from services.rollout.engine.sglang.weights import DiskVersion, ServerWeights
 from services.rollout.engine.versions import Version
 from services.rollout.errors import EngineFailedError, NoSleepError, NoWeightsError
@@ -57,6 +58,7 @@ class Replica:
         self._expected: dict[str, dict[str, str]] = {}  # checksums by version tag
         self._is_paused = False
         self.adapters = ServerAdapters(config.max_adapters, AdapterFolders())
+        self.profiles = ServerProfiles()
         self.capabilities: Capabilities | None = None
         self.serving: Version | None = None
         self.restart_count = 0
@@ -157,6 +159,7 @@ class Replica:
         self._started.clear()
         await self._servers.kill()  # first, so that calls under way end
         await self._disconnect()
+        await self.profiles.lose(why)
 
     async def _until_silent(self) -> str:
         """Returns once a server has given no answer, or no token, for too long; says which.
@@ -278,12 +281,19 @@ class Replica:
         """Has the server take the memory again that it gave up."""
         await self._post("/resume_memory_occupation", {"tags": OCCUPIED})
 
+    async def profile(self, order: ProfileOrder) -> EngineProfile:
+        """Has the servers record. Raises NoProfileError or EngineFailedError."""
+        client, known = self._reached, self.capabilities
+        assert known is not None
+        return await self.profiles.begin(client, known, order)
+
     async def kill(self) -> None:
         """Ends the server; `wait_until_ended` returns, and a new one may be started."""
         await self._disconnect()
         await self._servers.kill_server()
 
     async def close(self) -> None:
+        await self.profiles.close()
         await self._disconnect()
         await self._servers.stop()
         self.adapters.close()

@@ -2,6 +2,7 @@ import datetime
 
 from google.api import field_behavior_pb2 as _field_behavior_pb2
 from google.protobuf import duration_pb2 as _duration_pb2
+from sluice.api.common.v1 import profile_pb2 as _profile_pb2
 from sluice.api.common.v1 import sample_pb2 as _sample_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -347,7 +348,7 @@ class RankLoad(_message.Message):
     def __init__(self, running_count: _Optional[int] = ..., waiting_count: _Optional[int] = ..., used_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class GetEngineResponse(_message.Message):
-    __slots__ = ("weights", "prepared_versions", "paused", "rank_loads", "max_running_count", "max_model_length", "backend", "engine_id", "last_pause", "last_preparation", "decoded_token_count", "prefilled_token_count", "deterministic", "transfer_rank_count", "transfer_group", "base", "adapters", "vocabulary", "asleep")
+    __slots__ = ("weights", "prepared_versions", "paused", "rank_loads", "max_running_count", "max_model_length", "backend", "engine_id", "last_pause", "last_preparation", "decoded_token_count", "prefilled_token_count", "deterministic", "transfer_rank_count", "transfer_group", "base", "adapters", "vocabulary", "asleep", "profile")
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     PREPARED_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
@@ -367,6 +368,7 @@ class GetEngineResponse(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FIELD_NUMBER: _ClassVar[int]
     ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
     weights: _sample_pb2.WeightVersion
     prepared_versions: _containers.RepeatedScalarFieldContainer[int]
     paused: bool
@@ -386,4 +388,23 @@ class GetEngineResponse(_message.Message):
     adapters: _containers.RepeatedCompositeFieldContainer[_sample_pb2.WeightVersion]
     vocabulary: str
     asleep: bool
-    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., prepared_versions: _Optional[_Iterable[int]] = ..., paused: bool = ..., rank_loads: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., max_running_count: _Optional[int] = ..., max_model_length: _Optional[int] = ..., backend: _Optional[str] = ..., engine_id: _Optional[str] = ..., last_pause: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_preparation: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decoded_token_count: _Optional[int] = ..., prefilled_token_count: _Optional[int] = ..., deterministic: bool = ..., transfer_rank_count: _Optional[int] = ..., transfer_group: _Optional[str] = ..., base: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[_sample_pb2.WeightVersion, _Mapping]]] = ..., vocabulary: _Optional[str] = ..., asleep: bool = ...) -> None: ...
+    profile: _profile_pb2.Profile
+    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., prepared_versions: _Optional[_Iterable[int]] = ..., paused: bool = ..., rank_loads: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., max_running_count: _Optional[int] = ..., max_model_length: _Optional[int] = ..., backend: _Optional[str] = ..., engine_id: _Optional[str] = ..., last_pause: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_preparation: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decoded_token_count: _Optional[int] = ..., prefilled_token_count: _Optional[int] = ..., deterministic: bool = ..., transfer_rank_count: _Optional[int] = ..., transfer_group: _Optional[str] = ..., base: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[_sample_pb2.WeightVersion, _Mapping]]] = ..., vocabulary: _Optional[str] = ..., asleep: bool = ..., profile: _Optional[_Union[_profile_pb2.Profile, _Mapping]] = ...) -> None: ...
+
+class ProfileRequest(_message.Message):
+    __slots__ = ("pass_count", "options", "name", "request_id")
+    PASS_COUNT_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    pass_count: int
+    options: _profile_pb2.ProfileOptions
+    name: str
+    request_id: str
+    def __init__(self, pass_count: _Optional[int] = ..., options: _Optional[_Union[_profile_pb2.ProfileOptions, _Mapping]] = ..., name: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class ProfileResponse(_message.Message):
+    __slots__ = ("profile",)
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
+    profile: _profile_pb2.Profile
+    def __init__(self, profile: _Optional[_Union[_profile_pb2.Profile, _Mapping]] = ...) -> None: ...

@@ -5,6 +5,7 @@ from google.longrunning import operations_pb2 as _operations_pb2
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.rpc import status_pb2 as _status_pb2
+from sluice.api.common.v1 import profile_pb2 as _profile_pb2
 from sluice.api.common.v1 import sample_pb2 as _sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as _engine_service_pb2
 from sluice.api.trainer.v1 import loss_pb2 as _loss_pb2
@@ -61,7 +62,7 @@ class ParallelLayout(_message.Message):
     def __init__(self, data: _Optional[int] = ..., tensor: _Optional[int] = ..., pipeline: _Optional[int] = ..., context: _Optional[int] = ..., expert: _Optional[int] = ..., virtual_pipeline: _Optional[int] = ...) -> None: ...
 
 class Trainer(_message.Message):
-    __slots__ = ("state", "step", "weights", "part_ids", "layout", "ranks", "restart_count", "failure", "losses", "advantage_estimators", "batches", "backend", "skipped_count", "consecutive_skipped_count", "gradients_incomplete", "checkpoint", "head", "corrections", "kl_estimators", "user_modules", "vocabulary", "asleep", "write_behind", "promised_version", "adapters", "max_row_tokens", "trains_adapters")
+    __slots__ = ("state", "step", "weights", "part_ids", "layout", "ranks", "restart_count", "failure", "losses", "advantage_estimators", "batches", "backend", "skipped_count", "consecutive_skipped_count", "gradients_incomplete", "checkpoint", "head", "corrections", "kl_estimators", "user_modules", "vocabulary", "asleep", "write_behind", "promised_version", "adapters", "max_row_tokens", "trains_adapters", "profile")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Trainer.State]
@@ -99,6 +100,7 @@ class Trainer(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     MAX_ROW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRAINS_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
     state: Trainer.State
     step: int
     weights: _sample_pb2.WeightVersion
@@ -126,7 +128,8 @@ class Trainer(_message.Message):
     adapters: _containers.RepeatedCompositeFieldContainer[TrainedAdapter]
     max_row_tokens: int
     trains_adapters: bool
-    def __init__(self, state: _Optional[_Union[Trainer.State, str]] = ..., step: _Optional[int] = ..., weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., part_ids: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[ParallelLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., restart_count: _Optional[int] = ..., failure: _Optional[str] = ..., losses: _Optional[_Iterable[str]] = ..., advantage_estimators: _Optional[_Iterable[str]] = ..., batches: _Optional[_Iterable[str]] = ..., backend: _Optional[str] = ..., skipped_count: _Optional[int] = ..., consecutive_skipped_count: _Optional[int] = ..., gradients_incomplete: bool = ..., checkpoint: _Optional[str] = ..., head: _Optional[str] = ..., corrections: _Optional[_Iterable[str]] = ..., kl_estimators: _Optional[_Iterable[str]] = ..., user_modules: _Optional[_Iterable[str]] = ..., vocabulary: _Optional[str] = ..., asleep: bool = ..., write_behind: bool = ..., promised_version: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[TrainedAdapter, _Mapping]]] = ..., max_row_tokens: _Optional[int] = ..., trains_adapters: bool = ...) -> None: ...
+    profile: _profile_pb2.Profile
+    def __init__(self, state: _Optional[_Union[Trainer.State, str]] = ..., step: _Optional[int] = ..., weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., part_ids: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[ParallelLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., restart_count: _Optional[int] = ..., failure: _Optional[str] = ..., losses: _Optional[_Iterable[str]] = ..., advantage_estimators: _Optional[_Iterable[str]] = ..., batches: _Optional[_Iterable[str]] = ..., backend: _Optional[str] = ..., skipped_count: _Optional[int] = ..., consecutive_skipped_count: _Optional[int] = ..., gradients_incomplete: bool = ..., checkpoint: _Optional[str] = ..., head: _Optional[str] = ..., corrections: _Optional[_Iterable[str]] = ..., kl_estimators: _Optional[_Iterable[str]] = ..., user_modules: _Optional[_Iterable[str]] = ..., vocabulary: _Optional[str] = ..., asleep: bool = ..., write_behind: bool = ..., promised_version: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[TrainedAdapter, _Mapping]]] = ..., max_row_tokens: _Optional[int] = ..., trains_adapters: bool = ..., profile: _Optional[_Union[_profile_pb2.Profile, _Mapping]] = ...) -> None: ...
 
 class TrainedAdapter(_message.Message):
     __slots__ = ("adapter", "rank", "alpha", "targets", "learning_rate", "step", "weights", "part_ids", "checkpoint", "skipped_count", "consecutive_skipped_count", "gradients_incomplete")
@@ -754,3 +757,23 @@ class DeleteAdapterRequest(_message.Message):
 class DeleteAdapterResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ProfileRequest(_message.Message):
+    __slots__ = ("step_count", "ranks", "options", "name", "request_id")
+    STEP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    step_count: int
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    options: _profile_pb2.ProfileOptions
+    name: str
+    request_id: str
+    def __init__(self, step_count: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., options: _Optional[_Union[_profile_pb2.ProfileOptions, _Mapping]] = ..., name: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class ProfileResponse(_message.Message):
+    __slots__ = ("profile",)
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
+    profile: _profile_pb2.Profile
+    def __init__(self, profile: _Optional[_Union[_profile_pb2.Profile, _Mapping]] = ...) -> None: ...

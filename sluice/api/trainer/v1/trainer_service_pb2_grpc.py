@@ -137,6 +137,11 @@ class TrainerServiceStub(object):
                 request_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.DeleteAdapterRequest.SerializeToString,
                 response_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.DeleteAdapterResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/sluice.api.trainer.v1.TrainerService/Profile',
+                request_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ProfileResponse.FromString,
+                _registered_method=True)
 
 
 class TrainerServiceServicer(object):
@@ -303,6 +308,16 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Has ranks record what their operations cost, from now to the end of a number of optimizer
+        steps, and write it down; numbers of the training stay as they are. Answers once they record:
+        `Trainer.profile` tells what became of it. In place of a profile that still records, which then
+        leaves no files. Ranks that are lost meanwhile end it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -405,6 +420,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.DeleteAdapter,
                     request_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.DeleteAdapterRequest.FromString,
                     response_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.DeleteAdapterResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ProfileRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -949,6 +969,33 @@ class TrainerService(object):
             '/sluice.api.trainer.v1.TrainerService/DeleteAdapter',
             sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.DeleteAdapterRequest.SerializeToString,
             sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.DeleteAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.trainer.v1.TrainerService/Profile',
+            sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ProfileRequest.SerializeToString,
+            sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2,6 +2,7 @@ import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.rpc import status_pb2 as _status_pb2
+from sluice.api.common.v1 import profile_pb2 as _profile_pb2
 from sluice.api.common.v1 import sample_pb2 as _sample_pb2
 from sluice.api.trainer.v1 import loss_pb2 as _loss_pb2
 from sluice.api.trainer.v1 import trainer_service_pb2 as _trainer_service_pb2
@@ -69,7 +70,7 @@ class RankHeartbeat(_message.Message):
     def __init__(self, activity: _Optional[str] = ...) -> None: ...
 
 class CommandResult(_message.Message):
-    __slots__ = ("sequence", "error", "sums", "step", "columns", "shards", "advantages", "transfer_address", "encode_seconds", "transfer_failure", "sent_bytes", "transfer_backend", "checkpoint_files", "traits", "measured", "slept")
+    __slots__ = ("sequence", "error", "sums", "step", "columns", "shards", "advantages", "transfer_address", "encode_seconds", "transfer_failure", "sent_bytes", "transfer_backend", "checkpoint_files", "traits", "measured", "slept", "profile")
     class MeasuredEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +94,7 @@ class CommandResult(_message.Message):
     TRAITS_FIELD_NUMBER: _ClassVar[int]
     MEASURED_FIELD_NUMBER: _ClassVar[int]
     SLEPT_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     error: _status_pb2.Status
     sums: PassSums
@@ -109,7 +111,20 @@ class CommandResult(_message.Message):
     traits: AlgorithmTraits
     measured: _containers.ScalarMap[str, float]
     slept: SleptBytes
-    def __init__(self, sequence: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., sums: _Optional[_Union[PassSums, _Mapping]] = ..., step: _Optional[_Union[StepResult, _Mapping]] = ..., columns: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[WrittenShard, _Mapping]]] = ..., advantages: _Optional[_Union[AdvantageResult, _Mapping]] = ..., transfer_address: _Optional[str] = ..., encode_seconds: _Optional[float] = ..., transfer_failure: _Optional[str] = ..., sent_bytes: _Optional[int] = ..., transfer_backend: _Optional[str] = ..., checkpoint_files: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ..., traits: _Optional[_Union[AlgorithmTraits, _Mapping]] = ..., measured: _Optional[_Mapping[str, float]] = ..., slept: _Optional[_Union[SleptBytes, _Mapping]] = ...) -> None: ...
+    profile: RankProfile
+    def __init__(self, sequence: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., sums: _Optional[_Union[PassSums, _Mapping]] = ..., step: _Optional[_Union[StepResult, _Mapping]] = ..., columns: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[WrittenShard, _Mapping]]] = ..., advantages: _Optional[_Union[AdvantageResult, _Mapping]] = ..., transfer_address: _Optional[str] = ..., encode_seconds: _Optional[float] = ..., transfer_failure: _Optional[str] = ..., sent_bytes: _Optional[int] = ..., transfer_backend: _Optional[str] = ..., checkpoint_files: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ..., traits: _Optional[_Union[AlgorithmTraits, _Mapping]] = ..., measured: _Optional[_Mapping[str, float]] = ..., slept: _Optional[_Union[SleptBytes, _Mapping]] = ..., profile: _Optional[_Union[RankProfile, _Mapping]] = ...) -> None: ...
+
+class RankProfile(_message.Message):
+    __slots__ = ("name", "left_count", "files", "failure")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LEFT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    left_count: int
+    files: _containers.RepeatedScalarFieldContainer[str]
+    failure: str
+    def __init__(self, name: _Optional[str] = ..., left_count: _Optional[int] = ..., files: _Optional[_Iterable[str]] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class SleptBytes(_message.Message):
     __slots__ = ("state_bytes", "freed_bytes")
@@ -254,7 +269,7 @@ class WrittenTensor(_message.Message):
     def __init__(self, dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class FollowResponse(_message.Message):
-    __slots__ = ("sequence", "add_rows", "drop_batch", "compute_logprobs", "compute_advantages", "set_columns", "read_columns", "forward_backward", "step", "discard", "save", "load", "publish", "shutdown", "compute_values", "open_transfer", "send_weights", "describe", "measure", "sleep", "wake", "write_weights", "welcome", "add_adapter", "drop_adapter", "adapter")
+    __slots__ = ("sequence", "add_rows", "drop_batch", "compute_logprobs", "compute_advantages", "set_columns", "read_columns", "forward_backward", "step", "discard", "save", "load", "publish", "shutdown", "compute_values", "open_transfer", "send_weights", "describe", "measure", "sleep", "wake", "write_weights", "welcome", "add_adapter", "drop_adapter", "profile", "adapter")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ADD_ROWS_FIELD_NUMBER: _ClassVar[int]
     DROP_BATCH_FIELD_NUMBER: _ClassVar[int]
@@ -280,6 +295,7 @@ class FollowResponse(_message.Message):
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ADD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     DROP_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     add_rows: AddRows
@@ -306,8 +322,21 @@ class FollowResponse(_message.Message):
     welcome: RankWelcome
     add_adapter: AddAdapter
     drop_adapter: DropAdapter
+    profile: ProfileCommand
     adapter: str
-    def __init__(self, sequence: _Optional[int] = ..., add_rows: _Optional[_Union[AddRows, _Mapping]] = ..., drop_batch: _Optional[_Union[DropBatch, _Mapping]] = ..., compute_logprobs: _Optional[_Union[LogprobsCommand, _Mapping]] = ..., compute_advantages: _Optional[_Union[AdvantagesCommand, _Mapping]] = ..., set_columns: _Optional[_Union[SetColumns, _Mapping]] = ..., read_columns: _Optional[_Union[ReadColumns, _Mapping]] = ..., forward_backward: _Optional[_Union[GradientsCommand, _Mapping]] = ..., step: _Optional[_Union[StepCommand, _Mapping]] = ..., discard: _Optional[_Union[DiscardCommand, _Mapping]] = ..., save: _Optional[_Union[SaveCommand, _Mapping]] = ..., load: _Optional[_Union[LoadCommand, _Mapping]] = ..., publish: _Optional[_Union[PublishCommand, _Mapping]] = ..., shutdown: _Optional[_Union[ShutdownCommand, _Mapping]] = ..., compute_values: _Optional[_Union[ValuesCommand, _Mapping]] = ..., open_transfer: _Optional[_Union[OpenTransferCommand, _Mapping]] = ..., send_weights: _Optional[_Union[SendWeightsCommand, _Mapping]] = ..., describe: _Optional[_Union[DescribeCommand, _Mapping]] = ..., measure: _Optional[_Union[MeasureCommand, _Mapping]] = ..., sleep: _Optional[_Union[SleepCommand, _Mapping]] = ..., wake: _Optional[_Union[WakeCommand, _Mapping]] = ..., write_weights: _Optional[_Union[WriteWeightsCommand, _Mapping]] = ..., welcome: _Optional[_Union[RankWelcome, _Mapping]] = ..., add_adapter: _Optional[_Union[AddAdapter, _Mapping]] = ..., drop_adapter: _Optional[_Union[DropAdapter, _Mapping]] = ..., adapter: _Optional[str] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., add_rows: _Optional[_Union[AddRows, _Mapping]] = ..., drop_batch: _Optional[_Union[DropBatch, _Mapping]] = ..., compute_logprobs: _Optional[_Union[LogprobsCommand, _Mapping]] = ..., compute_advantages: _Optional[_Union[AdvantagesCommand, _Mapping]] = ..., set_columns: _Optional[_Union[SetColumns, _Mapping]] = ..., read_columns: _Optional[_Union[ReadColumns, _Mapping]] = ..., forward_backward: _Optional[_Union[GradientsCommand, _Mapping]] = ..., step: _Optional[_Union[StepCommand, _Mapping]] = ..., discard: _Optional[_Union[DiscardCommand, _Mapping]] = ..., save: _Optional[_Union[SaveCommand, _Mapping]] = ..., load: _Optional[_Union[LoadCommand, _Mapping]] = ..., publish: _Optional[_Union[PublishCommand, _Mapping]] = ..., shutdown: _Optional[_Union[ShutdownCommand, _Mapping]] = ..., compute_values: _Optional[_Union[ValuesCommand, _Mapping]] = ..., open_transfer: _Optional[_Union[OpenTransferCommand, _Mapping]] = ..., send_weights: _Optional[_Union[SendWeightsCommand, _Mapping]] = ..., describe: _Optional[_Union[DescribeCommand, _Mapping]] = ..., measure: _Optional[_Union[MeasureCommand, _Mapping]] = ..., sleep: _Optional[_Union[SleepCommand, _Mapping]] = ..., wake: _Optional[_Union[WakeCommand, _Mapping]] = ..., write_weights: _Optional[_Union[WriteWeightsCommand, _Mapping]] = ..., welcome: _Optional[_Union[RankWelcome, _Mapping]] = ..., add_adapter: _Optional[_Union[AddAdapter, _Mapping]] = ..., drop_adapter: _Optional[_Union[DropAdapter, _Mapping]] = ..., profile: _Optional[_Union[ProfileCommand, _Mapping]] = ..., adapter: _Optional[str] = ...) -> None: ...
+
+class ProfileCommand(_message.Message):
+    __slots__ = ("name", "step_count", "ranks", "options")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STEP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    step_count: int
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    options: _profile_pb2.ProfileOptions
+    def __init__(self, name: _Optional[str] = ..., step_count: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., options: _Optional[_Union[_profile_pb2.ProfileOptions, _Mapping]] = ...) -> None: ...
 
 class RankWelcome(_message.Message):
     __slots__ = ("meeting",)

@@ -1,0 +1,49 @@
+"""Recordings of a process: one at a time, whole files, and the next one after whatever happened."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from sluice.profiler import NAME, ProfileError, ProfileOptions, Recording, new_name
+
+
+def named_in(path: Path) -> set[str]:
+    with gzip.open(path) as trace:
+        return {event.get("name") for event in json.load(trace)["traceEvents"]}
+
+
+def test_a_process_records_one_at_a_time(tmp_path: Path) -> None:
+    first = Recording(ProfileOptions())
+    with pytest.raises(ProfileError, match="another profile records"):
+        Recording(ProfileOptions())
+    with first.named("block"):
+        torch.ones(4, 4) @ torch.ones(4, 4)
+    assert first.write(tmp_path, "one") == ["one.trace.json.gz"]
+    assert {"block", "aten::mm"} <= named_in(tmp_path / "one.trace.json.gz")
+    Recording(ProfileOptions()).drop()
+    second = Recording(ProfileOptions())
+    assert second.write(tmp_path, "two") == ["two.trace.json.gz"]
+    assert "aten::mm" not in named_in(tmp_path / "two.trace.json.gz")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "one.trace.json.gz",
+        "two.trace.json.gz",
+    ]
+
+
+def test_what_cannot_be_written_leaves_nothing_and_bars_nobody(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in its place")
+    with pytest.raises(ProfileError, match=r"FileExistsError: .*file"):
+        Recording(ProfileOptions(memory=True)).write(tmp_path / "file", "rank-0")
+    recording = Recording(ProfileOptions(stacks=True))
+    assert recording.write(tmp_path / "deep" / "er", "rank-0") == ["rank-0.trace.json.gz"]
+
+
+def test_names_of_profiles_can_name_them() -> None:
+    first, second = new_name(), new_name()
+    assert first <= second
+    assert NAME.fullmatch(first)
