@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,8 @@ def test_a_run_at_work_and_one_that_stands_still(stack: Stack) -> None:
         assert code == 2
         assert "ranks: must be of 0 to 0" in wrong
     training.wait_for_step(training.rows()[-1]["step"] + 2)  # it goes on
+    training.process.send_signal(signal.SIGINT)
+    training.process.communicate(timeout=PATIENCE)
 
 
 def test_who_is_not_there_is_named() -> None:

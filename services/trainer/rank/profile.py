@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class RankProfile:
-    """Records commands from `begin` to the end of a number of steps, then writes files.
+    """Records commands from the next one to the end of a number of steps, then writes files.
 
     Nothing of it fails a command: what goes wrong is logged and told as `failure`. The rank stands
     still while it writes.
@@ -23,49 +23,69 @@ class RankProfile:
     def __init__(self, rank: int, directory: Path) -> None:
         """`directory` has one of each profile, by name."""
         self._rank, self._directory = rank, directory
-        self._name, self._left = "", 0
+        self._order = pb.ProfileCommand()  # without steps where there is nothing to record
         self._recording: Recording | None = None
+        self._failure = ""
 
     def begin(self, command: pb.ProfileCommand) -> None:
-        """Record from now on, in place of what still records, if this rank is among those named."""
+        """Record from the next command on, in place of what still records.
+
+        Nothing where this rank is not among those named.
+        """
         self.drop()
         if self._rank in command.ranks:
-            options = ProfileOptions(stacks=command.options.stacks, memory=command.options.memory)
-            self._name, self._left = command.name, command.step_count
-            self._recording = Recording(options)
+            self._order.CopyFrom(command)
 
     def drop(self) -> None:
         """Write nothing of what still records."""
-        recording, self._recording = self._recording, None
+        recording, self._recording, self._failure = self._recording, None, ""
+        self._order.Clear()
         if recording is None:
             return
         try:
             recording.drop()
         except ProfileError:
-            logger.exception("profile %s cannot be dropped", self._name)
+            logger.exception("a profile of rank %d cannot be dropped", self._rank)
 
     @contextmanager
     def command(self, name: str, result: pb.CommandResult) -> Iterator[None]:
         """Shows the block as a command of that name; tells in the answer to a step what is left."""
-        if self._recording is None:
+        if not self._order.step_count:
             yield
             return
-        with self._recording.named(name):
+        if self._recording is None and not self._failure:
+            self._record()
+        with nullcontext() if self._recording is None else self._recording.named(name):
             yield
         if name == "step" and not result.HasField("error"):
+            self._order.step_count -= 1
             self._note_step(result.profile)
 
+    def _record(self) -> None:
+        # Not before there is a command: torch records the calls of other threads, too.
+        options = self._order.options
+        try:
+            self._recording = Recording(
+                ProfileOptions(stacks=options.stacks, memory=options.memory)
+            )
+        except ProfileError as error:
+            self._fail(error)
+
     def _note_step(self, told: pb.RankProfile) -> None:
-        self._left -= 1
-        told.name, told.left_count = self._name, self._left
-        if self._left:
+        told.name, told.left_count = self._order.name, self._order.step_count
+        if told.left_count and not self._failure:
             return
         recording, self._recording = self._recording, None
-        assert recording is not None
-        try:
-            files = recording.write(self._directory / self._name, f"rank-{self._rank}")
-        except ProfileError as error:  # the training goes on without it
-            logger.exception("profile %s of rank %d was not written", self._name, self._rank)
-            told.failure = f"rank {self._rank}: {error}"
-        else:
-            told.files.extend(files)
+        if recording is not None:
+            try:
+                directory = self._directory / self._order.name
+                told.files.extend(recording.write(directory, f"rank-{self._rank}"))
+            except ProfileError as error:
+                self._fail(error)
+        told.failure, told.left_count = self._failure, 0
+        self.drop()
+
+    def _fail(self, error: ProfileError) -> None:
+        """Note what the training goes on without."""
+        logger.error("profile %s of rank %d", self._order.name, self._rank, exc_info=error)
+        self._failure = f"rank {self._rank}: {error}"

@@ -16,6 +16,7 @@ from services.rollout.process import RolloutProcess
 from sluice.api.common.v1 import profile_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.client import EngineClient, RemoteError, new_request_id, typed_errors
+from sluice.profiler import ProfileOptions, Recording
 from tests.patience import PATIENCE
 from tests.service.rollout.harness import Store, load_weights, running_rollout
 
@@ -97,6 +98,19 @@ async def test_a_profile_waits_for_passes_and_its_files_for_the_last(
         assert (profile.name, list(profile.files), profile.failure) == (begun.name, [], "")
         assert not (store.root / "profiles").exists()
     assert 1000 > seen[0] > seen[1] > 0
+
+
+async def test_an_engine_that_waits_for_a_pass_records_nothing(
+    engine: EngineClient, store: Store
+) -> None:
+    """With stacks the calls of all threads, for as long as it waits."""
+    await load_weights(engine, store.first)
+    options = profile_pb2.ProfileOptions(stacks=True)
+    begun = await engine.profile(passes=1, options=options)
+    Recording(ProfileOptions()).drop()  # of which a process has one at a time
+    await sample(engine)
+    found = await settled(engine)
+    assert (found.name, len(found.files), found.failure) == (begun.name, 1, "")
 
 
 async def test_files_are_there_once_they_are_whole(

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 from services.rollout.engine.interface import EngineProfile, ProfileOrder
 from services.rollout.engine.reference.core import EngineCore
@@ -28,19 +29,14 @@ class PassProfiler:
         self.profile: EngineProfile | None = None  # that was asked for last
 
     def begin(self, order: ProfileOrder) -> EngineProfile:
-        """Records from now on, in place of what is recorded."""
+        """Records from the next pass on, in place of what is recorded."""
         self.drop("another profile was asked for")
         self._order, self._left = order, order.pass_count
-        profile = self.profile = EngineProfile(
+        self.profile = EngineProfile(
             name=order.name, directory=order.directory, left_count=order.pass_count
         )
-        try:
-            self._recording = Recording(order.options)
-        except ProfileError as error:
-            logger.exception("profile %s cannot be recorded", order.name)
-            return self._fail(profile, error)
         self._core.passing = self._passing
-        return profile
+        return self.profile
 
     @property
     def is_complete(self) -> bool:
@@ -49,48 +45,60 @@ class PassProfiler:
 
     def write(self) -> None:
         """Writes what is recorded; takes as long as that does."""
-        recording, profile, order = self._end(), self.profile, self._order
-        assert recording is not None
-        assert profile is not None
+        order, recording = self._end()
         assert order is not None
+        assert recording is not None
         try:
             files = recording.write(order.directory, order.prefix)
         except ProfileError as error:
-            logger.exception("profile %s cannot be written", order.name)
-            self._fail(profile, error)
+            self._fail(order, error)
             return
-        self.profile = replace(profile, left_count=0, files=tuple(sorted(files)))
+        self._tell(left_count=0, files=tuple(sorted(files)))
         logger.info("profile %s is in %s", order.name, order.directory)
 
     def drop(self, why: str) -> None:
-        """Forgets what is recorded, if anything is."""
-        recording, profile = self._end(), self.profile
+        """Forgets what is recorded, or was to be, if anything was."""
+        order, recording = self._end()
+        if order is None:
+            return
+        self._tell(left_count=0, failure=why)
         if recording is None:
             return
-        assert profile is not None
-        self.profile = replace(profile, left_count=0, failure=why)
         try:
             recording.drop()
         except ProfileError:
-            logger.exception("profile %s cannot be dropped", profile.name)
+            logger.exception("profile %s cannot be dropped", order.name)
 
-    def _end(self) -> Recording | None:
-        """Records no more passes."""
-        recording, self._recording = self._recording, None
+    def _end(self) -> tuple[ProfileOrder | None, Recording | None]:
+        """Records no more passes; returns what was under way."""
+        ended = self._order, self._recording
+        self._order = self._recording = None
         self._core.passing = nullcontext
-        return recording
+        return ended
 
-    def _fail(self, profile: EngineProfile, error: ProfileError) -> EngineProfile:
-        self.profile = replace(profile, left_count=0, failure=str(error))
-        return self.profile
+    def _fail(self, order: ProfileOrder, error: ProfileError) -> None:
+        logger.error("profile %s", order.name, exc_info=error)
+        self._tell(left_count=0, failure=str(error))
+
+    def _tell(self, **news: Any) -> None:
+        assert self.profile is not None, "it has begun"
+        self.profile = replace(self.profile, **news)
 
     @contextmanager
     def _passing(self, what: str) -> Iterator[None]:
         """Shows a pass in the trace, and counts it; the last one is to come until it is written."""
-        recording, profile = self._recording, self.profile
-        assert recording is not None
-        assert profile is not None
-        with recording.named(what):
+        order = self._order
+        assert order is not None
+        if self._recording is None:
+            # Not before there is a pass: torch records the calls of other threads, too.
+            try:
+                self._recording = Recording(order.options)
+            except ProfileError as error:
+                self._end()
+                self._fail(order, error)
+                yield
+                return
+        with self._recording.named(what):
             yield
         self._left -= 1
-        self.profile = replace(profile, left_count=max(1, self._left))
+        self._tell(left_count=max(1, self._left))
