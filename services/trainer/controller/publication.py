@@ -81,6 +81,7 @@ class Publisher:
         self._is_shared = not is_bucket(config.weights_location)
         self._store, self._state, self._ranks = store, state, ranks
         self._removing: asyncio.Task[None] | None = None
+        self._in_use = 0  # the newest version, which a removal leaves
         self._waits = waits
         self._writing: asyncio.Task[StoredVersion] | None = None  # of the version promised last
         self._promised = 0  # its number
@@ -350,9 +351,16 @@ class Publisher:
         return published.version if len(chain) <= self._config.chain else None
 
     def _remove_in_background(self, newest: int) -> None:
+        """Also where a removal goes on, which does not know of the newest version: after it."""
+        self._in_use = newest
         if self._keep and (self._removing is None or self._removing.done()):
-            work = asyncio.to_thread(self._remove_old, newest)
-            self._removing = asyncio.create_task(work, name="remove old weights")
+            self._removing = asyncio.create_task(self._remove(), name="remove old weights")
+
+    async def _remove(self) -> None:
+        kept = 0
+        while kept != self._in_use:
+            kept = self._in_use
+            await asyncio.to_thread(self._remove_old, kept)
 
     def _remove_old(self, newest: int) -> None:
         try:
