@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Generator, Iterator
 from functools import cache, partial
@@ -71,6 +72,16 @@ class EndsWithDirectory:
                 if isinstance(node, pytest.Dir) and node.nodeid == fixturedef.baseid:
                     node.addfinalizer(partial(fixturedef.finish, request=request))
         return made
+
+
+@pytest.fixture(autouse=True)
+def own_log() -> Iterator[None]:
+    """What a command that runs in the process of a test makes of the log is no later test's."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session", autouse=True)
