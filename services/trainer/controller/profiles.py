@@ -21,11 +21,10 @@ class _Profile:
     """The one that was asked for last, of the ranks that record it."""
 
     name: str
-    ranks: Sequence[int]
     of: RankIncarnation
     left: int
     files: set[str] = field(default_factory=set)
-    failure: str = ""
+    failures: list[str] = field(default_factory=list)
 
 
 class TrainerProfiles:
@@ -49,26 +48,24 @@ class TrainerProfiles:
         command = pb.ProfileCommand(name=name, step_count=steps, ranks=chosen, options=options)
         self._last = None  # an answer that fails leaves none that records
         await incarnation.run(pb.FollowResponse(profile=command))
-        self._last = _Profile(name, chosen, incarnation, steps)
+        self._last = _Profile(name, incarnation, steps)
         return self._describe(self._last)
 
     def note_step(self, results: Sequence[pb.CommandResult]) -> None:
         """Take what ranks tell with the answers to a step."""
         last = self._last
-        if last is None:
-            return
-        told = [result.profile for result in results if result.profile.name == last.name]
-        for each in told:
-            last.left = each.left_count
-            last.files.update(each.files)
-        last.failure = "; ".join(each.failure for each in told if each.failure)
+        for told in (result.profile for result in results if result.HasField("profile")):
+            if last is not None and told.name == last.name:
+                last.left = told.left_count
+                last.files.update(told.files)
+                last.failures += [told.failure] if told.failure else []
 
     def describe(self) -> profile_pb2.Profile | None:
         """Return what became of the last one; None where there was none."""
         return None if self._last is None else self._describe(self._last)
 
     def _describe(self, profile: _Profile) -> profile_pb2.Profile:
-        failure = profile.failure
+        failure = "; ".join(profile.failures)
         if profile.left and profile.of.lost.done():
             failure = f"the ranks were lost: {profile.of.lost.result()}"
         return profile_pb2.Profile(

@@ -160,6 +160,8 @@ async def test_a_profile_that_cannot_be_written_fails_no_step(
     ended = await client.get()
     assert (ended.step, ended.profile.left_count, list(ended.profile.files)) == (step + 1, 0, [])
     assert ended.profile.failure.startswith("rank 0: FileExistsError: ")
+    await train_step(client, batch)
+    assert (await client.get()).profile == ended.profile, "a run goes on while somebody asks"
     await client.profile()
     await train_step(client, batch)
     assert (await client.get()).profile.files
