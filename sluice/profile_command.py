@@ -110,14 +110,14 @@ async def _begin(
         trainer = TrainerClient(address, security)
         clients.push_async_callback(trainer.close)
         await trainer.profile(steps=config.steps, ranks=config.ranks, **named)
-        begun[who] = partial(_of_trainer, trainer)
+        begun[who] = partial(_told, trainer)
     is_engine = any(service["kind"] == "rollout" for service in status["services"])
     if config.engines or (is_engine and not begun):
         for who, address in _addresses(status, engines=True).items():
             engine = EngineClient(address, security)
             clients.push_async_callback(engine.close)
             await engine.profile(passes=config.passes, **named)
-            begun[who] = partial(_of_engine, engine)
+            begun[who] = partial(_told, engine)
     return begun
 
 
@@ -137,11 +137,7 @@ def _nobody_text(status: Mapping[str, Any]) -> str:
     return "no trainer is there; give --engines for engines"
 
 
-async def _of_trainer(client: TrainerClient) -> profile_pb2.Profile:
-    return (await client.get()).profile
-
-
-async def _of_engine(client: EngineClient) -> profile_pb2.Profile:
+async def _told(client: TrainerClient | EngineClient) -> profile_pb2.Profile:
     return (await client.get()).profile
 
 

@@ -227,9 +227,8 @@ class EngineServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Profile(self, request, context):
-        """Records what the operations of a number of passes of the model cost, from now, and writes it
-        down; what is sampled stays as it is. Answers once it records: `GetEngineResponse.profile`
-        tells what became of it. In place of a profile that still records, which then leaves no files.
+        """Records what the operations of a number of passes of the model cost, from the next one, and
+        writes it down; what is sampled stays as it is. `GetEngineResponse.profile` tells what became of it. In place of a profile that still records, which then leaves no files.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -309,9 +309,8 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Profile(self, request, context):
-        """Has ranks record what their operations cost, from now to the end of a number of optimizer
-        steps, and write it down; numbers of the training stay as they are. Answers once they record:
-        `Trainer.profile` tells what became of it. In place of a profile that still records, which then
+        """Has ranks record what their operations cost, from their next command to the end of a number of
+        optimizer steps, and write it down; numbers of the training stay as they are. `Trainer.profile` tells what became of it. In place of a profile that still records, which then
         leaves no files. Ranks that are lost meanwhile end it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
