@@ -204,6 +204,13 @@ class NoTopTokensError(ServiceError):
     reason = "NO_TOP_TOKENS"
 
 
+class NoMinTokensError(ServiceError):
+    """The engine cannot keep a sample from ending."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+    reason = "NO_MIN_TOKENS"
+
+
 class EngineFailedError(ServiceError):
     """A step of the engine raised, or it was closed; another replica may serve."""
 

@@ -271,6 +271,8 @@ def _evaluation(into: Imported) -> None:
     evaluation: dict[str, Any] = {"datasets": sets}
     if "eval_every" in facts:
         evaluation["every_steps"] = facts["eval_every"]
+    if facts.get("evaluated_late"):
+        evaluation["before_training"] = False
     into.run["evaluation"] = evaluation
     into.left.append("--eval-prompt-data: groups: 1024 bounds the tasks; give their number")
 

@@ -381,8 +381,10 @@ FLAGS: dict[str, Flag] = {
     "eval-reward-key": by_hand("environment of a data set"),
     "eval-max-prompt-len": by_hand("engine.max_model_length is of all that an engine samples"),
     "eval-max-context-len": by_hand("see eval-max-prompt-len"),
-    "eval-min-new-tokens": absent("an answer ends where the model ends it"),
-    "skip-eval-before-train": absent("the first scores are what the last ones are compared with"),
+    "eval-min-new-tokens": by_hand(
+        "evaluation.datasets.<name>.sampling.min_new_tokens, where engines are of the reference"
+    ),
+    "skip-eval-before-train": switch("evaluated_late", "run: evaluation.before_training"),
     # Megatron
     "tensor-model-parallel-size": key_of("trainer", "megatron.tensor", whole),
     "pipeline-model-parallel-size": key_of("trainer", "megatron.pipeline", whole),

@@ -398,6 +398,8 @@ def _prompts(into: Imported) -> None:
     sampling["max_new_tokens"] = facts.get("response_length", 512)
     if facts.get("top_k"):
         sampling["top_k"] = facts["top_k"]
+    if facts.get("ignores_eos"):
+        sampling["ignore_eos"] = True
     if facts.get("samples_at_all") is False:
         into.left.append("actor_rollout_ref.rollout.do_sample: greedy answers of a group are equal")
     run["group_timeout_seconds"] = GROUP_SECONDS
@@ -439,6 +441,8 @@ def _evaluation(into: Imported) -> None:
     name, otherwise = ("ahead_eval_every", 1) if facts["asynchronous"] else ("eval_every", 0)
     if every := facts.get(name, otherwise):
         evaluation["every_steps"] = every
+    if facts.get("evaluated_early") is False:
+        evaluation["before_training"] = False
     into.run["evaluation"] = evaluation
     into.left.append("data.val_files: groups: 1024 bounds the tasks; give their number")
 

@@ -393,7 +393,7 @@ KEYS: dict[str, Flag] = {
     f"{_ROLLOUT}.top_k": Flag("run: sampling.top_k", "-1 is 0", _top_k("top_k")),
     f"{_ROLLOUT}.do_sample": fact("samples_at_all", truth, "run: sampling.temperature"),
     f"{_ROLLOUT}.stop": by_hand("run.yaml sampling.stop: docs/rollout.md, Stop strings"),
-    f"{_ROLLOUT}.ignore_eos": absent("an answer ends where the model ends it"),
+    f"{_ROLLOUT}.ignore_eos": fact("ignores_eos", truth, "run: sampling.ignore_eos"),
     f"{_ROLLOUT}.tensor_model_parallel_size": fact(
         "engine_gpus", whole, "rollout: engine.sglang.server_args.tp_size"
     ),
@@ -515,7 +515,7 @@ KEYS: dict[str, Flag] = {
     "trainer.experiment_name": unneeded("run.yaml run_dir is the run's name"),
     "trainer.resume_mode": Flag("", "not needed: `--resume` goes on", _resume),
     "trainer.resume_from_path": by_hand("run.yaml initial_checkpoint"),
-    "trainer.val_before_train": unneeded("the first scores are what the last are compared with"),
+    "trainer.val_before_train": fact("evaluated_early", truth, "run: evaluation.before_training"),
     "trainer.val_only": by_hand("`sluice eval run.yaml`"),
     "trainer.max_actor_ckpt_to_keep": by_hand("run.yaml retention.cuts"),
     "trainer.max_critic_ckpt_to_keep": by_hand("run.yaml retention.cuts"),

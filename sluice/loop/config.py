@@ -84,6 +84,16 @@ class SamplingChanges(Config):
             raise ValueError(f"{TEMPERATURES}, or 0")
         return temperature
 
+    min_new_tokens: int = Field(
+        0,
+        ge=0,
+        lt=LARGEST_COUNT,
+        description="Before so many nothing is drawn that would end an answer.",
+    )
+    ignore_eos: bool = Field(
+        False, description="The model's own end-of-sequence tokens do not end an answer."
+    )
+
     def over(self, training: SamplingConfig) -> SamplingConfig:
         """Return that of training, changed by what is given here."""
         given = {name: getattr(self, name) for name in self.model_fields_set}
@@ -98,14 +108,22 @@ class SamplingConfig(SamplingChanges):
     @property
     def truncates(self) -> bool:
         """Whether tokens are drawn from a part of the distribution that log-probs are of."""
-        return self.top_p < 1 or self.top_k > 0
+        return self.top_p < 1 or self.top_k > 0 or self.min_new_tokens > 0
+
+    def check_least(self, key: str) -> None:
+        """Raises ValueError, of the settings `key`, where an answer cannot be as long."""
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"{key}.min_new_tokens: {self.min_new_tokens} is more than max_new_tokens, "
+                f"{self.max_new_tokens}"
+            )
 
 
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
 GREEDY_ARE_ALIKE = "greedy answers are all the same; give a temperature"
 TRUNCATED = (
-    "sampling.top_p or top_k cuts tokens off, but log-probs are of the whole distribution: ratios "
-    "and gradients are biased by what is cut (docs/rollout.md, Log-probs)"
+    "sampling.top_p, top_k or min_new_tokens cuts tokens off, but log-probs are of the whole "
+    "distribution: ratios and gradients are biased by what is cut (docs/rollout.md, Log-probs)"
 )
 
 STALENESS_IGNORED = (
@@ -253,6 +271,7 @@ class EvaluationConfig(Config):
     datasets: dict[str, EvaluationSetConfig] = Field(min_length=1)
     every_steps: int = Field(0, ge=0, description="0 is before and after only.")
     beside_training: bool = True
+    before_training: bool = Field(True, description="Score the weights that training begins with.")
     max_running_groups: int = Field(32, gt=0, lt=LARGEST_COUNT, description="Per episode worker.")
 
     @property
@@ -470,10 +489,13 @@ class RunConfig(CommonRunConfig):
             raise ValueError("give environment and prompts, or environments")
         if self.environment_schedule and not self.environments:
             raise ValueError("environment_schedule: has no effect without environments")
+        if not self.environments:
+            self.sampling.check_least("sampling")
         for name, share in self.environments.items():
             if not PLAIN_NAME.fullmatch(name):
                 raise ValueError(f"environments.{name}: {PLAIN_NAME_RULE}")
             own = self.training_sampling(share)
+            own.check_least(f"environments.{name}.sampling")
             if own.temperature != self.sampling.temperature:
                 raise ValueError(
                     f"environments.{name}.sampling.temperature {own.temperature:g} is not that "
@@ -486,6 +508,7 @@ class RunConfig(CommonRunConfig):
             if isinstance(data.environment, str) and data.environment not in self.environments:
                 known = ", ".join(self.environments) or "none"
                 raise ValueError(f"{where}: {data.environment!r} is none of environments: {known}")
+            self.sampling_of(data).check_least(f"evaluation.datasets.{name}.sampling")
             if data.samples > 1 and self.sampling_of(data).temperature == 0:
                 raise ValueError(f"evaluation.datasets.{name}.samples: {GREEDY_ARE_ALIKE}")
         return self
@@ -525,6 +548,14 @@ class RunConfig(CommonRunConfig):
         if data.sampling is None:
             return training.model_copy(update=GREEDY)
         return data.sampling.over(training)
+
+    @property
+    def samples_least(self) -> bool:
+        """Whether any answer has tokens before which it does not end."""
+        trained = [self.training_sampling(share) for share in self.shares.values()]
+        datasets = self.evaluation.datasets.values() if self.evaluation else ()
+        samplings = [*trained, *map(self.sampling_of, datasets)]
+        return any(sampling.min_new_tokens for sampling in samplings)
 
     def timeout_of(self, data: EvaluationSetConfig) -> float:
         """Seconds of a group of a data set: as long as its environment has in training."""

@@ -132,6 +132,10 @@ class EvaluationLane:
         return on and not (self._config.deterministic or self._config.placement == "colocated")
 
     @property
+    def is_before_training(self) -> bool:
+        return self._evaluation is not None and self._evaluation.before_training
+
+    @property
     def has_reached(self) -> bool:
         """Every data set with a `stop_at_score` got it, by its latest score."""
         if self._evaluation is None:

@@ -239,29 +239,38 @@ class EngineFleet:
 
     async def check_deterministic(self, wait_seconds: float) -> None:
         """Raise ConfigError if an engine does not say it is; waits for the first engine."""
-        for engine in await self._wait("an engine", self._list_some, wait_seconds):
-            try:
-                described = await self._clients[engine.address].get()
-            except RemoteError as error:
-                logger.warning("engine %s: %s", engine.engine_id, error)
-                continue  # it is asked again before it is given weights
+        for engine, described in await self._describe(wait_seconds):
             if not described.deterministic:
                 raise ConfigError(
                     f"deterministic: engine {engine.engine_id} at {engine.address} is not; "
                     "set engine.deterministic"
                 )
 
+    async def check_min_new_tokens(self, wait_seconds: float) -> None:
+        """Raise ConfigError if an engine does not take it; waits for the first engine."""
+        for engine, described in await self._describe(wait_seconds):
+            if not described.takes_min_new_tokens:
+                raise ConfigError(
+                    f"sampling.min_new_tokens: engine {engine.engine_id} at {engine.address}, "
+                    f"{described.backend}, does not take it; the reference engine does"
+                )
+
     async def longest_sample(self, wait_seconds: float) -> int:
         """Tokens that a sample may have, by the engines at hand; waits for the first of them."""
-        longest = 0
+        described = await self._describe(wait_seconds)
+        return max((each.max_model_length for _, each in described), default=0)
+
+    async def _describe(
+        self, wait_seconds: float
+    ) -> list[tuple[router_pb.Engine, engine_pb.GetEngineResponse]]:
+        """What the engines at hand say of themselves; waits for the first of them."""
+        found = []
         for engine in await self._wait("an engine", self._list_some, wait_seconds):
             try:
-                described = await self._clients[engine.address].get()
-            except RemoteError as error:
+                found.append((engine, await self._clients[engine.address].get()))
+            except RemoteError as error:  # it is asked again before it is given weights
                 logger.warning("engine %s: %s", engine.engine_id, error)
-                continue
-            longest = max(longest, described.max_model_length)
-        return longest
+        return found
 
     async def addresses(self) -> dict[str, str]:
         """By name where the engines are that the router knows now."""

@@ -123,7 +123,8 @@ class TrainingRun(TrainerRun[RunConfig]):
             await self._recovery.run(self._hand_over)
         if self.step == 0:
             await self._settle_engines()
-            await self._evaluations.measure("before", 0, self.fleet.version)
+            if self._evaluations.is_before_training:
+                await self._evaluations.measure("before", 0, self.fleet.version)
         while (work := self._next_work()) is not None:
             before = self.step
             with trace.span(trace.LOOP, trace.STEP, f"step {before + 1}"):
@@ -169,6 +170,8 @@ class TrainingRun(TrainerRun[RunConfig]):
         for address, vocabulary in (await self.workers.vocabularies()).items():
             check_same(f"tokenizer: the episode worker {address}", vocabulary, trainer.vocabulary)
         await self._check_lengths(trainer)
+        if self.config.samples_least:
+            await self.fleet.check_min_new_tokens(self.config.service_timeout_seconds)
         await self._teachers.check(self.trainer, self.report.note)
         if self.config.weight_transport == "collective":
             self._write_behind = trainer.write_behind

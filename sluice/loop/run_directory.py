@@ -50,7 +50,11 @@ _SHAPING = {
 _FORMER: dict[tuple[str, ...], Any] = {
     ("algorithm", "epochs"): 1,
     ("sampling", "stop"): [],
+    ("sampling", "min_new_tokens"): 0,
+    ("sampling", "ignore_eos"): False,
     ("environments", "*", "sampling", "stop"): [],
+    ("environments", "*", "sampling", "min_new_tokens"): 0,
+    ("environments", "*", "sampling", "ignore_eos"): False,
     ("environments", "*", "prompts", "where"): {},
 }
 _NAMED, _NAMED_LENGTH = 8, 60  # settings that differ, and letters of a value, that are told

@@ -89,7 +89,7 @@ def test_configurations_are_accepted(project, monkeypatch):
                 if "code runs nothing in the open" not in str(error):  # of a kernel without walls
                     raise
     assert sorted(set(names)) == ["rollout.yaml", "run.yaml", "services.yaml"]
-    assert len(names) == 11
+    assert len(names) == 12
 
 
 def test_what_the_page_defines_passes_the_page_s_own_test(project):

@@ -158,12 +158,13 @@ def test_what_the_script_leaves_out_is_as_slime_has_it() -> None:
         "train_async.py --num-rollout 10 --hf-checkpoint /m --load /other/ --save /s "
         "--use-kl-loss --kl-loss-coef 0.1 --rollout-top-p 0.9 --rollout-top-k 5 "
         "--rollout-stop-token-ids 7 --rollout-stop '</search>' \"&&\" "
-        "--eval-prompt-data a /a.jsonl --colocate "
+        "--eval-prompt-data a /a.jsonl --skip-eval-before-train --colocate "
         "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 2"
     )
     assert run["max_staleness"] == 1
     assert run["environment"]["settings"]["prompt_key"] == "input"
     assert run["algorithm"]["loss"]["kl_estimator"] == "k1"
+    assert run["evaluation"]["before_training"] is False
     sampling = run["evaluation"]["datasets"]["a"]["sampling"]
     assert (sampling["top_p"], sampling["top_k"], sampling["stop_token_ids"]) == (0.9, 5, [7])
     assert run["sampling"]["stop"] == sampling["stop"] == ["</search>", "&&"], "quoted: texts"

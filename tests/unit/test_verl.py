@@ -273,10 +273,17 @@ def test_the_asynchronous_trainer_has_its_own_defaults(model: Path) -> None:
     assert_loads(run, services, model)
     assert (run["groups_per_step"], run["algorithm"]["mini_batches"]) == (4 * 256, 4)
     assert run["max_staleness"] == 1, "a tenth of a step ahead"
+    assert "before_training" not in run["evaluation"] and "ignore_eos" not in run["sampling"]
     assert run["evaluation"]["every_steps"] == 1, "rollout.test_freq counts, and not trainer's"
     assert services["services"]["rollout"]["replicas"] == 4, "eight GPUs, two an engine"
-    run, _, _ = imported(keys + "async_training.staleness_threshold=0")
+    run, services, _ = imported(
+        keys + "async_training.staleness_threshold=0 trainer.val_before_train=False "
+        "actor_rollout_ref.rollout.ignore_eos=True"
+    )
+    assert_loads(run, services, model)
     assert run["max_staleness"] == 0
+    assert run["evaluation"]["before_training"] is False
+    assert run["sampling"]["ignore_eos"] is True
 
 
 @pytest.mark.parametrize(

@@ -59,10 +59,13 @@ class PauseMode(StrEnum):
 class Sampling:
     """How tokens are drawn. `top_k` 0 and `top_p` 1 turn them off; temperature 0 is greedy.
 
-    The model's own end-of-sequence tokens stop a sample too; the stop token is part of it.
-    So does a token that completes one of the texts of `stop`: that of special tokens counts.
+    The model's own end-of-sequence tokens stop a sample too, unless `ignore_eos`; the stop token is
+    part of it. So does a token that completes one of the texts of `stop`: that of special tokens
+    counts.
     Top-p cuts what top-k left. A seed and a position in the sequence (prompt included) fix a
     draw, so that a sample cut off and continued by token ids draws as if never cut.
+    Of the first `min_new_tokens` none is drawn that would stop the sample, before top-k and top-p
+    cut the rest, and no text of `stop` ends it.
     """
 
     max_new_tokens: int
@@ -72,8 +75,11 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     seeds: tuple[int, ...] = ()  # one per sample; empty draws fresh ones
     stop: tuple[str, ...] = ()
+    min_new_tokens: int = 0
+    ignore_eos: bool = False
 
 
+MIN_TOKENS = "must be 0 to max_new_tokens"
 TEXT_ONLY = "the model that serves reads text only"
 
 
@@ -262,6 +268,7 @@ class EngineStatus:
 
     `restorable_version` is one whose directory the engine may read again, to go back to it.
     `deterministic`: a seeded sample is the same to the bit whatever runs beside it.
+    `takes_min_new_tokens`: it can keep a sample from ending.
     """
 
     version: int | None
@@ -285,6 +292,7 @@ class EngineStatus:
     busy: str = ""
     busy_seconds: float = 0.0
     deterministic: bool = False
+    takes_min_new_tokens: bool = False
     asleep: bool = False
     transfer_ranks: int = 0  # that it takes in a transfer group; 0: it reads directories only
     profile: EngineProfile | None = None  # that was asked for last
@@ -465,6 +473,8 @@ def check_generation(
         raise MediaUnsupportedError(TEXT_ONLY)
     if sampling.max_new_tokens < 1:
         raise InvalidFieldError("sampling.max_new_tokens", "must be at least 1")
+    if not 0 <= sampling.min_new_tokens <= sampling.max_new_tokens:
+        raise InvalidFieldError("sampling.min_new_tokens", MIN_TOKENS)
     if sampling.temperature and not is_temperature(sampling.temperature):
         raise InvalidFieldError("sampling.temperature", f"{TEMPERATURES}, or 0")
     if sampling.top_k < 0:

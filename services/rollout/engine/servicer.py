@@ -486,6 +486,7 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
             decoded_token_count=status.decode_tokens_total,
             prefilled_token_count=status.prefill_tokens_total,
             deterministic=status.deterministic,
+            takes_min_new_tokens=status.takes_min_new_tokens,
             transfer_rank_count=status.transfer_ranks,
             transfer_group=self._weights.transfers.group,
             vocabulary=self._vocabulary,

@@ -12,6 +12,7 @@ from urllib.parse import quote
 import numpy as np
 
 from services.rollout.engine.interface import (
+    MIN_TOKENS,
     Delta,
     EngineProfile,
     EngineStatus,
@@ -96,6 +97,11 @@ def sampling_from_proto(
     top_p = message.top_p if message.HasField("top_p") else 1.0
     checks = (
         ("max_new_tokens", message.max_new_tokens >= 1, "must be at least 1"),
+        (
+            "min_new_tokens",
+            0 <= message.min_new_tokens <= max(message.max_new_tokens, 0),
+            MIN_TOKENS,
+        ),
         ("temperature", not temperature or is_temperature(temperature), f"{TEMPERATURES}, or 0"),
         ("top_p", 0 < top_p <= 1, "must be in (0, 1]"),
         ("top_k", message.top_k >= 0, "must not be negative"),
@@ -113,6 +119,8 @@ def sampling_from_proto(
         stop_token_ids=tuple(message.stop_token_ids),
         seeds=tuple(message.seeds),
         stop=tuple(message.stop),
+        min_new_tokens=message.min_new_tokens,
+        ignore_eos=message.ignore_eos,
     )
 
 
@@ -125,6 +133,8 @@ def sampling_to_proto(sampling: Sampling) -> pb.SamplingParams:
         stop_token_ids=sampling.stop_token_ids,
         seeds=sampling.seeds,
         stop=sampling.stop,
+        min_new_tokens=sampling.min_new_tokens,
+        ignore_eos=sampling.ignore_eos,
     )
 
 

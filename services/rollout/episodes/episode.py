@@ -181,7 +181,12 @@ class Episode:
             sample_count=1,
             first_episode=self.index,
             hints=self._prompt.hints.of([self.index]).with_cache(trajectory.length),
-            sampling=replace(self._prompt.sampling, seeds=seeds, max_new_tokens=wanted),
+            sampling=replace(
+                self._prompt.sampling,
+                seeds=seeds,
+                max_new_tokens=wanted,
+                min_new_tokens=min(self._prompt.sampling.min_new_tokens, wanted),
+            ),
         )
         try:
             (delta,) = await self._sampler.sample(prompt)

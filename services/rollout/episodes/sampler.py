@@ -132,12 +132,14 @@ class PartialSamples:
         prompt = collapse(self._prompt.token_ids, self._prompt.media)
         seeds = self._prompt.sampling.seeds
         so_far = self._open.get(indices[0])
+        sampled, budget = so_far.token_ids if so_far else (), self._budget(indices[0])
+        owed = max(0, self._prompt.sampling.min_new_tokens - len(sampled))
         sampling = replace(
             self._prompt.sampling,
             seeds=tuple(seeds[index] for index in indices) if seeds else (),
-            max_new_tokens=self._budget(indices[0]),
+            max_new_tokens=budget,
+            min_new_tokens=min(owed, budget),
         )
-        sampled = so_far.token_ids if so_far else ()
         return Generation(
             request_id=new_request_id(),
             prompt_token_ids=(*prompt, *sampled),

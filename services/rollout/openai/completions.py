@@ -206,6 +206,11 @@ class Responder:
         limits = (
             ("n", prompt_count * request.n, self.config.max_choices),
             ("max_tokens", token_limit or 0, self.config.max_tokens),
+            (
+                "min_tokens",
+                request.min_tokens,
+                self.config.max_tokens if token_limit is None else token_limit,
+            ),
         )
         for name, value, limit in limits:
             if value > limit:

@@ -108,6 +108,8 @@ class CommonRequest(BaseModel, extra="forbid", strict=True):
     seed: int | None = Field(None, ge=-(1 << 62), lt=1 << 62)
     stop: list[Text] = Field(default_factory=list, max_length=16)
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=64)
+    min_tokens: int = Field(0, ge=0, lt=1 << 31)
+    ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     include_stop_str_in_output: bool = False
@@ -131,6 +133,12 @@ class CommonRequest(BaseModel, extra="forbid", strict=True):
     def _record_as_text(cls, value: Any) -> Any:
         return Record.parse(value) if isinstance(value, str) else value
 
+    @model_validator(mode="after")
+    def _min_tokens_go_with_tokens(self) -> CommonRequest:
+        if self.min_tokens and self.stop:
+            raise ValueError("min_tokens is not supported with stop")
+        return self
+
     @property
     def wants_logprobs(self) -> bool:
         """Whether logprobs of the sampled tokens are asked for."""
@@ -147,6 +155,8 @@ class CommonRequest(BaseModel, extra="forbid", strict=True):
             top_p=self.top_p,
             stop_token_ids=tuple(self.stop_token_ids),
             seeds=seeds,
+            min_new_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
         )
 
 

@@ -160,6 +160,8 @@ async def test_an_engine_without_weights_refuses(start_engine: StartEngine) -> N
         ("prompt_token_ids", [97], {}),
         ("prompt_token_ids", [-1], {}),
         ("sampling.max_new_tokens", [1], {"max_new_tokens": 0}),
+        ("sampling.min_new_tokens", [1], {"min_new_tokens": -1}),
+        ("sampling.min_new_tokens", [1], {"max_new_tokens": 4, "min_new_tokens": 5}),
         ("sampling.temperature", [1], {"temperature": -0.1}),
         ("sampling.temperature", [1], {"temperature": float("nan")}),
         ("sampling.temperature", [1], {"temperature": 1e-40}),  # a quotient would be infinite

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from services.rollout.engine.interface import FinishReason
-from services.rollout.errors import NoTokenizerError
+from services.rollout.errors import NoMinTokensError, NoTokenizerError
+from sluice.runtime.errors import InvalidFieldError
 from tests.contract.engine.cases import (
     Model,
     StartEngine,
@@ -165,6 +166,156 @@ async def test_a_stop_token_ends_a_sample_and_belongs_to_it(
     assert cut.token_ids == free.token_ids[: first + 1]
     assert cut.finish_reason is FinishReason.STOP
     assert beside.token_ids == free.token_ids
+
+
+async def test_with_the_models_end_ignored_stop_tokens_end_a_sample_all_the_same(
+    qwen3: Model, start_engine: StartEngine
+) -> None:
+    engine = await start_engine(model=str(qwen3.directory))
+    settings: dict[str, Any] = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+    (free,) = await complete(engine, request_of("a", [4], **settings))
+    assert (len(free.token_ids), free.finish_reason) == (24, FinishReason.LENGTH)
+    stop = free.token_ids[9]
+    whole = free.token_ids.index(stop) + 1
+    request = request_of("b", [4], stop_token_ids=(stop, 96), **settings)
+    (cut,) = await complete(engine, request)
+    assert cut.token_ids == free.token_ids[:whole]
+    assert cut.finish_reason is FinishReason.STOP
+    (pieces,) = await gather(engine, replace(request, request_id="c", stream=True))
+    assert [token for piece in pieces for token in piece.token_ids] == [*cut.token_ids]
+    load = engine.status().rank_loads[0]
+    assert (load.running_count, load.waiting_count, load.used_tokens) == (0, 0, 0)
+
+
+async def test_the_models_own_end_is_drawn_and_passed_over_where_it_is_ignored(
+    qwen3: Model, start_seeded_engine: StartEngine, tmp_path: Path
+) -> None:
+    free, ends = await _with_an_end(qwen3, start_seeded_engine, tmp_path)
+    engine = await start_seeded_engine(model=str(tmp_path / "ends"))
+    settings: dict[str, Any] = {"temperature": 0, "max_new_tokens": 20}
+    (cut,) = await complete(engine, request_of("a", [4], **settings))
+    assert cut.token_ids == free[: free.index(ends) + 1]
+    (passed,) = await complete(engine, request_of("b", [4], ignore_eos=True, **settings))
+    assert passed.token_ids == free
+    assert passed.logprobs == pytest.approx(qwen3.logprobs([4], free), abs=1e-4)
+
+
+async def _with_an_end(
+    model: Model, start: StartEngine, folder: Path
+) -> tuple[tuple[int, ...], int]:
+    """20 greedy tokens after [4], and the one of them that ends samples of the model at `ends`."""
+    engine = await start(model=str(model.directory))
+    (free,) = await complete(engine, request_of("a", [4], temperature=0, max_new_tokens=20))
+    ending = copy.deepcopy(model.module)
+    token = free.token_ids[4]
+    ending.config.eos_token_id = ending.generation_config.eos_token_id = token
+    ending.save_pretrained(folder / "ends")
+    return tuple(free.token_ids), token
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_before_its_least_tokens_nothing_ends_a_sample(
+    qwen3: Model, start_seeded_engine: StartEngine, tmp_path: Path, *, deterministic: bool
+) -> None:
+    """transformers' own generation with `min_new_tokens` is the oracle; log-probs are of all."""
+    _, ends = await _with_an_end(qwen3, start_seeded_engine, tmp_path)
+    folder = tmp_path / "ends"
+    engine = await start_seeded_engine(model=str(folder), deterministic=deterministic)
+    for least in (0, 1, 5, 12, 20):
+        requests = [
+            request_of(
+                f"{least}/{i}",
+                prompt,
+                max_new_tokens=20,
+                temperature=0,
+                min_new_tokens=least,
+                stop_token_ids=(7, 11, 200),
+            )
+            for i, prompt in enumerate(PROMPTS)
+        ]
+        beside = request_of(f"{least}/beside", [4], max_new_tokens=20, temperature=0)
+        *answers, (other,) = await asyncio.gather(
+            *[complete(engine, request) for request in [*requests, beside]]
+        )
+        for prompt, (answer,) in zip(PROMPTS, answers, strict=True):
+            ids = torch.tensor([prompt])
+            expected = qwen3.module.generate(
+                ids,
+                max_new_tokens=20,
+                min_new_tokens=least or None,
+                do_sample=False,
+                attention_mask=torch.ones_like(ids),
+                eos_token_id=[ends, 7, 11],
+                pad_token_id=0,
+            )
+            assert list(answer.token_ids) == expected[0, len(prompt) :].tolist()
+            assert len(answer.token_ids) >= least
+            logprobs = qwen3.logprobs(prompt, answer.token_ids)
+            assert answer.logprobs == pytest.approx(logprobs, abs=1e-4)
+        assert other.token_ids[-1] == ends, "a neighbour ends as ever"
+
+
+async def test_a_sample_with_least_tokens_is_continued_as_if_never_cut(
+    qwen3: Model, start_seeded_engine: StartEngine
+) -> None:
+    engine = await start_seeded_engine(model=str(qwen3.directory))
+    stops = tuple(range(60))
+    settings: dict[str, Any] = {"seeds": (9,), "stop_token_ids": stops}
+    (whole,) = await complete(
+        engine, request_of("a", [1, 2], max_new_tokens=20, min_new_tokens=11, **settings)
+    )
+    assert not set(whole.token_ids[:11]) & set(stops)
+    (first,) = await complete(
+        engine, request_of("b", [1, 2], max_new_tokens=7, min_new_tokens=7, **settings)
+    )
+    prompt = [1, 2, *first.token_ids]
+    (rest,) = await complete(
+        engine, request_of("c", prompt, max_new_tokens=13, min_new_tokens=4, **settings)
+    )
+    assert first.token_ids + rest.token_ids == whole.token_ids
+
+
+async def test_a_stop_string_ends_a_sample_from_its_least_tokens_on(
+    qwen3: Model, tmp_path: Path, start_seeded_engine: StartEngine
+) -> None:
+    letters = write_letters(tmp_path / "letters")
+    engine = await start_seeded_engine(model=str(qwen3.directory), tokenizer=letters)
+    settings: dict[str, Any] = {"temperature": 0, "max_new_tokens": 24}
+    (free,) = await complete(engine, request_of("a", [4], **settings))
+    text = text_of(letters, free.token_ids)
+    stop = text[3]
+    ends = [n for n in range(1, 25) if text_of(letters, free.token_ids[:n]).endswith(stop)]
+    for least in (ends[0], ends[0] + 1):
+        (cut,) = await complete(
+            engine, request_of(f"b{least}", [4], stop=(stop,), min_new_tokens=least, **settings)
+        )
+        whole = next((n for n in ends if n >= least), 24)
+        assert cut.token_ids == free.token_ids[:whole]
+
+
+async def test_where_every_token_ends_a_sample_none_can_be_held_back(
+    qwen3: Model, start_seeded_engine: StartEngine
+) -> None:
+    engine = await start_seeded_engine(model=str(qwen3.directory))
+    request = request_of("a", [1], min_new_tokens=1, stop_token_ids=tuple(range(97)))
+    with pytest.raises(InvalidFieldError):
+        await complete(engine, request)
+    most = request_of("b", [1], min_new_tokens=8, stop_token_ids=tuple(range(1, 97)))
+    (sample,) = await complete(engine, most)
+    assert sample.token_ids == (0,) * 8
+
+
+async def test_an_engine_without_least_tokens_refuses_them_and_says_so_before(
+    qwen3: Model, start_engine: StartEngine
+) -> None:
+    engine = await start_engine(model=str(qwen3.directory))
+    request = request_of("a", [1], max_new_tokens=3, min_new_tokens=3)
+    if engine.status().takes_min_new_tokens:
+        (sample,) = await complete(engine, request)
+        assert len(sample.token_ids) == 3
+        return
+    with pytest.raises(NoMinTokensError):
+        await complete(engine, request)
 
 
 async def test_a_stop_string_ends_a_sample_however_it_is_cut(

@@ -170,6 +170,16 @@ async def test_a_stop_string_ends_the_text_before_it(client: AsyncOpenAI) -> Non
     assert streamed == cut.choices[0].text
 
 
+async def test_an_answer_has_its_least_tokens(client: AsyncOpenAI) -> None:
+    every = {"stop_token_ids": list(range(1, 15)), "return_token_ids": True}
+    request = {"model": "policy", "prompt": "7=", "max_tokens": 6, "seed": 5}
+    for least in (0, 3, 6):
+        body = {**every, "min_tokens": least, "ignore_eos": True}
+        (answer,) = (await client.completions.create(**request, extra_body=body)).choices
+        assert answer.token_ids[:least] == [0] * least
+        assert len(answer.token_ids) >= max(least, 1)
+
+
 async def test_the_seed_makes_an_answer_again(client: AsyncOpenAI) -> None:
     request = {"model": "policy", "prompt": "7=", "max_tokens": 20}
     one, two, other = [
@@ -188,6 +198,9 @@ async def test_the_seed_makes_an_answer_again(client: AsyncOpenAI) -> None:
         ({"extra_body": {"tempratur": 1}}, "unknown_parameter", "tempratur"),
         ({"n": 1000}, "invalid_value", "n"),
         ({"max_tokens": 10**6}, "invalid_value", "max_tokens"),
+        ({"extra_body": {"min_tokens": -1}}, "invalid_value", "min_tokens"),
+        ({"max_tokens": 4, "extra_body": {"min_tokens": 5}}, "invalid_value", "min_tokens"),
+        ({"stop": "a", "extra_body": {"min_tokens": 2}}, "invalid_value", None),
         ({"messages": []}, "invalid_value", "messages"),
         (
             {"messages": [{"role": "user", "content": [IMAGE]}]},

@@ -369,6 +369,8 @@ async def test_an_abort_keeps_what_was_sampled(
         ({"sampling": {"temperature": -1.0}}, "sampling.temperature"),
         ({"sampling": {"temperature": float("nan")}}, "sampling.temperature"),
         ({"sampling": {"top_p": 0.0}}, "sampling.top_p"),
+        ({"sampling": {"min_new_tokens": -1}}, "sampling.min_new_tokens"),
+        ({"sampling": {"min_new_tokens": 2**31 - 1}}, "sampling.min_new_tokens"),
         ({"sampling": {"top_k": -1}}, "sampling.top_k"),
         ({"sampling": {"seeds": [1, 2]}}, "sampling.seeds"),
         ({"sample_count": -1}, "sample_count"),

@@ -126,6 +126,55 @@ def test_log_probs_are_before_truncation_and_off_by_the_mass_that_it_keeps(
     assert abs(chi_square_excess(histogram, corrected)) < 4
 
 
+@pytest.mark.parametrize("width", [7, 1100])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.7}, {"top_k": 3}, {"top_k": 5, "top_p": 0.8}]
+)
+def test_what_is_forbidden_is_not_drawn_and_log_probs_are_of_all_tokens(
+    width: int, sampling: dict
+) -> None:
+    """The others keep their proportions, of which top-k and top-p cut. The oracle is numpy's."""
+    logits = np.random.default_rng(width).normal(scale=2.0, size=width).astype(np.float32)
+    likeliest = int(logits.argmax())
+    scaled = logits.astype(np.float64) / sampling.get("temperature", 1.0)
+    whole = scaled - scaled.max() - np.log(np.exp(scaled - scaled.max()).sum())
+    count = 4000
+    settings = DrawSettings.of(
+        [Sampling(max_new_tokens=1, **sampling)], [count], list(range(count)), CPU
+    )
+    forbidden = torch.tensor([[likeliest, 3, -1, width, 2**31 - 1]]).expand(count, -1)
+    rows = torch.from_numpy(logits).expand(count, -1)
+    drawn = draw(rows, settings, torch.zeros(count, dtype=torch.int64), forbidden)
+    left = torch.from_numpy(logits).clone()
+    left[[likeliest, 3]] = -1e9
+    histogram = torch.bincount(drawn.tokens, minlength=width).double()
+    assert abs(chi_square_excess(histogram, probabilities(left, **sampling))) < 4
+    np.testing.assert_allclose(drawn.logprobs.numpy(), whole[drawn.tokens.numpy()], atol=2e-6)
+    trained, _ = token_logprobs(rows, drawn.tokens, temperature=sampling.get("temperature", 1.0))
+    np.testing.assert_allclose(trained.numpy(), drawn.logprobs.numpy(), atol=2e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_would_end_for_sure_draws_another_and_its_neighbour_as_before(
+    temperature: float,
+) -> None:
+    logits = torch.randn(2, 9, generator=torch.Generator().manual_seed(4))
+    logits[0, 2] = 500.0  # the others weigh nothing beside it in float32
+    samplings = [Sampling(max_new_tokens=1, temperature=temperature)] * 2
+    settings = DrawSettings.of(samplings, [1, 1], [5, 6], CPU)
+    positions = torch.zeros(2, dtype=torch.int64)
+    free = draw(logits, settings, positions)
+    drawn = draw(logits, settings, positions, torch.tensor([[2], [-1]]))
+    assert int(free.tokens[0]) == 2 != int(drawn.tokens[0])
+    assert float(drawn.logprobs[0]) == pytest.approx(float(logits[0, drawn.tokens[0]]) - 500)
+    assert drawn.tokens[1] == free.tokens[1]
+    assert drawn.logprobs[1].equal(free.logprobs[1])
+    if temperature == 0:
+        rest = logits[0].clone()
+        rest[2] = -1e9
+        assert drawn.tokens[0] == rest.argmax()
+
+
 def test_uniform_numbers_are_uniform_and_uncorrelated_over_seeds_and_positions() -> None:
     seeds, positions = torch.arange(200)[:, None], torch.arange(200)[None, :]
     numbers = uniform(seeds.expand(200, 200), positions.expand(200, 200))

@@ -76,6 +76,40 @@ def test_the_loss_has_the_temperature_of_the_sampling(temperature):
         ),
         (sampling(temperature=1e9), r"sampling\.temperature"),
         (sampling(max_new_tokens=2**31), r"sampling\.max_new_tokens"),
+        *[
+            (sampling(min_new_tokens=wrong), r"^sampling\.min_new_tokens")
+            for wrong in (-1, 2**31, 1.5, float("nan"), "many", [1], None)
+        ],
+        (sampling(min_new_tokens=6), r"sampling\.min_new_tokens: 6 is more than max_new_tokens, 5"),
+        (sampling(ignore_eos="perhaps"), r"^sampling\.ignore_eos"),
+        (
+            {
+                **sampling(min_new_tokens=4),
+                "evaluation": {
+                    "datasets": {
+                        "short": {
+                            "prompts": {"index_count": 1},
+                            "sampling": {"max_new_tokens": 3},
+                        }
+                    }
+                },
+            },
+            r"datasets\.short\.sampling\.min_new_tokens: 4 is more than max_new_tokens, 3",
+        ),
+        (
+            {
+                "prompts": None,
+                "environment": None,
+                "environments": {
+                    "one": {
+                        "prompts": {"index_count": 1},
+                        "environment": {"name": "copy_digits"},
+                        "sampling": {"min_new_tokens": 9},
+                    }
+                },
+            },
+            r"environments\.one\.sampling\.min_new_tokens: 9 is more than max_new_tokens, 5",
+        ),
         (sampling(top_k=2**31), r"sampling\.top_k"),
         (sampling(stop_token_ids=[2**31]), r"sampling\.stop_token_ids\.0"),
         (sampling(stop_token_ids=[7, -1]), r"sampling\.stop_token_ids\.1"),
@@ -170,7 +204,14 @@ def test_what_only_just_works_is_taken():
 
 
 @pytest.mark.parametrize(
-    ("settings", "truncates"), [({"top_p": 0.9}, True), ({"top_k": 5}, True), ({}, False)]
+    ("settings", "truncates"),
+    [
+        ({"top_p": 0.9}, True),
+        ({"top_k": 5}, True),
+        ({"min_new_tokens": 5}, True),
+        ({"ignore_eos": True}, False),
+        ({}, False),
+    ],
 )
 def test_sampling_that_cuts_off_says_so(settings, truncates):
     assert configured(**sampling(**settings)).sampling.truncates is truncates

@@ -16,12 +16,18 @@ from sluice.samples.sample import VersionSpan
 PROMPT_IDS = (1, 2, 3)
 
 
-def partial_samples(budget: int, samples: int = 1, chunk: int = 0) -> PartialSamples:
+def partial_samples(
+    budget: int, samples: int = 1, chunk: int = 0, least: int = 0
+) -> PartialSamples:
     prompt = SamplingPrompt(
         group_id="g",
         token_ids=PROMPT_IDS,
         sample_count=samples,
-        sampling=Sampling(max_new_tokens=budget, seeds=tuple(range(100, 100 + samples))),
+        sampling=Sampling(
+            max_new_tokens=budget,
+            min_new_tokens=least,
+            seeds=tuple(range(100, 100 + samples)),
+        ),
         bounds=VersionBounds(),
         pool="",
     )
@@ -51,9 +57,11 @@ def delta(tokens: tuple[int, ...], version: int, reason: FinishReason, index: in
     pieces=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), max_size=8),
     budget=st.integers(1, 24),
     chunk=st.integers(0, 5),
+    least=st.integers(0, 24),
 )
-def test_a_sample_cut_off_anywhere_has_its_tokens_and_spans_in_order(pieces, budget, chunk):
-    made = partial_samples(budget, chunk=chunk)
+def test_a_sample_cut_off_anywhere_has_its_tokens_and_spans_in_order(pieces, budget, chunk, least):
+    least = min(least, budget)
+    made = partial_samples(budget, chunk=chunk, least=least)
     drawn: list[tuple[int, int]] = []  # (token, version)
     for size, version in [*pieces, *[(budget, 9)] * (budget + 1)]:
         if not made.missing:
@@ -62,6 +70,8 @@ def test_a_sample_cut_off_anywhere_has_its_tokens_and_spans_in_order(pieces, bud
         left = budget - len(drawn)
         assert asked.prompt_token_ids == (*PROMPT_IDS, *(token for token, _ in drawn))
         assert asked.sampling.max_new_tokens == (min(left, chunk) if chunk else left)
+        owed = max(0, least - len(drawn))
+        assert asked.sampling.min_new_tokens == min(owed, asked.sampling.max_new_tokens)
         assert asked.sampling.seeds == (100,)
         count = min(size, asked.sampling.max_new_tokens)
         tokens = tuple(range(1000 + len(drawn), 1000 + len(drawn) + count))

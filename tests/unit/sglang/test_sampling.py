@@ -36,11 +36,13 @@ def test_every_parameter_reaches_it() -> None:
         "top_k": 7,
         "top_p": 0.9,
         "stop_token_ids": [3, 4],
+        "ignore_eos": False,
         "sampling_seed": 12,
         "no_stop_trim": True,
     }
     names = {field.name for field in fields(Sampling)}
-    own = {"seeds", "stop"}  # stop strings are found in what it sends
+    # stop strings are found in what it sends; of its least tokens log-probs would be others
+    own = {"seeds", "stop", "min_new_tokens"}
     assert names == found.keys() - {"sampling_seed", "no_stop_trim"} | own
     assert told(replace(SAMPLING, stop=("a",))).keys() == told(SAMPLING).keys()
     intervals = [told(replace(SAMPLING, stop=each))["stream_interval"] for each in (("a",), ())]

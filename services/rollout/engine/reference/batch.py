@@ -106,6 +106,7 @@ class Lane:
     slot: int = 0  # in the outputs
     sent: int = 0  # tokens already handed out
     began: float = 0.0  # when its first token was drawn; 0: never
+    searched: int = 0  # tokens in which stop strings were looked for
     has_stop: bool = False  # a stop string is complete
     prompt_experts: torch.Tensor | None = None  # int16[prompt, mixture layers, chosen]
     versions: list[tuple[int, ServedWeights]] = field(default_factory=list)
@@ -177,8 +178,8 @@ class Columns:
     """One row per lane, int64[B] where not said otherwise.
 
     tokens: drawn last, not yet in the cache; positions: where it stands; shifts: how far off that
-    its rotary position is, behind images; counts: tokens drawn; budgets: tokens allowed; slots:
-    in the outputs; stops: int64[B, S], filled up with -1.
+    its rotary position is, behind images; counts: tokens drawn; budgets: tokens allowed; minimums:
+    tokens before which no lane ends; slots: in the outputs; stops: int64[B, S], filled up with -1.
     """
 
     tokens: torch.Tensor
@@ -186,6 +187,7 @@ class Columns:
     shifts: torch.Tensor
     counts: torch.Tensor
     budgets: torch.Tensor
+    minimums: torch.Tensor
     slots: torch.Tensor
     stops: torch.Tensor
     settings: DrawSettings
@@ -199,8 +201,6 @@ class Columns:
         settings: DrawSettings,
     ) -> Columns:
         """Makes lanes with their first token: repeats[i] of requests[i]."""
-        widest = max(len(request.stops) for request in requests)
-        stops = [[*r.stops, *[-1] * (widest - len(r.stops))] for r in requests]
 
         def column(values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
             each = torch.tensor(values, dtype=torch.int64, device=tokens.device)
@@ -212,8 +212,9 @@ class Columns:
             shifts=column([request.prompt.shift for request in requests]),
             counts=torch.ones_like(tokens),
             budgets=column([request.budget for request in requests]),
+            minimums=column([request.sampling.min_new_tokens for request in requests]),
             slots=torch.tensor(slots, device=tokens.device),
-            stops=column(stops),
+            stops=column(_filled([request.stops for request in requests])),
             settings=settings,
         )
 
@@ -230,6 +231,10 @@ class Columns:
         """bool[B]: the last token is a stop token."""
         return (self.tokens[:, None] == self.stops).any(1)
 
+    def forbidden(self) -> torch.Tensor:
+        """int64[B, S]: the stop tokens of lanes whose next token may not end them; -1 else."""
+        return self.stops.masked_fill((self.counts >= self.minimums)[:, None], -1)
+
     def advance(self, tokens: torch.Tensor) -> None:
         """Adds one more token to every lane."""
         self.tokens.copy_(tokens)
@@ -244,14 +249,21 @@ class Columns:
             self.shifts,
             self.counts,
             self.budgets,
+            self.minimums,
             self.slots,
             wide,
         )
 
 
+def _filled(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Rows of one length, filled up with -1."""
+    widest = max(map(len, rows))
+    return [[*row, *[-1] * (widest - len(row))] for row in rows]
+
+
 def _columns(plain: Sequence[torch.Tensor], settings: DrawSettings) -> Columns:
-    tokens, positions, shifts, counts, budgets, slots, stops = plain
-    return Columns(tokens, positions, shifts, counts, budgets, slots, stops, settings)
+    tokens, positions, shifts, counts, budgets, minimums, slots, stops = plain
+    return Columns(tokens, positions, shifts, counts, budgets, minimums, slots, stops, settings)
 
 
 Deltas = list[tuple[Lane, Delta]]
@@ -275,6 +287,7 @@ class DecodeBatch:
         self.lanes: list[Lane] = []
         self.streaming = False  # some lane wants its tokens as they come
         self._searching = False  # some lane has stop strings
+        self._holding = False  # some lane has tokens before which it does not end
         self._broken = set[int]()  # requests with logits that are not finite, by key
         self._device, self._fixed_rows = shape.device, fixed_rows
         self._rows = CacheRows(shape, max_length, pad_rows)
@@ -316,7 +329,8 @@ class DecodeBatch:
         assert self._columns is not None
         columns, full = self._columns, False
         positions = columns.positions + 1
-        drawn = self._draw(logits[: len(self)], columns.settings, positions, self.lanes)
+        forbidden = columns.forbidden() if self._holding else None
+        drawn = self._draw(logits[: len(self)], columns.settings, positions, self.lanes, forbidden)
         self._outputs.write(columns.slots, columns.counts, drawn)
         columns.advance(drawn.tokens)
         for block in self._blocks:
@@ -338,7 +352,14 @@ class DecodeBatch:
         logits = torch.stack([r.prompt.logits for r in requests if r.prompt.logits is not None])
         lengths = torch.tensor([request.prompt.length for request in requests])
         positions = lengths.to(self._device).repeat_interleave(repeats)
-        drawn = self._draw(logits.repeat_interleave(repeats, 0), settings, positions, lanes)
+        held = [request.stops if request.sampling.min_new_tokens else () for request in requests]
+        forbidden = None
+        if any(held):
+            filled = torch.tensor(_filled(held), device=self._device)
+            forbidden = filled.repeat_interleave(repeats, 0)
+        drawn = self._draw(
+            logits.repeat_interleave(repeats, 0), settings, positions, lanes, forbidden
+        )
         slots = self._outputs.reserve(len(lanes), max(request.budget for request in requests))
         now = time.monotonic()
         for lane, slot in zip(lanes, slots, strict=True):
@@ -399,7 +420,9 @@ class DecodeBatch:
             return False
         drawn = tokens.tolist()
         for row, lane in searched:
-            lane.has_stop = lane.request.searches[lane.index].add(drawn[row])
+            lane.searched += 1
+            found = lane.request.searches[lane.index].add(drawn[row])
+            lane.has_stop = found and lane.searched >= lane.request.sampling.min_new_tokens
         return any(lane.has_stop for _, lane in searched)
 
     def _draw(
@@ -408,11 +431,12 @@ class DecodeBatch:
         settings: DrawSettings,
         positions: torch.Tensor,
         lanes: Sequence[Lane],
+        forbidden: torch.Tensor | None,
     ) -> Drawn:
         if self._fixed_rows:
-            drawn = draw_fixed(logits, settings, positions, self._fixed_rows)
+            drawn = draw_fixed(logits, settings, positions, self._fixed_rows, forbidden)
         else:
-            drawn = draw(logits, settings, positions)
+            drawn = draw(logits, settings, positions, forbidden)
         if drawn.broken is not None:
             rows = drawn.broken.nonzero()[:, 0].tolist()
             self._broken |= {lanes[row].request.key for row in rows}
@@ -452,6 +476,7 @@ class DecodeBatch:
         self._blocks = []
         self.streaming = any(lane.request.generation.stream for lane in self.lanes)
         self._searching = any(lane.request.searches for lane in self.lanes)
+        self._holding = any(lane.request.sampling.min_new_tokens for lane in self.lanes)
         if self._columns is not None:
             places = self._columns.positions.tolist()
             self._blocks = self._rows.blocks(places, whole_rows=self._fixed_rows > 0)

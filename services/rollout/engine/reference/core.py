@@ -17,6 +17,7 @@ from services.rollout.engine.interface import (
     FinishReason,
     Generation,
     PauseMode,
+    Sampling,
     ServedWeights,
     TokenScores,
     check_generation,
@@ -53,7 +54,7 @@ from services.rollout.errors import (
     VersionUnavailableError,
 )
 from sluice.algo.likeliest import find_likeliest
-from sluice.runtime.errors import QueueFullError, ServiceError
+from sluice.runtime.errors import InvalidFieldError, QueueFullError, ServiceError
 from sluice.samples.stops import StopSearch
 
 NOTHING_SHOWN = Sight((), torch.empty(3, 0, dtype=torch.int64), {})
@@ -550,12 +551,20 @@ class EngineCore:
             prompt=prompt,
             pinned=generation.version is not None,
             seeds=sampling.seeds or tuple(fresh),
-            stops=tuple(model.stop_token_ids | frozenset(sampling.stop_token_ids)),
+            stops=self._stops(model, sampling),
             budget=min(sampling.max_new_tokens, self.max_length - prompt.length),
             searches=searches,
         )
         self._intake.push(request)
         self._live[key] = request
+
+    def _stops(self, model: ServingModel, sampling: Sampling) -> tuple[int, ...]:
+        """Tokens that end a sample. Raises InvalidFieldError where none is left to begin with."""
+        own = model.unsampled if sampling.ignore_eos else model.stop_token_ids
+        stops = own | frozenset(sampling.stop_token_ids)
+        if sampling.min_new_tokens and stops.issuperset(range(model.vocabulary_size)):
+            raise InvalidFieldError("sampling.min_new_tokens", "every token ends a sample")
+        return tuple(stops)
 
     def submit_score(
         self,

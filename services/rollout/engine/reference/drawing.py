@@ -95,10 +95,17 @@ class DrawSettings:
         return self.seeds, self.temperature, self.top_k, self.top_p
 
 
-def draw(logits: torch.Tensor, settings: DrawSettings, positions: torch.Tensor) -> Drawn:
+def draw(
+    logits: torch.Tensor,
+    settings: DrawSettings,
+    positions: torch.Tensor,
+    forbidden: torch.Tensor | None = None,
+) -> Drawn:
     """Draws one token per row of `logits` float32[B, V], to stand at `positions` int64[B].
 
-    Log-probabilities are before truncation. A greedy row reports those at temperature 1.
+    forbidden: int64[B, S] tokens that a row must not draw, others than 0..V-1 are none; it may draw
+    another. Log-probabilities are before these, and before truncation. A greedy row reports those
+    at temperature 1.
     Rows that are not finite are told, and index nothing with what they would give.
     """
     scaled = logits if settings.divisor is None else logits / settings.divisor
@@ -107,18 +114,29 @@ def draw(logits: torch.Tensor, settings: DrawSettings, positions: torch.Tensor) 
     normalizer = top[:, 0] + weights.sum(-1).log_()
     if not bool((finite := normalizer.isfinite()).all()):
         even = logits.masked_fill(~finite[:, None], 0.0)
-        return replace(draw(even, settings, positions), broken=~finite)
+        return replace(draw(even, settings, positions, forbidden), broken=~finite)
+    allowed = scaled
+    if forbidden is not None:
+        allowed = scaled.masked_fill(_mask(forbidden, logits.shape[1]), float("-inf"))
+        weights = (allowed - allowed.amax(-1, keepdim=True)).exp_()  # those left may be tiny
     if settings.all_greedy:
-        tokens = logits.argmax(-1)
+        tokens = allowed.argmax(-1)
     else:
-        tokens = _choose(scaled, weights, settings, positions)
+        tokens = _choose(allowed, weights, settings, positions)
         if settings.greedy is not None:
-            tokens = torch.where(settings.greedy, logits.argmax(-1), tokens)
+            tokens = torch.where(settings.greedy, allowed.argmax(-1), tokens)
     logprobs = scaled.gather(1, tokens[:, None])[:, 0] - normalizer
     if settings.divisor is None:
         return Drawn(tokens, logprobs, logprobs)
     plain = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
     return Drawn(tokens, logprobs, plain)
+
+
+def _mask(tokens: torch.Tensor, width: int) -> torch.Tensor:
+    """bool[B, width]: what tokens int64[B, S] name; others than 0..width-1 name nothing."""
+    places = torch.where((tokens >= 0) & (tokens < width), tokens, width)
+    named = torch.zeros(len(tokens), width + 1, dtype=torch.bool, device=tokens.device)
+    return named.scatter_(1, places, True)[:, :width]
 
 
 def _choose(
@@ -136,11 +154,18 @@ def _choose(
 
 
 def draw_fixed(
-    logits: torch.Tensor, settings: DrawSettings, positions: torch.Tensor, rows: int
+    logits: torch.Tensor,
+    settings: DrawSettings,
+    positions: torch.Tensor,
+    rows: int,
+    forbidden: torch.Tensor | None = None,
 ) -> Drawn:
     """Draws for B rows filled up to `rows`, so that its shapes do not depend on B."""
     more, count = rows - len(logits), len(logits)
-    drawn = draw(pad(logits, (0, 0, 0, more)), settings.padded(rows), pad(positions, (0, more)))
+    none = None if forbidden is None else pad(forbidden, (0, 0, 0, more), value=-1)
+    drawn = draw(
+        pad(logits, (0, 0, 0, more)), settings.padded(rows), pad(positions, (0, more)), none
+    )
     broken = None if drawn.broken is None else drawn.broken[:count]
     return Drawn(drawn.tokens[:count], drawn.logprobs[:count], drawn.logprobs_t1[:count], broken)
 

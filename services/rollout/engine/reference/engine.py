@@ -542,6 +542,7 @@ class ReferenceEngine(Engine):
             busy=busy,
             busy_seconds=busy_seconds,
             deterministic=self._config.deterministic,
+            takes_min_new_tokens=True,
             transfer_ranks=1,
             base=core.base,
             adapters=tuple(core.adapters),

@@ -172,9 +172,8 @@ class ServingModel:
             if self.images.rules is not None:
                 self.tower = VisionTower(model.model.visual, self.images.rules)
         # Nothing would be there to see where a placeholder was drawn.
-        self.stop_token_ids = frozenset(
-            (*_stop_tokens(model.generation_config, config), *self.images.unsampled)
-        )
+        self.unsampled = frozenset(self.images.unsampled)
+        self.stop_token_ids = self.unsampled | _stop_tokens(model.generation_config, config)
         self._features: OrderedDict[str, list[torch.Tensor]] = OrderedDict()
         self._rows = WholeRows(model, sees) if self._foreign else None
         self.cache_shape = (

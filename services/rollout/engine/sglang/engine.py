@@ -58,6 +58,7 @@ from services.rollout.errors import (
     DuplicateRequestError,
     EngineFailedError,
     MixedWeightsError,
+    NoMinTokensError,
     NotQuietError,
     NoTransferError,
     NoWeightsError,
@@ -141,6 +142,11 @@ class SglangEngine(Engine):
             self._config,
             dp_size=size,
         )
+        if generation.sampling.min_new_tokens:
+            raise NoMinTokensError(
+                "SGLang gives log-probs of the tokens alone that may be drawn, and without a "
+                "tokenizer takes no min_new_tokens: use the reference engine, or leave it out"
+            )
         name, count = generation.request_id, generation.sample_count
         if name in self._jobs:
             raise DuplicateRequestError(f"request {name!r} is here already", request_id=name)

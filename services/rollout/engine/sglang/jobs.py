@@ -34,7 +34,12 @@ from services.rollout.engine.sglang.client import (
     refusal,
 )
 from services.rollout.engine.sglang.load import Load, SlotLimiter
-from services.rollout.engine.sglang.samples import PendingSample, Routing, sampling_parameters
+from services.rollout.engine.sglang.samples import (
+    PendingSample,
+    Routing,
+    sampling_parameters,
+    stop_tokens,
+)
 from services.rollout.engine.versions import adapter_name, tag
 from services.rollout.errors import EngineFailedError
 from sluice.runtime.errors import ServiceError
@@ -116,15 +121,18 @@ class Job:
         self._expanded = expanded
         self.outcomes: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
         self._rank, nonce, now = generation.dp_rank, uuid.uuid4().hex, time.monotonic()
+        sampling = generation.sampling
+        stops = frozenset(stop_tokens(sampling, unsampled) if sampling.ignore_eos else ())
         self._samples = [
             PendingSample(
                 index=index,
                 rid=f"{nonce}-{index:06d}",  # SGLang aborts by prefix
                 follows=generation.stream,
-                temperature=generation.sampling.temperature,
+                temperature=sampling.temperature,
                 arrived=now,
                 routing=routing,
                 search=searches[index] if searches else None,
+                stops=stops,
             )
             for index in range(generation.sample_count)
         ]

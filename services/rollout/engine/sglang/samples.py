@@ -19,6 +19,7 @@ from services.rollout.engine.interface import (
     Delta,
     FinishReason,
     Generation,
+    Sampling,
     ServedWeights,
     Timing,
 )
@@ -127,15 +128,16 @@ class PendingSample:
     arrived: float
     routing: Routing | None = None  # of a model whose experts are wanted
     search: StopSearch | None = None  # where there are stop strings
+    stops: frozenset[int] = frozenset()  # tokens that end it, where SGLang minds none
     weights: ServedWeights | None = None  # that it was sent for
     sent: float = 0.0
     began: float = 0.0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[Version | ServedWeights] = field(default_factory=list)
-    came: int = 0  # tokens that SGLang sent, those behind a stop string too
+    came: int = 0  # tokens that SGLang sent, those behind a stop too
     reported: int = 0
-    has_stop: bool = False  # a stop string is complete: what comes is left out
+    has_stop: bool = False  # it is at its end: what comes is left out
     finish: FinishReason | None = None
     experts: np.ndarray | None = None
 
@@ -173,9 +175,10 @@ class PendingSample:
         """How many of these belong to the sample."""
         if self.has_stop:
             return 0
-        if self.search is not None:
+        if self.search is not None or self.stops:
             for count, token_id in enumerate(token_ids, 1):
-                if self.search.add(token_id):
+                found = self.search is not None and self.search.add(token_id)
+                if found or token_id in self.stops:
                     self.has_stop = True
                     return count
         return len(token_ids)
@@ -246,6 +249,11 @@ class PendingSample:
         self.finish, self.experts, self.sent = None, None, 0.0
 
 
+def stop_tokens(sampling: Sampling, unsampled: Sequence[int]) -> list[int]:
+    """Tokens that end a sample, beside those of the model."""
+    return [*sampling.stop_token_ids, *unsampled]
+
+
 def sampling_parameters(
     generation: Generation,
     index: int,
@@ -256,19 +264,23 @@ def sampling_parameters(
 ) -> dict[str, Any]:
     """Returns SGLang's sampling parameters of one sample; `unsampled` tokens end it.
 
+    Where it is to ignore the model's end of a sequence it minds no stop token at all (0.5.23), so
+    that those are found here too.
     Stop strings are found here: its servers have no tokenizer, and one that has looks at as many
     tokens as the string is encoded in, so that it misses what is drawn in more, or was cut off.
     A server that is not deterministic refuses seeds; one that is takes 42 where none is given, so
     that all samples of a prompt would be the same (0.5.23).
     """
     sampling = generation.sampling
-    interval = STOP_INTERVAL if sampling.stop else QUIET_INTERVAL
+    stops = stop_tokens(sampling, unsampled)
+    interval = STOP_INTERVAL if sampling.stop or (sampling.ignore_eos and stops) else QUIET_INTERVAL
     parameters: dict[str, Any] = {
         "max_new_tokens": budget,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k or -1,
         "top_p": max(sampling.top_p, _LEAST_TOP_P),
-        "stop_token_ids": [*sampling.stop_token_ids, *unsampled],
+        "stop_token_ids": stops,
+        "ignore_eos": sampling.ignore_eos,
         "no_stop_trim": True,  # the stop token belongs to the sample
         "stream_interval": 1 if generation.stream else interval,
     }

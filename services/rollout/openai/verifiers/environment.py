@@ -238,6 +238,10 @@ def _sampling_of(episode: Episode) -> dict[str, Any]:
         extra["top_k"] = sampling.top_k
     if sampling.stop_token_ids:
         extra["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.min_new_tokens:
+        extra["min_tokens"] = sampling.min_new_tokens
+    if sampling.ignore_eos:
+        extra["ignore_eos"] = True
     if sampling.stop:
         arguments["stop"] = list(sampling.stop)
         extra["include_stop_str_in_output"] = True  # as environments here see it

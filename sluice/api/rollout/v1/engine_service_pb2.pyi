@@ -32,7 +32,7 @@ PAUSE_MODE_ABORT: PauseMode
 PAUSE_MODE_IN_PLACE: PauseMode
 
 class SamplingParams(_message.Message):
-    __slots__ = ("max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "seeds", "stop")
+    __slots__ = ("max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "seeds", "stop", "min_new_tokens", "ignore_eos")
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,8 @@ class SamplingParams(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SEEDS_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     max_new_tokens: int
     temperature: float
     top_p: float
@@ -47,7 +49,9 @@ class SamplingParams(_message.Message):
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     seeds: _containers.RepeatedScalarFieldContainer[int]
     stop: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seeds: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ...) -> None: ...
+    min_new_tokens: int
+    ignore_eos: bool
+    def __init__(self, max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seeds: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., min_new_tokens: _Optional[int] = ..., ignore_eos: bool = ...) -> None: ...
 
 class VersionBounds(_message.Message):
     __slots__ = ("min_version", "exact_version")
@@ -348,7 +352,7 @@ class RankLoad(_message.Message):
     def __init__(self, running_count: _Optional[int] = ..., waiting_count: _Optional[int] = ..., used_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class GetEngineResponse(_message.Message):
-    __slots__ = ("weights", "prepared_versions", "paused", "rank_loads", "max_running_count", "max_model_length", "backend", "engine_id", "last_pause", "last_preparation", "decoded_token_count", "prefilled_token_count", "deterministic", "transfer_rank_count", "transfer_group", "base", "adapters", "vocabulary", "asleep", "profile")
+    __slots__ = ("weights", "prepared_versions", "paused", "rank_loads", "max_running_count", "max_model_length", "backend", "engine_id", "last_pause", "last_preparation", "decoded_token_count", "prefilled_token_count", "deterministic", "transfer_rank_count", "transfer_group", "base", "adapters", "vocabulary", "asleep", "profile", "takes_min_new_tokens")
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     PREPARED_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
@@ -369,6 +373,7 @@ class GetEngineResponse(_message.Message):
     VOCABULARY_FIELD_NUMBER: _ClassVar[int]
     ASLEEP_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
+    TAKES_MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     weights: _sample_pb2.WeightVersion
     prepared_versions: _containers.RepeatedScalarFieldContainer[int]
     paused: bool
@@ -389,7 +394,8 @@ class GetEngineResponse(_message.Message):
     vocabulary: str
     asleep: bool
     profile: _profile_pb2.Profile
-    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., prepared_versions: _Optional[_Iterable[int]] = ..., paused: bool = ..., rank_loads: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., max_running_count: _Optional[int] = ..., max_model_length: _Optional[int] = ..., backend: _Optional[str] = ..., engine_id: _Optional[str] = ..., last_pause: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_preparation: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decoded_token_count: _Optional[int] = ..., prefilled_token_count: _Optional[int] = ..., deterministic: bool = ..., transfer_rank_count: _Optional[int] = ..., transfer_group: _Optional[str] = ..., base: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[_sample_pb2.WeightVersion, _Mapping]]] = ..., vocabulary: _Optional[str] = ..., asleep: bool = ..., profile: _Optional[_Union[_profile_pb2.Profile, _Mapping]] = ...) -> None: ...
+    takes_min_new_tokens: bool
+    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., prepared_versions: _Optional[_Iterable[int]] = ..., paused: bool = ..., rank_loads: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., max_running_count: _Optional[int] = ..., max_model_length: _Optional[int] = ..., backend: _Optional[str] = ..., engine_id: _Optional[str] = ..., last_pause: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_preparation: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decoded_token_count: _Optional[int] = ..., prefilled_token_count: _Optional[int] = ..., deterministic: bool = ..., transfer_rank_count: _Optional[int] = ..., transfer_group: _Optional[str] = ..., base: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[_sample_pb2.WeightVersion, _Mapping]]] = ..., vocabulary: _Optional[str] = ..., asleep: bool = ..., profile: _Optional[_Union[_profile_pb2.Profile, _Mapping]] = ..., takes_min_new_tokens: bool = ...) -> None: ...
 
 class ProfileRequest(_message.Message):
     __slots__ = ("pass_count", "options", "name", "request_id")
