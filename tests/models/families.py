@@ -85,6 +85,7 @@ CASES = [
     Case("glm", "GLM-4 9B (2024)", {"partial_rotary_factor": 0.5}),
     Case("glm4", "GLM-4 (0414)", {"partial_rotary_factor": 0.5, "attention_bias": True}),
     Case("glm4_moe", "GLM-4.5", {**GROUPED, "partial_rotary_factor": 0.5}),
+    Case("glm4_moe_lite", "GLM-4.7-Flash", {**LATENT, **GROUPED}),
     Case(
         "deepseek_v2", "DeepSeek-V2", {**LATENT, **GROUPED, "topk_method": "group_limited_greedy"}
     ),

@@ -28,6 +28,7 @@ FAMILIES: dict[str, Layout] = {
     "glm": "shared",
     "glm4": "shared",
     "glm4_moe": "shared",
+    "glm4_moe_lite": "shared",
     "gpt2": "shared",
     "gpt_oss": "rows",
     "granite": "shared",
