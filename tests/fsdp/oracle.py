@@ -96,9 +96,11 @@ def logprob_difference(found: Tensors, expected: Tensors) -> float:
 def gradient_difference(found: Tensors, expected: Tensors) -> float:
     """Largest difference of any tensor, relative to the tensor's largest element.
 
-    A gradient that is 0 but for rounding (a bias of keys has no effect) must be so in both.
+    A gradient that is 0 but for rounding (a bias of keys has no effect) must be so in both. That of
+    one number is a sum over all tokens, which may cancel: it is by a thousandth of the largest.
     """
-    rounding = 1e-6 * max(float(tensor.abs().max()) for tensor in expected.values())
+    largest = max(float(tensor.abs().max()) for tensor in expected.values())
+    rounding = 1e-6 * largest
     assert expected.keys() <= found.keys(), expected.keys() - found.keys()
     worst = 0.0
     for name, tensor in expected.items():
@@ -107,5 +109,6 @@ def gradient_difference(found: Tensors, expected: Tensors) -> float:
         if scale < rounding:
             assert float(found[name].abs().max()) < rounding, name
             continue
+        scale = max(scale, 1e-3 * largest) if tensor.numel() == 1 else scale
         worst = max(worst, float((found[name].float() - tensor).abs().max()) / scale)
     return worst
