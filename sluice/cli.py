@@ -32,17 +32,12 @@ from sluice.init import INIT_USAGE, InitConfig, init
 from sluice.logs_command import LOGS_USAGE
 from sluice.logs_command import logs as show_logs
 from sluice.loop.claims import BEATS, TAKEOVER_SECONDS
-from sluice.loop.config import (
-    CommonRunConfig,
-    DpoConfig,
-    RowsRunConfig,
-    RunConfig,
-    SftConfig,
-    TeacherConfig,
-)
+from sluice.loop.config import CommonRunConfig, RunConfig, SftConfig, TeacherConfig
 from sluice.loop.evaluation import EvaluationError
 from sluice.loop.fleet import NoEngineError
 from sluice.loop.mixture import ScheduleError
+from sluice.loop.policy_run import PolicyRun
+from sluice.loop.replay import ReplayedRun, ReplayRun, open_replay
 from sluice.loop.report import RunReport
 from sluice.loop.run import TrainingRun
 from sluice.loop.run_directory import RunDirectoryError, owned, sole_driver
@@ -93,7 +88,6 @@ USAGE = {
     "train": "sluice train RUN.yaml [--up SERVICES.yaml] [--key value ...]",
     "eval": "sluice eval RUN.yaml [--key value ...]",
     "sft": "sluice sft RUN.yaml [--up SERVICES.yaml] [--key value ...]",
-    "dpo": "sluice dpo RUN.yaml [--up SERVICES.yaml] [--key value ...]",
     "convert": "sluice convert SRC DST [--to hf|torch_dist] [--origin DIR] [--key value ...]",
     "verify": "sluice verify FIRST SECOND [--model DIR] [--key value ...]",
     "status": STATUS_USAGE,
@@ -118,7 +112,6 @@ SUMMARY = {
     "train": "train; with --up on services that live as long as the run",
     "eval": "score the data sets of a run on the weights that are served now",
     "sft": "supervised training on the trainer of `sluice up`, or of --up",
-    "dpo": "training on preferences, pairs of a chosen and a rejected answer, likewise",
     "convert": "a checkpoint from Hugging Face to torch_dist, back, or to another type",
     "verify": "are two checkpoints equal, tensor by tensor?",
     "status": "how a run and its services do: steps, rewards, health, who waits on whom",
@@ -266,20 +259,11 @@ async def evaluate(arguments: Sequence[str]) -> None:
 
 async def sft(arguments: Sequence[str]) -> None:
     """Supervised training; with `--up` over services that live as long as the run."""
-    await _train_on_rows(SftConfig, arguments)
-
-
-async def dpo(arguments: Sequence[str]) -> None:
-    """Training on preferences; with `--up` over services that live as long as the run."""
-    await _train_on_rows(DpoConfig, arguments)
-
-
-async def _train_on_rows(cls: type[RowsRunConfig], arguments: Sequence[str]) -> None:
     rest = list(arguments)
     services_yaml = take_value(rest, "--up")
-    config = _load(cls, cls.kind, rest)
+    config = _load(SftConfig, "sft", rest)
     async with _own_services(services_yaml):
-        await run_rows(config)
+        await run_sft(config)
 
 
 @contextlib.asynccontextmanager
@@ -292,9 +276,9 @@ async def _own_services(services_yaml: str | None) -> AsyncIterator[None]:
         yield
 
 
-async def run_rows(config: RowsRunConfig) -> None:
-    """One run on the rows of a file, and its report."""
-    from sluice.loop.rows_run import LINES, RowsRun, load_rows, step_count
+async def run_sft(config: SftConfig) -> None:
+    """One supervised run and its report."""
+    from sluice.loop.sft import LINE, SftRun, load_rows, step_count
 
     if config.services is not None:
         config = config.model_copy(
@@ -310,12 +294,12 @@ async def run_rows(config: RowsRunConfig) -> None:
         await stack.enter_async_context(_own_port(config))
         archive = await stack.enter_async_context(_own_archive(config))
         await stack.enter_async_context(_own_trainers(config, [config.trainer], archive))
-        report = stack.enter_context(RunReport(config.run_dir, steps, line=LINES[config.kind]))
-        report.begin(config.kind, config.model_dump(mode="json"))
+        report = stack.enter_context(RunReport(config.run_dir, steps, line=LINE))
+        report.begin("sft", config.model_dump(mode="json"))
         report.track(config.trackers, config.model_dump(mode="json"))
         for text in [] if archive is None else archive.notes:
             report.note(text)
-        run = RowsRun(config, rows, report, archive)
+        run = SftRun(config, rows, report, archive)
         try:
             await run.start()
             await run.train()
@@ -391,14 +375,17 @@ async def _own_port(config: CommonRunConfig) -> AsyncIterator[None]:
 
 
 async def run_training(
-    config: RunConfig, training: Callable[[TrainingRun], Awaitable[None]] = TrainingRun.train
+    config: RunConfig, training: Callable[[PolicyRun], Awaitable[None]] | None = None
 ) -> None:
-    """One run, its report and its plot. `training` is called once everything has started."""
+    """One run, its report and its plot. `training` is called once everything has started, instead
+    of the run's own."""
     if config.services is not None:
         config = config.model_copy(
             update={
                 "trainer": config.trainer or by_name(config.services, "trainer"),
-                "router": config.router or by_name(config.services, "router"),
+                "router": config.router
+                if config.router or config.replay is not None
+                else by_name(config.services, "router"),
                 "store": config.store or read_store(config.services),
                 "weights": config.weights or read_weights(config.services),
             }
@@ -411,15 +398,22 @@ async def run_training(
         archive = await stack.enter_async_context(_own_archive(config))
         critics = [] if critic is None else [critic.client.address]
         await stack.enter_async_context(_own_trainers(config, [config.trainer, *critics], archive))
+        source: ReplayedRun | None = None
+        if config.replay is not None:
+            config, source = open_replay(config)
         report = stack.enter_context(RunReport(config.run_dir, config.steps))
         report.begin("train", config.model_dump(mode="json"))
         report.track(config.trackers, config.model_dump(mode="json"))
         for text in [] if archive is None else archive.notes:
             report.note(text)
-        run = TrainingRun(config, report, critic, archive)
+        run: PolicyRun
+        if config.replay is not None:
+            run = ReplayRun(config, source, report, critic, archive)
+        else:
+            run = TrainingRun(config, report, critic, archive)
         try:
             await run.start()
-            await training(run)
+            await (run.train() if training is None else training(run))
         finally:
             await run.close()
             if (plot := report.plot()) is not None:
@@ -549,7 +543,6 @@ async def completion(arguments: Sequence[str]) -> None:
         "train": RunConfig,
         "eval": ScoredRunConfig,
         "sft": SftConfig,
-        "dpo": DpoConfig,
         "waits": WaitsConfig,
         "status": StatusConfig,
         "report": ReportConfig,
@@ -561,7 +554,6 @@ async def completion(arguments: Sequence[str]) -> None:
         "up": ("--on", "--address"),
         "train": ("--up",),
         "sft": ("--up",),
-        "dpo": ("--up",),
         "status": ("--json", "--once"),
         "logs": ("--follow", "--since", "--address"),
         "trace": ("--steps", "--otlp", "-o"),
@@ -598,7 +590,6 @@ def main() -> int:
         "train": train,
         "eval": evaluate,
         "sft": sft,
-        "dpo": dpo,
         "convert": convert,
         "verify": verify,
         "status": status,

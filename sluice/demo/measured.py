@@ -11,8 +11,8 @@ from pathlib import Path
 from sluice.cli import run_training, supervised
 from sluice.durable import DirectoryError, owned
 from sluice.loop.config import RunConfig
+from sluice.loop.policy_run import PolicyRun
 from sluice.loop.report import read_metrics
-from sluice.loop.run import TrainingRun
 from sluice.stack import UpConfig
 from sluice.supervise import Supervisor
 
@@ -65,7 +65,7 @@ async def measured_run(
     start = time.monotonic()
     supervisor = Supervisor(services)
 
-    async def train(run: TrainingRun) -> None:
+    async def train(run: PolicyRun) -> None:
         cost.startup_cpu = supervisor.cpu_seconds()
         await run.train()
         cost.training_cpu = supervisor.cpu_seconds() - cost.startup_cpu

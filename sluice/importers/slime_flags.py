@@ -103,6 +103,11 @@ def _stops(into: Imported, values: Values) -> None:
     set_at(into.run, "sampling.stop", [plain_text(value) for value in values])
 
 
+def _keep_blobs(into: Imported, values: Values) -> None:
+    only(values)
+    set_at(into.run, "retention.keep_blobs", True)
+
+
 def _top_k(into: Imported, values: Values) -> None:
     set_at(into.run, "sampling.top_k", max(0, whole(only(values))))
 
@@ -115,42 +120,6 @@ def _optimizer(into: Imported, values: Values) -> None:
 def _loss_type(into: Imported, values: Values) -> None:
     if only(values) != "policy_loss":
         raise NotCarriedError(f"{values[0]!r}: supervised training is `sluice sft`, docs/api.md")
-
-
-# What a part of a Megatron name is called in a Hugging Face checkpoint. Layers of Transformer
-# Engine, which slime trains, have the norm before them in their name.
-NAMED_PARTS = {
-    "embedding": ("*.embed_tokens.*",),
-    "experts": ("*.mlp.*expert*",),
-    "final_layernorm": ("model.norm.*",),
-    "linear_fc2": ("*.down_proj*",),
-    "linear_proj": ("*.self_attn.o_proj.*",),
-    "linear_qkv": ("*.self_attn.[qkv]_proj.*", "*.input_layernorm.*"),
-    "mlp": ("*.mlp.*", "*.post_attention_layernorm.*"),
-    "output_layer": ("lm_head.*",),
-    "router": ("*.mlp.gate.*",),
-    "self_attention": ("*.self_attn.*", "*.input_layernorm.*"),
-}
-_LAYERS = re.compile(r"(?:decoder\\?\.)?layers\\?\.((?:\d|\[[\d-]+\])+)\\?\.")
-
-
-def _trainable(setting: str) -> Flag:
-    def put(into: Imported, values: Values) -> None:
-        patterns: list[str] = []
-        for value in map(plain_text, values):
-            layers = _LAYERS.fullmatch(value)
-            if layers is None and value not in NAMED_PARTS:
-                raise NotCarriedError(
-                    f"{value!r}: patterns are of Hugging Face names: trainer.config.trainable"
-                )
-            patterns += [f"*.layers.{layers[1]}.*"] if layers else NAMED_PARTS[value]
-            if layers:
-                into.facts["layers_named"] = True
-        if not patterns:
-            raise NotCarriedError("names nothing")
-        set_at(into.trainer, f"trainable.{setting}", patterns)
-
-    return Flag(f"trainer: trainable.{setting}", f"{', '.join(NAMED_PARTS)}, layers by number", put)
 
 
 REWARDS = {"math": "math", "deepscaler": "math", "dapo": "math", "f1": "f1", "gpqa": "choice"}
@@ -171,6 +140,8 @@ _MODEL = unneeded("the model's config.json says it")
 _ALWAYS = unneeded("it is always so")
 _STORE = unneeded("checkpoints and weights are in the store of the run; `--resume` goes on")
 _OWN = "functions of your own are named otherwise: docs/rollout.md, Your own functions"
+
+_ALL_TRAINED = "all weights are trained, or adapters (docs/lora.md); vision has frozen parts"
 
 FLAGS: dict[str, Flag] = {
     # cluster
@@ -228,9 +199,9 @@ FLAGS: dict[str, Flag] = {
     "ref-update-interval": absent("the reference stays"),
     "start-rollout-id": _STORE,
     "ckpt-step": by_hand("run.yaml initial_checkpoint"),
-    "only-train-params-name-list": _trainable("allow"),
-    "freeze-params-name-list": _trainable("deny"),
-    "freeze-indexer": absent("no model that has one is trained here"),
+    "only-train-params-name-list": absent(_ALL_TRAINED),
+    "freeze-params-name-list": absent(_ALL_TRAINED),
+    "freeze-indexer": absent(_ALL_TRAINED),
     "custom-model-provider-path": by_hand("trainer.config.megatron.model_provider"),
     "megatron-config-path": by_hand("a critic is an entry of services.yaml with its own settings"),
     # rollout
@@ -458,13 +429,13 @@ FLAGS: dict[str, Flag] = {
     # what people look at
     "use-wandb": by_hand("trackers.wandb of run.yaml: docs/trackers.md"),
     "use-tensorboard": by_hand("trackers.tensorboard of run.yaml: docs/trackers.md"),
-    "save-debug-rollout-data": unneeded("`sluice samples` has them"),
+    "save-debug-rollout-data": Flag("run: retention.keep_blobs", "true", _keep_blobs),
     "save-debug-train-data": unneeded("`sluice samples` has them"),
     "dump-details": unneeded("`sluice samples` has them"),
-    "load-debug-rollout-data": absent("a ledger's groups are trained on as they are"),
-    "load-debug-rollout-data-subsample": absent("see load-debug-rollout-data"),
+    "load-debug-rollout-data": by_hand("run.yaml replay: groups of a run of ours: docs/replay.md"),
+    "load-debug-rollout-data-subsample": absent("a replay takes whole steps"),
     "load-forge-rollout-data": absent("see load-debug-rollout-data"),
-    "debug-train-only": absent("supervised training is `sluice sft`"),
+    "debug-train-only": by_hand("see load-debug-rollout-data"),
     "debug-rollout-only": by_hand("`sluice eval` rolls out alone"),
     "log-passrate": by_hand("evaluation.datasets.<name>.pass_at"),
     "log-multi-turn": _ALWAYS,

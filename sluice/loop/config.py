@@ -1,9 +1,9 @@
-"""The configurations of `sluice train`, `sluice sft` and `sluice dpo`."""
+"""The configurations of `sluice train` and of `sluice sft`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -13,7 +13,6 @@ from pydantic import (
 )
 
 from sluice.address import ServerAddress
-from sluice.algo.estimators.pairs import DpoSettings
 from sluice.algo.spec import AdvantageSpec, LossSpec, known_columns
 from sluice.config import PLAIN_NAME, PLAIN_NAME_RULE, Config, ProcessConfig
 from sluice.loop.trackers import TrackersConfig
@@ -186,24 +185,6 @@ class AlgorithmConfig(Config):
             raise ValueError(f"advantage: has no effect with loss {self.loss.name}; leave it out")
         return self
 
-    @model_validator(mode="after")
-    def _preferences_are_of_these_weights(self) -> AlgorithmConfig:
-        """The derivative of a pair's loss is of the weights that its log-probs were computed by."""
-        if self.advantage.name != "dpo":
-            return self
-        for name in ("mini_batches", "epochs"):
-            if getattr(self, name) > 1:
-                raise ValueError(
-                    f"{name}: advantage dpo takes one optimizer step a batch, whose log-probs its "
-                    "advantages are of; leave it at 1"
-                )
-        if self.loss.name != "reinforce":
-            raise ValueError(
-                f"loss.name: {self.loss.name} has no effect with advantage dpo that reinforce has "
-                "not: within one optimizer step no ratio leaves 1"
-            )
-        return self
-
 
 class TeacherConfig(Config):
     """Whose log-probs of the sampled tokens a student learns from.
@@ -335,6 +316,25 @@ class CriticConfig(Config):
         return self
 
 
+class ReplayConfig(Config):
+    """Groups that an earlier run trained on, trained on again: its steps, their groups and order.
+
+    Nothing is sampled, so that no router, engine or episode worker is needed.
+    """
+
+    run_dir: Path = Field(description="Of the earlier run; only read. Its groups' blobs are there.")
+    first_step: int = Field(1, ge=1, lt=LARGEST_COUNT)
+    last_step: int | None = Field(
+        None, ge=1, lt=LARGEST_COUNT, description="None is the last that it trained."
+    )
+
+    @model_validator(mode="after")
+    def _steps_are_in_order(self) -> ReplayConfig:
+        if self.last_step is not None and self.last_step < self.first_step:
+            raise ValueError(f"last_step: {self.last_step} is before first_step {self.first_step}")
+        return self
+
+
 class RetentionConfig(Config):
     """What a run leaves in the shared store while it goes on."""
 
@@ -343,6 +343,9 @@ class RetentionConfig(Config):
     )
     blob_grace_seconds: float = Field(
         900, gt=0, description="Blobs that nobody pins stay for so long."
+    )
+    keep_blobs: bool = Field(
+        False, description="Those of groups that were trained on stay, for a replay of the run."
     )
 
 
@@ -484,11 +487,36 @@ class RunConfig(CommonRunConfig):
     group_timeout_seconds: float = Field(600, ge=SHORTEST_GROUP, le=LONGEST_GROUP)
     group_attempts: int = Field(3, gt=0, description="Issues of a group before it is dropped.")
     evaluation: EvaluationConfig | None = None
+    replay: ReplayConfig | None = Field(
+        None, description="Trains on the groups of an earlier run instead of new ones."
+    )
 
     @model_validator(mode="after")
     def _services_are_named(self) -> RunConfig:
-        if self.services is None and not (self.trainer and self.router):
+        if self.services is None and not (self.trainer and (self.router or self.replay)):
             raise ValueError("give services, or both trainer and router")
+        return self
+
+    @model_validator(mode="after")
+    def _replay_samples_nothing(self) -> RunConfig:
+        if self.replay is None:
+            return self
+        if "steps" in self.model_fields_set:
+            raise ValueError("steps: has no effect with replay; give replay.last_step")
+        if self.evaluation is not None:
+            raise ValueError("evaluation: has no effect with replay, which has no engines")
+        for key, value, only in (
+            ("placement", self.placement, "separate"),
+            ("weight_transport", self.weight_transport, "store"),
+        ):
+            if value != only:
+                raise ValueError(f"{key}: must be {only} with replay, which has no engines")
+        for name, teacher in self.teachers.items():
+            if not teacher.pool:
+                raise ValueError(
+                    f"teachers.{name}: is a trainer, which a replay does not ask; what engines of "
+                    "a pool said is in the groups"
+                )
         return self
 
     @model_validator(mode="after")
@@ -673,6 +701,14 @@ class RunConfig(CommonRunConfig):
             )
         return self
 
+    def check_warmup(self) -> None:
+        """Raises ValueError where the critic alone is trained."""
+        if self.critic is not None and self.critic.warmup_steps >= self.steps:
+            raise ValueError(
+                f"critic.warmup_steps: {self.critic.warmup_steps} leave none of the {self.steps} "
+                "steps to the policy"
+            )
+
     @model_validator(mode="after")
     def _counts_have_an_effect(self) -> RunConfig:
         if self.algorithm.mini_batches > self.groups_per_step:
@@ -680,19 +716,8 @@ class RunConfig(CommonRunConfig):
                 f"algorithm.mini_batches: {self.algorithm.mini_batches} cannot be made of "
                 f"groups_per_step {self.groups_per_step}"
             )
-        if self.algorithm.advantage.name == "dpo":
-            for name, share in self.shares.items():
-                if share.samples_per_group != 2:
-                    where = f"environments.{name}." if name else ""
-                    raise ValueError(
-                        f"{where}samples_per_group: advantage dpo is of two answers to a prompt, "
-                        f"not of {share.samples_per_group}"
-                    )
-        if self.critic is not None and self.critic.warmup_steps >= self.steps:
-            raise ValueError(
-                f"critic.warmup_steps: {self.critic.warmup_steps} leave none of the {self.steps} "
-                "steps to the policy"
-            )
+        if self.replay is None:  # its steps are not known yet
+            self.check_warmup()
         if self.stop_at_reward is None and "stop_window" in self.model_fields_set:
             raise ValueError("stop_window: has no effect without stop_at_reward")
         return self
@@ -756,66 +781,23 @@ class RunConfig(CommonRunConfig):
 
 
 class RowsConfig(Config):
-    """A JSONL or Parquet file, whose rows are of conversations or of preferences.
-
-    `sluice sft` takes `messages` (and `tools`), or `prompt` and `answer`; `sluice dpo` `chosen` and
-    `rejected`, both as texts or both as messages, with their `prompt` or without.
-    """
+    """A JSONL or Parquet file. A row has `messages` (and `tools`), or `prompt` and `answer`."""
 
     file: Path
     shuffle: bool = Field(True, description="Anew every epoch, from the seed.")
 
 
-class HeldOutConfig(Config):
-    """Rows that nothing is learned of, in a file of their own: what they tell of the weights."""
-
-    file: Path
-    every_steps: int = Field(0, ge=0, description="0 is before and after training only.")
-
-
-class RowsRunConfig(CommonRunConfig):
-    """What the runs on rows of a file share."""
-
-    kind: ClassVar[str]
+class SftConfig(CommonRunConfig):
+    """Supervised training on conversations. Flags override the file, e.g. `--epochs 3`."""
 
     tokenizer: Path = Field(description="Model directory with tokenizer and chat template.")
     template: dict[str, JsonValue] = Field(
         default_factory=dict, description="Variables of the chat template, by its own names."
     )
     rows: RowsConfig
-    held_out: HeldOutConfig | None = None
     rows_per_step: int = Field(32, gt=0)
     epochs: int = Field(1, gt=0, description="Every row once in each.")
     steps: int | None = Field(None, gt=0, description="End here instead, if that is earlier.")
-
-    @property
-    def algorithm(self) -> AlgorithmConfig:
-        """What is done with the rows of a step."""
-        raise NotImplementedError
-
-    @property
-    def shape(self) -> dict[str, JsonValue]:
-        """Settings of the algorithm that no resumed run may change, as far as they are set."""
-        raise NotImplementedError
-
-    @model_validator(mode="after")
-    def _has_no_trace(self) -> Self:
-        if self.trackers.otel is not None:
-            raise ValueError("trackers.otel: has no effect, a run on rows of a file keeps no trace")
-        return self
-
-    @model_validator(mode="after")
-    def _trainer_is_named(self) -> Self:
-        if self.services is None and not self.trainer:
-            raise ValueError("give services or trainer")
-        return self
-
-
-class SftConfig(RowsRunConfig):
-    """Supervised training on conversations. Flags override the file, e.g. `--epochs 3`."""
-
-    kind = "sft"
-
     loss: LossSpec = LossSpec(name="sft")
 
     @field_validator("loss")
@@ -825,34 +807,14 @@ class SftConfig(RowsRunConfig):
             raise ValueError(f"rows of a file have no rewards for loss {loss.name}; use sft")
         return loss
 
-    @property
-    def algorithm(self) -> AlgorithmConfig:
-        return AlgorithmConfig(loss=self.loss)
+    @model_validator(mode="after")
+    def _has_no_trace(self) -> SftConfig:
+        if self.trackers.otel is not None:
+            raise ValueError("trackers.otel: has no effect, a supervised run keeps no trace")
+        return self
 
-    @property
-    def shape(self) -> dict[str, JsonValue]:
-        return {"loss": self.loss.model_dump(mode="json", exclude_defaults=True)}
-
-
-class DpoConfig(RowsRunConfig):
-    """Training on preferences, by DPO. Flags override the file, e.g. `--preference.beta 0.2`.
-
-    A step is one optimizer step on the mean loss of `rows_per_step` pairs.
-    """
-
-    kind = "dpo"
-
-    preference: DpoSettings = DpoSettings()
-
-    @property
-    def algorithm(self) -> AlgorithmConfig:
-        settings = self.preference.model_dump(exclude_defaults=True)
-        return AlgorithmConfig(
-            advantage=AdvantageSpec(name="dpo", settings=settings),
-            # a sum of tokens, and over two answers a pair the mean of pairs
-            loss=LossSpec(name="reinforce", aggregation="constant", constant_length=0.5),
-        )
-
-    @property
-    def shape(self) -> dict[str, JsonValue]:
-        return {"preference": self.preference.model_dump(mode="json", exclude_defaults=True)}
+    @model_validator(mode="after")
+    def _trainer_is_named(self) -> SftConfig:
+        if self.services is None and not self.trainer:
+            raise ValueError("give services or trainer")
+        return self

@@ -11,7 +11,7 @@ import sqlite3
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -312,6 +312,11 @@ class Ledger:
         (last,) = self._db.execute("SELECT MAX(position) FROM groups").fetchone()
         return 0 if last is None else last + 1
 
+    def last_issue_step(self) -> int:
+        """The highest step that groups were issued at, -1 before the first."""
+        (last,) = self._db.execute("SELECT MAX(issue_step) FROM groups").fetchone()
+        return -1 if last is None else int(last)
+
     def last_consumed_step(self) -> int:
         """The last step that consumed groups, 0 before the first."""
         query = (
@@ -452,32 +457,77 @@ def read_groups(run_dir: Path) -> tuple[list[SeenGroup], int]:
     path = run_dir / "ledger.sqlite"
     if not path.exists():
         return [], 0
+    groups, damaged = list[SeenGroup](), 0
+    with _reading(path) as database:
+        names = _columns()["groups"]
+        seal = SEAL if SEAL in _names(database, "groups") else "NULL"
+        query = f"SELECT {seal}, {', '.join(names)} FROM groups ORDER BY position"
+        name, state, step, digest, size = (
+            names.index(each)
+            for each in ("group_id", "state", "consumed_step", "blob_digest", "blob_size")
+        )
+        states: dict[str, str] = {}  # each is held once
+        for written, *values in database.execute(query):
+            if written is not None and written != _row_digest(*values):
+                damaged += 1
+                continue
+            blob = None
+            if values[digest] is not None:
+                blob = BlobReference(values[digest], values[size])
+            became = states.setdefault(values[state], values[state])
+            groups.append(SeenGroup(values[name], became, values[step], blob))
+    return groups, damaged
+
+
+class TrainedGroups(NamedTuple):
+    """What a run has trained on. `weights` has by step the digests of what it published then."""
+
+    groups: list[LedgerGroup]
+    weights: dict[int, str]
+
+
+def read_trained(run_dir: Path) -> TrainedGroups:
+    """Groups that a run trained on, with what they show, by step and position; changes nothing.
+
+    None where there is no ledger. Raises LedgerDamagedError, for a damaged row of groups too.
+    """
+    path = run_dir / "ledger.sqlite"
+    _, damaged = read_groups(run_dir)
+    if damaged:
+        raise LedgerDamagedError(f"{path} has {damaged} damaged rows")
+    if not path.exists():
+        return TrainedGroups([], {})
+    with _reading(path) as database:
+        media: dict[str, list[str]] = {}
+        for blob, digest in database.execute("SELECT blob_digest, digest FROM media ORDER BY 2"):
+            media.setdefault(blob, []).append(digest)
+        query = "SELECT step, digest FROM versions ORDER BY version"  # the last of a step counts
+        weights = {int(step): str(digest) for step, digest in database.execute(query)}
+        database.row_factory = sqlite3.Row
+        query = (
+            "SELECT groups.*, environment, task FROM groups LEFT JOIN tasks USING (position)"
+            " WHERE state = 'consumed' ORDER BY consumed_step, position"
+        )
+        found = [_group_from_row(row) for row in database.execute(query)]
+    groups = [
+        replace(group, media=tuple(media.get(group.blob.digest, ())))
+        for group in found
+        if group.blob is not None
+    ]
+    return TrainedGroups(groups, weights)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """Raises LedgerDamagedError."""
     # no lock and no shared memory are made for a file that nobody writes
     alone = not path.with_name(path.name + "-wal").exists()
     uri = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if alone else ''}"
-    groups, damaged = list[SeenGroup](), 0
     try:
         with closing(sqlite3.connect(uri, uri=True, timeout=5)) as database, _damage():
-            names = _columns()["groups"]
-            seal = SEAL if SEAL in _names(database, "groups") else "NULL"
-            query = f"SELECT {seal}, {', '.join(names)} FROM groups ORDER BY position"
-            name, state, step, digest, size = (
-                names.index(each)
-                for each in ("group_id", "state", "consumed_step", "blob_digest", "blob_size")
-            )
-            states: dict[str, str] = {}  # each is held once
-            for written, *values in database.execute(query):
-                if written is not None and written != _row_digest(*values):
-                    damaged += 1
-                    continue
-                blob = None
-                if values[digest] is not None:
-                    blob = BlobReference(values[digest], values[size])
-                became = states.setdefault(values[state], values[state])
-                groups.append(SeenGroup(values[name], became, values[step], blob))
+            yield database
     except (sqlite3.Error, TypeError) as error:
         raise LedgerDamagedError(f"{path} cannot be read: {error}") from None
-    return groups, damaged
 
 
 def groups_of(run_dir: Path, warn: Callable[[str], None]) -> list[SeenGroup] | None:

@@ -83,7 +83,7 @@ class Retention:
         """
         self._expected = self._kept = None
         await self.settle()
-        needed = self._ledger.needed_blobs(self._oldest_step())
+        needed = self._ledger.needed_blobs(self._oldest_step(self._read_kept()))
         for digest in await asyncio.to_thread(self._hold_again, needed):
             for group_id in self._ledger.lose_blob(digest):
                 logger.warning("blob %s of group %s is gone", digest, group_id)
@@ -105,6 +105,12 @@ class Retention:
         self._unpinned += digests
         if self._holding is None or self._holding.done():
             self._holding = asyncio.create_task(self._hold_all(), name="hold blobs")
+
+    async def release_blobs(self) -> None:
+        """Unpin all that this run holds: it will train on none of it."""
+        await self.settle()
+        await asyncio.to_thread(self._blobs.unpin, self._owner)
+        self._pinned.clear()
 
     async def has_weights(self, version: int) -> bool:
         """Whether a version is durable."""
@@ -172,7 +178,7 @@ class Retention:
         for superseded in every[: -self._config.cuts]:
             remove_run_checkpoint(self._run_checkpoints, superseded)
         self._kept = kept = every[-self._config.cuts :]
-        needed = self._ledger.needed_blobs(kept[0].step)
+        needed = self._ledger.needed_blobs(self._oldest_step(kept))
         spare = self._pinned - needed
         self._pinned -= spare
         self._expected = None
@@ -274,6 +280,9 @@ class Retention:
                 logger.warning("store: blobs were not pinned: %s", error)
                 return
 
-    def _oldest_step(self) -> int:
-        run_checkpoints = list_run_checkpoints(self._run_checkpoints)[-self._config.cuts :]
-        return run_checkpoints[0].step if run_checkpoints else 0
+    def _read_kept(self) -> Sequence[RunCheckpoint]:
+        return list_run_checkpoints(self._run_checkpoints)[-self._config.cuts :]
+
+    def _oldest_step(self, kept: Sequence[RunCheckpoint]) -> int:
+        """Groups that were trained on after it are needed."""
+        return kept[0].step if kept and not self._config.keep_blobs else 0

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,26 +26,22 @@ from sluice.loop.fleet import PAUSE_MODES, CommitReport, EngineFleet, FleetConfi
 from sluice.loop.ledger import LedgerGroup
 from sluice.loop.mixture import Mixture, digest_of, load_schedule, open_sources
 from sluice.loop.placement import SharedDevices
+from sluice.loop.policy_run import PolicyRun
 from sluice.loop.prompts import Task
 from sluice.loop.report import RunReport
 from sluice.loop.run_directory import (
     RunCheckpoint,
     check_resumed,
-    latest_run_checkpoint,
     settings_digests,
 )
-from sluice.loop.run_samples import SampleKeeper
 from sluice.loop.teachers import Teachers
-from sluice.loop.trainer_run import TrainerRun
 from sluice.loop.training import (
     Critic,
-    SavingCheckpoint,
     StepReport,
     Work,
     check_lengths,
     check_step,
     lost_blob,
-    train_step,
     wait_for_trainer,
 )
 from sluice.loop.workers import EpisodeWorkers, build_request, check_teachers, teacher_of
@@ -57,7 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class TrainingRun(TrainerRun[RunConfig]):
+class TrainingRun(PolicyRun):
     """One training run over running services. `start`, `train`, then `close`."""
 
     def __init__(
@@ -67,15 +63,13 @@ class TrainingRun(TrainerRun[RunConfig]):
         critic: Critic | None = None,
         archive: RunArchive | None = None,
     ) -> None:
-        self._sources, self._shares = open_sources(config), config.shares
+        self._sources, shares = open_sources(config), config.shares
         for name, source in self._sources.items():
-            check_teachers(config, self._shares[name], source)
+            check_teachers(config, shares[name], source)
         self._filters = GroupFilters(config.filters)
         settings = settings_digests(config, digest_of(self._sources))
         check_resumed(config, settings, report.note)
-        super().__init__(config, report, config.weights, archive)
-        self._settings = settings
-        self.critic = critic
+        super().__init__(config, report, settings, critic, archive)
         self.router = RouterClient(config.router, config.security)
         self.fleet = EngineFleet(
             self.router,
@@ -94,16 +88,10 @@ class TrainingRun(TrainerRun[RunConfig]):
         self.workers = EpisodeWorkers(self.router, config.security, config.service_timeout_seconds)
         self._teachers = Teachers(config, self.router, self._teacher_of)
         self._evaluations = EvaluationLane(config, self.workers, report)
-        self._trace = trace.RunTrace(config.run_dir, config.trace)
-        self._samples = SampleKeeper(
-            config.run_dir, config.store_place, config.trace, config.store_cache
-        )
         self._dispatcher: RolloutDispatcher | None = None
         self._keeping_up: asyncio.Task[None] | None = None
         self._bringing: asyncio.Task[None] | None = None  # of engines to the version published last
         self._committed: CommitReport | None = None  # of the version that engines were brought to
-        self._rewards: list[float] = []
-        self._mismatch_checked = False  # since the services were last brought to a state
         self._schedule = load_schedule(config)
         if any(config.training_sampling(share).truncates for share in self._shares.values()):
             report.note(TRUNCATED)
@@ -111,7 +99,6 @@ class TrainingRun(TrainerRun[RunConfig]):
             report.note(STALENESS_IGNORED)
 
     async def start(self) -> None:
-        trace.use(self._trace)
         await super().start()
         self._keeping_up = asyncio.create_task(self.fleet.keep_up(), name="keep engines up")
 
@@ -157,13 +144,10 @@ class TrainingRun(TrainerRun[RunConfig]):
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
         await self._evaluations.close()
-        self._trace.flush(self.step + 1)  # what came after the last step
         if self._dispatcher is not None:
             await self._dispatcher.close()
         await self._teachers.close()
         await asyncio.gather(self.fleet.close(), self.workers.close(), self.router.close())
-        if self.critic is not None:
-            await self.critic.close()
         await super().close()
 
     async def _check_services(self, trainer: trainer_pb.Trainer) -> None:
@@ -204,44 +188,11 @@ class TrainingRun(TrainerRun[RunConfig]):
             addresses["critic"] = self.critic.client.address
         return {name: Client(address, security) for name, address in addresses.items()}
 
-    @property
-    def _deterministic(self) -> bool:
-        return self.config.deterministic
-
-    @property
-    def _warmup_steps(self) -> int:
-        return 0 if self.config.critic is None else self.config.critic.warmup_steps
-
     def _is_done(self) -> bool:
-        config = self.config
-        recent = self._rewards[-config.stop_window :]
-        reached = (
-            config.stop_at_reward is not None
-            and len(recent) == config.stop_window
-            and sum(recent) / len(recent) >= config.stop_at_reward
-        )
-        return reached or self._evaluations.has_reached or self.step >= config.steps
+        return super()._is_done() or self._evaluations.has_reached
 
-    async def _begin_anew(self) -> None:
-        if self.optimizer_step and not self.config.initial_checkpoint:
-            self._begin_late(self.optimizer_step)
-        if self.critic is not None:
-            await self.critic.begin()
-            if self.critic.optimizer_step:
-                self._begin_late(self.critic.optimizer_step)
+    async def _begin_weights(self) -> None:
         await self._publish()
-        await self._save()
-        await self._settle_saving()  # a step that no run checkpoint precedes could not be repeated
-
-    def _begin_late(self, step: int) -> None:
-        """The trainer is another run's, or was: say so."""
-        where = f"the trainer is at step {step}"
-        if self.config.deterministic:
-            raise ConfigError(
-                f"deterministic: {where}, which no other run can begin with; "
-                "give initial_checkpoint, or restart the trainer"
-            )
-        self.report.note(f"{where}; the run goes on from there")
 
     async def _one_step(self) -> None:
         start = time.monotonic()
@@ -262,10 +213,7 @@ class TrainingRun(TrainerRun[RunConfig]):
         trained = await self._train(dispatcher, groups)
         if trained is None:
             return
-        self.ledger.consume((group.group_id for group in groups), self.step + 1)
-        faults.point("consumed")
-        self.step, self.optimizer_step = self.step + 1, trained.optimizer_step
-        self._recovery.note_step()
+        self._note_trained(groups, trained)
         stepped = time.monotonic()
         await self._publish()
         seconds = {
@@ -283,7 +231,14 @@ class TrainingRun(TrainerRun[RunConfig]):
             trained.metrics["surplus_groups"] = float(counts.surplus)
             mean = counts.reward_sum / counts.episodes if counts.episodes else math.nan
             trained.metrics["reward_mean_unfiltered"] = mean
-        self._report_step(groups, trained, seconds)
+        committed = self._committed
+        assert committed is not None, "no engine serves"
+        fleet = {
+            "engines": committed.engine_count,
+            "prepare_seconds": committed.prepare_seconds,
+            "pause_seconds": committed.pause_seconds,
+        }
+        self._report_step(groups, trained, {**fleet, **seconds})
         every = self.config.checkpoint_every
         if every and self.step % every == 0:
             await self._save()
@@ -314,13 +269,11 @@ class TrainingRun(TrainerRun[RunConfig]):
         await self._devices.to_engines(partial(self._bring_engines, self._weights))
 
     async def _take_devices(self) -> None:
-        if self.critic is not None:
-            await wait_for_trainer(self.critic.client, self.config.service_timeout_seconds)
         if self._devices is None:
             await super()._take_devices()
-            if self.critic is not None and (await self.critic.client.get()).asleep:
-                await self.critic.client.wake()
             return
+        if self.critic is not None:
+            await wait_for_trainer(self.critic.client, self.config.service_timeout_seconds)
         self._devices.forget()
         await self._devices.to_trainers()
 
@@ -328,28 +281,9 @@ class TrainingRun(TrainerRun[RunConfig]):
         self, dispatcher: RolloutDispatcher, groups: Sequence[LedgerGroup]
     ) -> StepReport | None:
         """One step over these groups; None if a blob is lost, whose group is generated again."""
-        limit = self._mismatch_limit(groups)
-        looked_at = self._samples.choose(self.step + 1, groups)
+        teach = self._teachers.teach if self.config.teachers else None
         try:
-            trained = await train_step(
-                self.trainer,
-                self.config.tempered_algorithm,
-                groups,
-                optimizer_step=self.optimizer_step,
-                name=f"step-{self.step}",
-                seed=self.config.seed,
-                critic=self.critic,
-                critic_alone=self.step < self._warmup_steps,
-                max_mismatch=limit,
-                teach=self._teachers.teach if self.config.teachers else None,
-                looked_at=looked_at,
-            )
-            if looked_at:
-                await asyncio.to_thread(
-                    self._samples.keep, self.step + 1, looked_at, trained.columns
-                )
-            self._mismatch_checked |= limit > 0 and "rollout_mismatch" in trained.metrics
-            return trained
+            return await self._train_on(groups, self._mismatch_limit(groups), teach)
         except RemoteError as error:
             dispatcher.put_back(groups)
             digest = lost_blob(error, groups)
@@ -359,11 +293,6 @@ class TrainingRun(TrainerRun[RunConfig]):
         except BaseException:
             dispatcher.put_back(groups)
             raise
-
-    def _mismatch_limit(self, groups: Sequence[LedgerGroup]) -> float:
-        """Of a step whose groups are all of the weights it begins with, until one was checked."""
-        on_policy = all(group.oldest_step == self.step for group in groups)
-        return self.config.max_mismatch if on_policy and not self._mismatch_checked else 0.0
 
     def _open_dispatcher(self) -> RolloutDispatcher:
         if self._dispatcher is None:
@@ -482,27 +411,6 @@ class TrainingRun(TrainerRun[RunConfig]):
             with trace.span(trace.LOOP, "wait for engines"):
                 await bringing
 
-    async def _layouts(self) -> dict[str, dict[str, int]]:
-        layouts = await super()._layouts()
-        return layouts if self.critic is None else {**layouts, "critic": await self.critic.layout()}
-
-    async def _begin_critic_checkpoint(self, checkpoint_id: str) -> SavingCheckpoint | None:
-        return None if self.critic is None else await self.critic.begin_checkpoint(checkpoint_id)
-
-    async def _save_last(self) -> None:
-        """A run checkpoint of the end, which the run waits for."""
-        await self._settle_saving()
-        if not self._has_last_run_checkpoint():
-            await self._save()
-            await self._settle_saving()
-
-    def _has_last_run_checkpoint(self) -> bool:
-        """The end is worth a run checkpoint too, unless the run takes none."""
-        run_checkpoint = latest_run_checkpoint(self._run_checkpoints)
-        return not self.config.checkpoint_every or (
-            run_checkpoint is not None and run_checkpoint.step == self.step
-        )
-
     async def _restore(self, run_checkpoint: RunCheckpoint) -> None:
         """Goes back: groups consumed since are trained on again, none is lost."""
         self._check_scalars(run_checkpoint.step)
@@ -510,14 +418,7 @@ class TrainingRun(TrainerRun[RunConfig]):
         if self._dispatcher is not None:
             await self._dispatcher.close()
             self._dispatcher = None
-        if self.critic is not None:
-            await self.critic.load(
-                run_checkpoint.critic_checkpoint, run_checkpoint.critic_optimizer_step
-            )
-        group_count = await self._load(run_checkpoint)
-        self._mismatch_checked = False
-        self._rewards = self.report.truncate(self.step)
-        logger.info("restored step %d; %d groups are trained on again", self.step, group_count)
+        await self._go_back(run_checkpoint)
         await self._publish(run_checkpoint)
         await self._evaluate_in_between()  # if it was not finished
 
@@ -545,56 +446,3 @@ class TrainingRun(TrainerRun[RunConfig]):
             self._evaluations.begin(self.step, self.fleet.version)
         else:
             await self._evaluations.measure("during", self.step, self.fleet.version)
-
-    def _episodes(self, environment: str) -> int:
-        """Of each group of an environment, also of one that the run had before it was resumed."""
-        share = self._shares.get(environment)
-        return (share and share.samples_per_group) or self.config.samples_per_group
-
-    def _report_step(
-        self,
-        groups: Sequence[LedgerGroup],
-        trained: StepReport,
-        seconds: dict[str, float],
-    ) -> None:
-        committed = self._committed
-        assert committed is not None, "no engine serves"
-        reward, length = step_means(groups, self._episodes)
-        self._rewards.append(reward)
-        of_environments: dict[str, float] = {}
-        for name in self.config.environments:
-            own = [group for group in groups if group.environment == name]
-            of_environments[f"groups/{name}"] = len(own)
-            if own:
-                mean, tokens = step_means(own, self._episodes)
-                of_environments[f"reward_mean/{name}"] = mean
-                of_environments[f"response_length_mean/{name}"] = tokens
-        ages = [self.step - 1 - group.oldest_step for group in groups]
-        row: dict[str, Any] = {
-            "step": self.step,
-            "optimizer_step": self.optimizer_step,
-            "weight_version": self._weights.version,
-            **trained.metrics,
-            "reward_mean": reward,
-            "response_length_mean": length,
-            **of_environments,
-            "staleness_max": max(ages),
-            "staleness_mean": sum(ages) / len(ages),
-            "skipped": list(trained.skipped_reasons),
-            "engines": committed.engine_count,
-            "prepare_seconds": committed.prepare_seconds,
-            "pause_seconds": committed.pause_seconds,
-            **seconds,
-        }
-        self.report.step(row)
-
-
-def step_means(
-    groups: Sequence[LedgerGroup], episodes: Callable[[str], int]
-) -> tuple[float, float]:
-    """Mean reward of their episodes, `episodes` a group of an environment, and mean response
-    tokens of their samples."""
-    samples = sum(group.sample_count for group in groups)
-    weights = [episodes(group.environment) for group in groups]
-    rewards = sum(g.reward_mean * weight for g, weight in zip(groups, weights, strict=True))
-    return rewards / sum(weights), sum(group.response_tokens for group in groups) / samples

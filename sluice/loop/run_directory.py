@@ -321,7 +321,7 @@ def check_ledger(ledger: Ledger, run_checkpoint: RunCheckpoint | None) -> None:
 def settings_digests(config: RunConfig, prompts: str) -> dict[str, str]:
     """By setting, a digest of what a resumed run should have in common with its past.
 
-    `prompts` is the digest of the tasks and their order.
+    `prompts` is the digest of the tasks and their order, or of the groups to replay.
     """
     dumped = config.model_dump(mode="json", include=_SHAPING)
     return _digests(dumped) | {"prompts": prompts}
@@ -374,8 +374,9 @@ def check_resumed(
         if settings.get(name) != digest
     }
     if "prompts" in changed:
+        what = "prompts: are not those" if config.replay is None else "replay: is not that"
         raise ConfigError(
-            "prompts: are not those of the run to resume, some would be trained on twice; "
+            f"{what} of the run to resume, some would be trained on twice; "
             "begin another run_dir from its checkpoint (initial_checkpoint)"
         )
     if not changed:

@@ -328,6 +328,14 @@ def read_blob(
     return _read_checked(root / "blobs" / digest[:2] / digest)
 
 
+def has_blob(store: Place, reference: BlobReference, cache: StoreCacheConfig | None = None) -> bool:
+    """Whether a store has a blob; nothing is made or changed there, and no content read."""
+    digest, root = reference.digest, directory_of(store)
+    if root is None:
+        return _bucket_blobs(str(store), cache or StoreCacheConfig()).exists(reference)
+    return bool(DIGEST.fullmatch(digest)) and (root / "blobs" / digest[:2] / digest).is_file()
+
+
 def _read_checked(path: Path) -> memoryview:
     """Raises BlobNotFoundError or BlobDigestError."""
     with open_blob(path) as file:

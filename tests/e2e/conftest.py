@@ -136,7 +136,10 @@ class Stack:
         stops_at: tuple[str, int] | None = None,
         **changes: Any,
     ) -> Training:
-        """Begin a run; `dies_at`, `stops_at`: a point of `sluice.faults`, and its passing."""
+        """Begin a run; `dies_at`, `stops_at`: a point of `sluice.faults`, and its passing.
+
+        A change to `...` leaves a setting out.
+        """
         run_dir = self.run_dir / "runs" / name
         run_dir.mkdir(parents=True, exist_ok=True)
         config = {
@@ -153,6 +156,7 @@ class Stack:
             "service_timeout_seconds": PATIENCE,
             **changes,
         }
+        config = {name: value for name, value in config.items() if value is not ...}
         path = run_dir / "run.yaml"
         path.write_text(yaml.safe_dump(config))
         for fault, number in ((dies_at, signal.SIGKILL), (stops_at, signal.SIGSTOP)):

@@ -159,12 +159,14 @@ def test_what_the_script_leaves_out_is_as_slime_has_it() -> None:
         "--use-kl-loss --kl-loss-coef 0.1 --rollout-top-p 0.9 --rollout-top-k 5 "
         "--rollout-stop-token-ids 7 --rollout-stop '</search>' \"&&\" "
         "--eval-prompt-data a /a.jsonl --skip-eval-before-train --colocate "
+        "--save-debug-rollout-data /d/{rollout_id}.pt "
         "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 2"
     )
     assert run["max_staleness"] == 1
     assert run["environment"]["settings"]["prompt_key"] == "input"
     assert run["algorithm"]["loss"]["kl_estimator"] == "k1"
     assert run["evaluation"]["before_training"] is False
+    assert run["retention"]["keep_blobs"] is True
     sampling = run["evaluation"]["datasets"]["a"]["sampling"]
     assert (sampling["top_p"], sampling["top_k"], sampling["stop_token_ids"]) == (0.9, 5, [7])
     assert run["sampling"]["stop"] == sampling["stop"] == ["</search>", "&&"], "quoted: texts"
@@ -380,26 +382,6 @@ update-weight-disk-keep-files use-distributed-post use-rollout-entropy use-state
 def test_no_flag_of_its_parser_is_unknown() -> None:
     unknown = [name for name in OF_THE_PARSER.split() if find_flag(name) is None]
     assert not unknown
-
-
-def test_parts_that_are_trained_are_carried_by_their_names_here() -> None:
-    def trainable(flags: str, entry: str = "trainer") -> tuple[Any, str]:
-        _, services, left = imported(f"train.py {flags}")
-        told = [line for line in left if "trainable" in line]
-        return services["services"][entry]["config"].get("trainable"), "\n".join(told)
-
-    frozen = trainable("--freeze-params-name-list embedding output_layer")
-    assert frozen == ({"deny": ["*.embed_tokens.*", "lm_head.*"]}, "")
-    layers = r"--only-train-params-name-list 'layers\.2[0-3]\.' router"
-    chosen = {"allow": ["*.layers.2[0-3].*", "*.mlp.gate.*"]}
-    assert trainable(layers) == (chosen, "")
-    staged, told = trainable(f"{layers} --pipeline-model-parallel-size 2")
-    assert staged == chosen and "by pipeline stage" in told
-    for own in ("self_attention.wq_b", "linear_fc1", "'embed.*'"):
-        nothing, told = trainable(f"--freeze-params-name-list embedding {own}")
-        assert nothing is None and own.strip("'") in told
-    critic = "--advantage-estimator ppo --freeze-params-name-list output_layer"
-    assert trainable(critic, "critic") == ({"deny": ["score.*"]}, "")
 
 
 def test_the_ranks_of_an_engine_are_those_of_one_stage() -> None:

@@ -125,3 +125,24 @@ def test_a_killed_loop_goes_on_where_it_was(stack: Stack, point: str, passing: i
     training.died()
     stack.train(name, resume=True, **settings(stack)).finish()
     check(stack, training.run_dir)
+
+
+def test_a_replay_shows_the_trainer_the_same_pictures(stack: Stack, tmp_path: Path) -> None:
+    run = stack.train("kept", **settings(stack), retention={"keep_blobs": True})
+    run.finish()
+    model = str(stack.run_dir / "seeing")
+    trainer = {"model": model, "optim": {"learning_rate": 1e-3}, "vision": {"frozen_tower": True}}
+    alone = start_stack(
+        tmp_path / "alone",
+        router=None,
+        rollout=None,
+        trainer={"kind": "trainer", "config": trainer},
+    )
+    try:
+        changes = {**settings(stack), "replay": {"run_dir": str(run.run_dir)}, "steps": ...}
+        again = alone.train("again", **changes)
+        again.finish()
+        check(alone, again.run_dir)
+        assert [row["tokens"] for row in again.rows()] == [row["tokens"] for row in run.rows()]
+    finally:
+        stop_stack(alone)

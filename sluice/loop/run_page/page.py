@@ -135,6 +135,17 @@ def tokenizer_of(run: SeenRun, given: Path | None) -> TextTokenizer | None:
     """That of the rollout services of a run, or the given one. Raises ConfigError for that."""
     if given is not None:
         return TextTokenizer(given)
+    for place in tokenizer_places(run):
+        try:
+            return TextTokenizer(place)
+        except (ConfigError, OSError):
+            continue
+    run.warnings.append("no tokenizer is there any more; give --tokenizer to see texts")
+    return None
+
+
+def tokenizer_places(run: SeenRun) -> list[Path]:
+    """Where the tokenizer of a run's rollout services may be, likeliest first."""
     import yaml
 
     configured = run.config.get("tokenizer")
@@ -148,13 +159,7 @@ def tokenizer_of(run: SeenRun, given: Path | None) -> TextTokenizer | None:
                 continue
             if isinstance(config, dict) and isinstance(config.get("tokenizer"), str):
                 places.append(Path(config["tokenizer"]))
-    for place in [*places, run.run_dir / "model"]:
-        try:
-            return TextTokenizer(place)
-        except (ConfigError, OSError):
-            continue
-    run.warnings.append("no tokenizer is there any more; give --tokenizer to see texts")
-    return None
+    return [*places, run.run_dir / "model"]
 
 
 def write_run_page(

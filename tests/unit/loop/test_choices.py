@@ -22,7 +22,7 @@ from sluice.loop.config import FilterConfig
 from sluice.loop.dispatcher import DispatcherConfig, RolloutDispatcher
 from sluice.loop.filters import GroupFilters
 from sluice.loop.ledger import Ledger, LedgerGroup
-from sluice.loop.run import step_means
+from sluice.loop.policy_run import step_means
 
 STEPS = 9
 

@@ -82,6 +82,46 @@ def test_the_loss_has_the_temperature_of_the_sampling(temperature):
         ],
         (sampling(min_new_tokens=6), r"sampling\.min_new_tokens: 6 is more than max_new_tokens, 5"),
         (sampling(ignore_eos="perhaps"), r"^sampling\.ignore_eos"),
+        *[
+            ({"replay": {"run_dir": "r", **wrong}}, rf"^replay\.{next(iter(wrong))}")
+            for wrong in (
+                {"first_step": 0},
+                {"first_step": -1},
+                {"last_step": 0},
+                {"last_step": 2**31},
+                {"last_step": "all"},
+                {"steps": "3-10"},
+            )
+        ],
+        ({"replay": {}}, r"^replay\.run_dir"),
+        (
+            {"replay": {"run_dir": "r", "first_step": 3, "last_step": 2}},
+            r"^replay: last_step: 2 is before first_step 3",
+        ),
+        ({"replay": {"run_dir": "r"}, "steps": 3}, r"steps: has no effect with replay"),
+        (
+            {"replay": {"run_dir": "r"}, "placement": "colocated"},
+            r"placement: must be separate with replay",
+        ),
+        (
+            {"replay": {"run_dir": "r"}, "weight_transport": "collective"},
+            r"weight_transport: must be store with replay",
+        ),
+        (
+            {
+                "replay": {"run_dir": "r"},
+                "evaluation": {"datasets": {"a": {"prompts": {"index_count": 1}}}},
+            },
+            r"evaluation: has no effect with replay",
+        ),
+        (
+            {
+                "replay": {"run_dir": "r"},
+                "teachers": {"big": {"address": "a:1"}},
+                "algorithm": {"advantage": {"name": "distillation"}},
+            },
+            r"teachers\.big: is a trainer, which a replay does not ask",
+        ),
         (
             {
                 **sampling(min_new_tokens=4),
