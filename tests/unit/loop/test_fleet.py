@@ -31,6 +31,7 @@ class RefusedSleepError(ServiceError):
 class Engine(engine_grpc.EngineServiceServicer):
     def __init__(self, *, deterministic: bool) -> None:
         self.deterministic = deterministic
+        self.takes_min_new_tokens = True
         self.weights: sample_pb2.WeightVersion | None = None
         self.staging: list[int] = []  # versions that it is asked to read ahead
         self.forgotten: list[int] = []
@@ -46,6 +47,8 @@ class Engine(engine_grpc.EngineServiceServicer):
         return engine_pb.GetEngineResponse(
             weights=self.weights,
             deterministic=self.deterministic,
+            takes_min_new_tokens=self.takes_min_new_tokens,
+            backend="reference",
             paused=self.paused,
             asleep=self.asleep,
         )
@@ -193,6 +196,15 @@ async def test_an_engine_that_is_not_deterministic_is_named(world):
     fleet = await world.fleet(deterministic=True)
     with pytest.raises(ConfigError, match=r"deterministic: engine loose .* is not"):
         await fleet.check_deterministic(wait_seconds=PATIENCE)
+
+
+async def test_an_engine_that_cannot_keep_a_sample_from_ending_is_named(world):
+    await world.add_engine("good")
+    fleet = await world.fleet()
+    await fleet.check_min_new_tokens(wait_seconds=PATIENCE)
+    (await world.add_engine("short")).takes_min_new_tokens = False
+    with pytest.raises(ConfigError, match=r"sampling\.min_new_tokens: engine short .*reference"):
+        await fleet.check_min_new_tokens(wait_seconds=PATIENCE)
 
 
 async def test_one_that_comes_later_is_given_no_weights(world):

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.loop.ledger import SEAL, Ledger, LedgerGroup, groups_of, read_groups
+from sluice.loop.ledger import (
+    SEAL,
+    Ledger,
+    LedgerDamagedError,
+    LedgerGroup,
+    groups_of,
+    read_groups,
+    read_trained,
+)
 from sluice.samples.blobs import BlobReference
 from tests.patience import PATIENCE
 
@@ -357,6 +365,43 @@ def test_a_row_that_is_not_as_it_was_written_is_found_and_left_out(ledger, tmp_p
     assert len(groups_of(tmp_path, told.append)) == 4
     assert len(told) == 1
     assert read_groups(tmp_path / "nowhere") == ([], 0)
+
+
+def test_what_a_run_trained_on_is_read_by_step_and_position(ledger, tmp_path):
+    ledger.assign([(0, "math", 7), (3, "code", 2)])
+    for position, shown in ((3, ("b", "a")), (1, ()), (0, ("a",))):
+        ledger.generated(made(position, media=shown, oldest_step=position))
+    ledger.consume(["g3"], step=1)
+    ledger.consume(["g1", "g0"], step=2)
+    for version, digest, step in ((1, "first", 0), (2, "undone", 1), (3, "again", 1)):
+        ledger.record_version(version, digest, step)
+    groups, weights = read_trained(tmp_path)
+    assert [(group.consumed_step, group.position) for group in groups] == [(1, 3), (2, 0), (2, 1)]
+    assert [(group.environment, group.task_number) for group in groups] == [
+        ("code", 2),
+        ("math", 7),
+        ("", 1),
+    ]
+    assert [group.media for group in groups] == [("a", "b"), ("a",), ()]
+    assert [group.blob for group in groups] == [made(3).blob, made(0).blob, made(1).blob]
+    assert [group.oldest_step for group in groups] == [3, 0, 1]
+    assert weights == {0: "first", 1: "again"}
+    assert read_trained(tmp_path / "nowhere").groups == []
+
+
+def test_a_damaged_row_may_be_of_any_step(ledger, tmp_path):
+    ledger.generated(made(1))
+    ledger.consume(["g1"], step=1)
+    assert len(read_trained(tmp_path).groups) == 1
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as other, other:
+        other.execute("DROP TRIGGER groups_update")
+        other.execute("UPDATE groups SET issue_step = 5 WHERE position = 2")
+    with pytest.raises(LedgerDamagedError, match="1 damaged rows"):
+        read_trained(tmp_path)
+    (tmp_path / "ledger.sqlite").write_bytes(b"no database " * 1000)
+    (tmp_path / "ledger.sqlite-wal").unlink(missing_ok=True)
+    with pytest.raises(LedgerDamagedError, match="cannot be read"):
+        read_trained(tmp_path)
 
 
 def test_what_a_lost_version_is_promised_is_forgotten_with_it(promising, tmp_path):
