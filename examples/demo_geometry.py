@@ -28,7 +28,7 @@ from examples.geometry.measured import LONGEST_SIDE, SIDES
 from examples.measured import Cost, empty_directory, held_out_score, measured_run
 from examples.models.tiny_qwen3_vl import WORDS
 from sluice import logs
-from sluice.cli import exit_code, run_sft, run_training
+from sluice.cli import exit_code, run_rows, run_training
 from sluice.config import parse_config
 from sluice.durable import DirectoryError
 from sluice.loop.config import RunConfig, SftConfig
@@ -146,7 +146,7 @@ def main() -> int:
 
     async def begin() -> None:
         await run_training(untrained)
-        await run_sft(start)
+        await run_rows(start)
 
     cost = Cost()
     measuring = measured_run(services(run_dir, model, flags), run, cost, before=begin)

@@ -32,7 +32,14 @@ from sluice.init import INIT_USAGE, InitConfig, init
 from sluice.logs_command import LOGS_USAGE
 from sluice.logs_command import logs as show_logs
 from sluice.loop.claims import BEATS, TAKEOVER_SECONDS
-from sluice.loop.config import CommonRunConfig, RunConfig, SftConfig, TeacherConfig
+from sluice.loop.config import (
+    CommonRunConfig,
+    DpoConfig,
+    RowsRunConfig,
+    RunConfig,
+    SftConfig,
+    TeacherConfig,
+)
 from sluice.loop.evaluation import EvaluationError
 from sluice.loop.fleet import NoEngineError
 from sluice.loop.mixture import ScheduleError
@@ -88,6 +95,7 @@ USAGE = {
     "train": "sluice train RUN.yaml [--up SERVICES.yaml] [--key value ...]",
     "eval": "sluice eval RUN.yaml [--key value ...]",
     "sft": "sluice sft RUN.yaml [--up SERVICES.yaml] [--key value ...]",
+    "dpo": "sluice dpo RUN.yaml [--up SERVICES.yaml] [--key value ...]",
     "convert": "sluice convert SRC DST [--to hf|torch_dist] [--origin DIR] [--key value ...]",
     "verify": "sluice verify FIRST SECOND [--model DIR] [--key value ...]",
     "status": STATUS_USAGE,
@@ -112,6 +120,7 @@ SUMMARY = {
     "train": "train; with --up on services that live as long as the run",
     "eval": "score the data sets of a run on the weights that are served now",
     "sft": "supervised training on the trainer of `sluice up`, or of --up",
+    "dpo": "training on preferences, pairs of a chosen and a rejected answer, likewise",
     "convert": "a checkpoint from Hugging Face to torch_dist, back, or to another type",
     "verify": "are two checkpoints equal, tensor by tensor?",
     "status": "how a run and its services do: steps, rewards, health, who waits on whom",
@@ -259,11 +268,20 @@ async def evaluate(arguments: Sequence[str]) -> None:
 
 async def sft(arguments: Sequence[str]) -> None:
     """Supervised training; with `--up` over services that live as long as the run."""
+    await _train_on_rows(SftConfig, arguments)
+
+
+async def dpo(arguments: Sequence[str]) -> None:
+    """Training on preferences; with `--up` over services that live as long as the run."""
+    await _train_on_rows(DpoConfig, arguments)
+
+
+async def _train_on_rows(cls: type[RowsRunConfig], arguments: Sequence[str]) -> None:
     rest = list(arguments)
     services_yaml = take_value(rest, "--up")
-    config = _load(SftConfig, "sft", rest)
+    config = _load(cls, cls.kind, rest)
     async with _own_services(services_yaml):
-        await run_sft(config)
+        await run_rows(config)
 
 
 @contextlib.asynccontextmanager
@@ -276,9 +294,9 @@ async def _own_services(services_yaml: str | None) -> AsyncIterator[None]:
         yield
 
 
-async def run_sft(config: SftConfig) -> None:
-    """One supervised run and its report."""
-    from sluice.loop.sft import LINE, SftRun, load_rows, step_count
+async def run_rows(config: RowsRunConfig) -> None:
+    """One run on the rows of a file, and its report."""
+    from sluice.loop.rows_run import LINES, RowsRun, load_rows, step_count
 
     if config.services is not None:
         config = config.model_copy(
@@ -294,12 +312,12 @@ async def run_sft(config: SftConfig) -> None:
         await stack.enter_async_context(_own_port(config))
         archive = await stack.enter_async_context(_own_archive(config))
         await stack.enter_async_context(_own_trainers(config, [config.trainer], archive))
-        report = stack.enter_context(RunReport(config.run_dir, steps, line=LINE))
-        report.begin("sft", config.model_dump(mode="json"))
+        report = stack.enter_context(RunReport(config.run_dir, steps, line=LINES[config.kind]))
+        report.begin(config.kind, config.model_dump(mode="json"))
         report.track(config.trackers, config.model_dump(mode="json"))
         for text in [] if archive is None else archive.notes:
             report.note(text)
-        run = SftRun(config, rows, report, archive)
+        run = RowsRun(config, rows, report, archive)
         try:
             await run.start()
             await run.train()
@@ -543,6 +561,7 @@ async def completion(arguments: Sequence[str]) -> None:
         "train": RunConfig,
         "eval": ScoredRunConfig,
         "sft": SftConfig,
+        "dpo": DpoConfig,
         "waits": WaitsConfig,
         "status": StatusConfig,
         "report": ReportConfig,
@@ -554,6 +573,7 @@ async def completion(arguments: Sequence[str]) -> None:
         "up": ("--on", "--address"),
         "train": ("--up",),
         "sft": ("--up",),
+        "dpo": ("--up",),
         "status": ("--json", "--once"),
         "logs": ("--follow", "--since", "--address"),
         "trace": ("--steps", "--otlp", "-o"),
@@ -590,6 +610,7 @@ def main() -> int:
         "train": train,
         "eval": evaluate,
         "sft": sft,
+        "dpo": dpo,
         "convert": convert,
         "verify": verify,
         "status": status,

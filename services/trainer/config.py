@@ -25,6 +25,7 @@ from sluice.weights.errors import InvalidAdapterError
 
 Head = Literal["policy", "value"]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
+_Pattern = Annotated[str, Field(min_length=1)]
 MAX_LEARNING_RATE = 1e5  # far above, what AdamW makes of weights is no float32
 MAX_WEIGHT_DECAY = 100.0
 MAX_GRAD_NORM = 1e18  # AdamW keeps squares of gradients, in float32: one that is infinite stays so
@@ -114,6 +115,18 @@ class VisionConfig(Config):
             "tower": scale(self.frozen_tower, self.tower_learning_rate),
             "projector": scale(self.frozen_projector, self.projector_learning_rate),
         }
+
+
+class TrainableConfig(Config):
+    """Which parameters are trained, by the names that a Hugging Face checkpoint has for them.
+
+    Patterns are those of `fnmatch`, as of a conversion: `*` stands for any characters, dots too.
+    What `allow` names and `deny` does not is trained. All else stays as it was loaded, bit for bit,
+    without gradients or state of an optimizer. A tied tensor goes by either of its names.
+    """
+
+    allow: tuple[_Pattern, ...] = Field(("*",), min_length=1)
+    deny: tuple[_Pattern, ...] = ()
 
 
 class LoraConfig(Config):
@@ -280,6 +293,7 @@ class TrainerConfig(ProcessConfig):
     head: Head = Field("policy", description="Logits, or one value a token: a critic.")
     seed: int = Field(0, ge=0, le=MAX_SEED)
     optim: OptimConfig = OptimConfig()
+    trainable: TrainableConfig = TrainableConfig()
     vision: VisionConfig = VisionConfig()
     lora: LoraConfig | None = Field(None, description="None trains the model itself.")
     ranks: RanksConfig = RanksConfig()
@@ -419,6 +433,20 @@ class TrainerConfig(ProcessConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_trainable(self) -> Self:
+        layout = self.megatron
+        if (
+            self.trainable != TrainableConfig()
+            and layout.dtype == "float16"
+            and layout.pipeline > 1
+        ):
+            raise ValueError(
+                "trainable is not for megatron.dtype float16 with megatron.pipeline above 1: a "
+                "stage that trains nothing has no scale of losses"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_lora(self) -> Self:
         if self.lora is None:
             return self
@@ -428,6 +456,11 @@ class TrainerConfig(ProcessConfig):
             raise ValueError(
                 "reference_model has no effect with lora, whose reference is the model without "
                 "adapters; leave it out"
+            )
+        if self.trainable != TrainableConfig():
+            raise ValueError(
+                "trainable has no effect with lora, whose targets say what has adapters; leave it "
+                "out"
             )
         if self.publish.delta:
             raise ValueError("publish.delta has no effect with lora; leave it out")

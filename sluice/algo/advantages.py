@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from sluice.algo.aggregation import Moments, relate_siblings
+from sluice.algo.aggregation import Moments, RelatedScores, relate_siblings
 from sluice.algo.estimator import Sibling
 from sluice.algo.losses import check_columns
 from sluice.algo.spec import AdvantageSpec, required_columns
@@ -141,7 +141,7 @@ def compute_advantages(
     """Computes the advantages of `rows` as `spec` says.
 
     relative: `relative_scores` of these rows among all of their groups; without it the rows are
-    whole groups.
+    whole groups, and metrics have what the estimator tells of them.
     merge: given this rank's moments returns those of every rank; called exactly once when
     `spec.whitens` and never otherwise, also on a rank without rows, so it may be a collective.
     A row without trained tokens gets zeros, but its reward counts in its group. A group of one
@@ -154,8 +154,8 @@ def compute_advantages(
         _check_row(row, spec, needed)
     packed = PackedRows.of(rows)
     kl_T = _kl_of(packed, spec)
-    scores = list(relative) if relative is not None else _relative(packed, kl_T, spec)
-    advantages_T, returns_T = spec.estimator.estimate(packed, scores, kl_T)
+    related = _relative(packed, kl_T, spec) if relative is None else RelatedScores([*relative])
+    advantages_T, returns_T = spec.estimator.estimate(packed, related.scores, kl_T)
     gap_T = _teacher_gap(packed, spec)
     if gap_T is not None:
         coefficient = 1.0 if spec.teacher_coefficient is None else spec.teacher_coefficient
@@ -164,7 +164,7 @@ def compute_advantages(
     if returns_T is not None:
         packed.check(returns_T, "a return")
     moments = Moments.of_tensor(advantages_T[packed.mask]) if rows else Moments()
-    metrics = {"advantage": (moments.mean * moments.count, moments.count)}
+    metrics = {"advantage": (moments.mean * moments.count, moments.count), **related.metrics}
     if spec.has_kl:
         metrics["kl_in_reward"] = (kl_T.sum().item(), moments.count)
     if gap_T is not None:
@@ -226,6 +226,10 @@ class PackedRows:
             owners_T[self.mask], minlength=len(self.lengths)
         ).tolist()
         return counts
+
+    def sums(self, name: str) -> list[float]:
+        """Returns those of a column over the trained tokens of each row."""
+        return [part_T.sum().item() for part_T in self.split(self.masked(self.column(name)))]
 
     def zeros(self) -> torch.Tensor:
         return torch.zeros(self.mask.shape, dtype=torch.float64)
@@ -326,9 +330,12 @@ def _scores(packed: PackedRows, kl_T: torch.Tensor, spec: AdvantageSpec) -> list
     if spec.has_kl and spec.estimator.kl_in_score:  # one score: the whole sample's KL
         parts = packed.split(kl_T)
         rewards = [r - part_T.sum().item() for r, part_T in zip(rewards, parts, strict=True)]
+    summed = {name: packed.sums(name) for name in spec.estimator.summed_columns}
     scores = [
-        spec.estimator.scores(reward, row.rewards)
-        for row, reward in zip(packed.rows, rewards, strict=True)
+        spec.estimator.scores(
+            reward, {**row.rewards, **{name: sums[index] for name, sums in summed.items()}}
+        )
+        for index, (row, reward) in enumerate(zip(packed.rows, rewards, strict=True))
     ]
     for row, own in zip(packed.rows, scores, strict=True):
         for score in own:
@@ -338,10 +345,10 @@ def _scores(packed: PackedRows, kl_T: torch.Tensor, spec: AdvantageSpec) -> list
     return scores
 
 
-def _relative(packed: PackedRows, kl_T: torch.Tensor, spec: AdvantageSpec) -> FloatList:
+def _relative(packed: PackedRows, kl_T: torch.Tensor, spec: AdvantageSpec) -> RelatedScores:
     scores = _scores(packed, kl_T, spec)
     if not spec.compares_siblings:
-        return [own[0] for own in scores]
+        return RelatedScores([own[0] for own in scores])
     siblings = [
         Sibling(own, length, row.sample_id if row.episode is None else row.episode)
         for row, own, length in zip(packed.rows, scores, packed.trained_counts(), strict=True)

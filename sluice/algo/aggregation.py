@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sluice.algo.estimator import Estimator, Sibling
@@ -130,9 +130,17 @@ def merge_measured(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 STD_EPSILON = 1e-6  # of a group's standard deviation, as GRPO implementations have it
 
 
+@dataclass(frozen=True)
+class RelatedScores:
+    """scores: of each sample. metrics: name -> (sum, weight) over the groups that tell it."""
+
+    scores: list[float]
+    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+
 def relate_siblings(
     siblings: Sequence[Sibling], group_ids: Sequence[str], estimator: Estimator
-) -> list[float]:
+) -> RelatedScores:
     """Returns the number of each sample relative to its group, of which all samples are given.
 
     All samples of the batch are. Their order does not matter at all, nor where they were scored.
@@ -140,14 +148,18 @@ def relate_siblings(
     members: dict[str, list[int]] = {}
     for index, group in enumerate(group_ids):
         members.setdefault(group, []).append(index)
-    related = [0.0] * len(siblings)
+    related, told = [0.0] * len(siblings), dict[str, list[float]]()
     for places in members.values():
-        found = estimator.relate([siblings[place] for place in places])
-        for place, score in zip(places, found, strict=True):
+        whole = [siblings[place] for place in places]
+        for place, score in zip(places, estimator.relate(whole), strict=True):
             related[place] = score
+        for name, value in estimator.measure(whole).items():
+            told.setdefault(name, []).append(value)
     keys = [(group, each.episode) for group, each in zip(group_ids, siblings, strict=True)]
     sizes = Counter(keys)
-    return estimator.relate_batch(related, [1 / sizes[key] for key in keys])
+    scores = estimator.relate_batch(related, [1 / sizes[key] for key in keys])
+    metrics = {name: (math.fsum(values), float(len(values))) for name, values in told.items()}
+    return RelatedScores(scores, metrics)
 
 
 def group_relative(reward: float, group: Moments, *, scale_by_std: bool) -> float:

@@ -48,12 +48,17 @@ class Estimator(Plugin, ABC):
         return ()
 
     @property
+    def summed_columns(self) -> tuple[str, ...]:
+        """Columns per token of which `scores` is given the sums over trained tokens."""
+        return ()
+
+    @property
     def width(self) -> int:
         """How many scores a sample has."""
         return 1
 
     def scores(self, reward: float, columns: Mapping[str, float]) -> tuple[float, ...]:
-        """Returns the scores of a sample; `columns` are its per-sample columns."""
+        """Returns the scores of a sample; `columns` are its per-sample columns, and those sums."""
         return (reward,)
 
     def relate(self, group: Sequence[Sibling]) -> list[float]:
@@ -62,6 +67,10 @@ class Estimator(Plugin, ABC):
         Must not depend on the order. An episode counts once, whatever number of samples it has.
         """
         return [sibling.scores[0] for sibling in group]
+
+    def measure(self, group: Sequence[Sibling]) -> Mapping[str, float]:
+        """Returns what there is to tell of a whole group; means over groups become metrics."""
+        return {}
 
     def relate_batch(self, scores: Sequence[float], weights: Sequence[float]) -> list[float]:
         """Returns the numbers of all samples of the batch in the light of each other.

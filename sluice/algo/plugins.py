@@ -52,6 +52,7 @@ SHIPPED: Mapping[Kind, Mapping[str, str]] = {
         "pass_at_k": f"{_ESTIMATORS}.groups:PassAtK",
         "gpg": f"{_ESTIMATORS}.groups:GpgAdvantage",
         "gdpo": f"{_ESTIMATORS}.groups:Gdpo",
+        "dpo": f"{_ESTIMATORS}.pairs:Dpo",
         "reinforce_plus_plus": f"{_ESTIMATORS}.tokens:ReinforcePlusPlus",
         "reinforce_plus_plus_baseline": f"{_ESTIMATORS}.tokens:ReinforcePlusPlusBaseline",
         "gae": f"{_ESTIMATORS}.tokens:Gae",

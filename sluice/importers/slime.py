@@ -224,6 +224,10 @@ def _sizes(into: Imported) -> None:
         megatron.pop("sequence_parallel", None)
     if megatron.get("context", 1) == 1:
         megatron.pop("cp_layout", None)
+    if facts.get("layers_named") and megatron.get("pipeline", 1) > 1:
+        into.left.append(
+            "trainable: layers are numbered through the model here, by pipeline stage in slime"
+        )
     if megatron.get("pipeline", 1) == 1:
         for name in ("first_stage_layers", "last_stage_layers", "virtual_pipeline"):
             megatron.pop(name, None)
@@ -328,6 +332,14 @@ def _halved(optim: dict[str, Any]) -> dict[str, Any]:
     return {**optim, "max_grad_norm": norm / 2, "epsilon": epsilon / 2}
 
 
+def _of_values(trainable: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The output layer of a critic gives values."""
+    return {
+        setting: ["score.*" if pattern == "lm_head.*" else pattern for pattern in patterns]
+        for setting, patterns in trainable.items()
+    }
+
+
 def _documents(into: Imported, run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     facts, run = into.facts, into.run
     model = facts.get("model", UNKNOWN)
@@ -376,6 +388,8 @@ def _documents(into: Imported, run_dir: Path) -> tuple[dict[str, Any], dict[str,
     }
     if "critic" in run:
         critic = {**trainer, "head": "value", "optim": _halved(trainer["optim"])}
+        if "trainable" in critic:
+            critic["trainable"] = _of_values(critic["trainable"])
         entries["critic"] = {"kind": "trainer", "config": critic}
     rollout: dict[str, Any] = {"kind": "rollout", "config": {"tokenizer": model, **into.rollout}}
     trained = facts.get("nodes", 1) * facts.get("gpus", 0) if facts.get("colocate") else 0

@@ -122,6 +122,42 @@ def _loss_type(into: Imported, values: Values) -> None:
         raise NotCarriedError(f"{values[0]!r}: supervised training is `sluice sft`, docs/api.md")
 
 
+# What a part of a Megatron name is called in a Hugging Face checkpoint. Layers of Transformer
+# Engine, which slime trains, have the norm before them in their name.
+NAMED_PARTS = {
+    "embedding": ("*.embed_tokens.*",),
+    "experts": ("*.mlp.*expert*",),
+    "final_layernorm": ("model.norm.*",),
+    "linear_fc2": ("*.down_proj*",),
+    "linear_proj": ("*.self_attn.o_proj.*",),
+    "linear_qkv": ("*.self_attn.[qkv]_proj.*", "*.input_layernorm.*"),
+    "mlp": ("*.mlp.*", "*.post_attention_layernorm.*"),
+    "output_layer": ("lm_head.*",),
+    "router": ("*.mlp.gate.*",),
+    "self_attention": ("*.self_attn.*", "*.input_layernorm.*"),
+}
+_LAYERS = re.compile(r"(?:decoder\\?\.)?layers\\?\.((?:\d|\[[\d-]+\])+)\\?\.")
+
+
+def _trainable(setting: str) -> Flag:
+    def put(into: Imported, values: Values) -> None:
+        patterns: list[str] = []
+        for value in map(plain_text, values):
+            layers = _LAYERS.fullmatch(value)
+            if layers is None and value not in NAMED_PARTS:
+                raise NotCarriedError(
+                    f"{value!r}: patterns are of Hugging Face names: trainer.config.trainable"
+                )
+            patterns += [f"*.layers.{layers[1]}.*"] if layers else NAMED_PARTS[value]
+            if layers:
+                into.facts["layers_named"] = True
+        if not patterns:
+            raise NotCarriedError("names nothing")
+        set_at(into.trainer, f"trainable.{setting}", patterns)
+
+    return Flag(f"trainer: trainable.{setting}", f"{', '.join(NAMED_PARTS)}, layers by number", put)
+
+
 REWARDS = {"math": "math", "deepscaler": "math", "dapo": "math", "f1": "f1", "gpqa": "choice"}
 ADVANTAGES = {
     "grpo": ("grpo", "ppo_clip"),
@@ -140,8 +176,6 @@ _MODEL = unneeded("the model's config.json says it")
 _ALWAYS = unneeded("it is always so")
 _STORE = unneeded("checkpoints and weights are in the store of the run; `--resume` goes on")
 _OWN = "functions of your own are named otherwise: docs/rollout.md, Your own functions"
-
-_ALL_TRAINED = "all weights are trained, or adapters (docs/lora.md); vision has frozen parts"
 
 FLAGS: dict[str, Flag] = {
     # cluster
@@ -199,9 +233,9 @@ FLAGS: dict[str, Flag] = {
     "ref-update-interval": absent("the reference stays"),
     "start-rollout-id": _STORE,
     "ckpt-step": by_hand("run.yaml initial_checkpoint"),
-    "only-train-params-name-list": absent(_ALL_TRAINED),
-    "freeze-params-name-list": absent(_ALL_TRAINED),
-    "freeze-indexer": absent(_ALL_TRAINED),
+    "only-train-params-name-list": _trainable("allow"),
+    "freeze-params-name-list": _trainable("deny"),
+    "freeze-indexer": absent("no model that has one is trained here"),
     "custom-model-provider-path": by_hand("trainer.config.megatron.model_provider"),
     "megatron-config-path": by_hand("a critic is an entry of services.yaml with its own settings"),
     # rollout

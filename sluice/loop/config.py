@@ -1,9 +1,9 @@
-"""The configurations of `sluice train` and of `sluice sft`."""
+"""The configurations of `sluice train`, `sluice sft` and `sluice dpo`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
@@ -13,6 +13,7 @@ from pydantic import (
 )
 
 from sluice.address import ServerAddress
+from sluice.algo.estimators.pairs import DpoSettings
 from sluice.algo.spec import AdvantageSpec, LossSpec, known_columns
 from sluice.config import PLAIN_NAME, PLAIN_NAME_RULE, Config, ProcessConfig
 from sluice.loop.trackers import TrackersConfig
@@ -183,6 +184,24 @@ class AlgorithmConfig(Config):
         reads_none = self.is_supervised or self.teacher_top_count > 0
         if reads_none and "advantage" in self.model_fields_set:
             raise ValueError(f"advantage: has no effect with loss {self.loss.name}; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _preferences_are_of_these_weights(self) -> AlgorithmConfig:
+        """The derivative of a pair's loss is of the weights that its log-probs were computed by."""
+        if self.advantage.name != "dpo":
+            return self
+        for name in ("mini_batches", "epochs"):
+            if getattr(self, name) > 1:
+                raise ValueError(
+                    f"{name}: advantage dpo takes one optimizer step a batch, whose log-probs its "
+                    "advantages are of; leave it at 1"
+                )
+        if self.loss.name != "reinforce":
+            raise ValueError(
+                f"loss.name: {self.loss.name} has no effect with advantage dpo that reinforce has "
+                "not: within one optimizer step no ratio leaves 1"
+            )
         return self
 
 
@@ -716,6 +735,14 @@ class RunConfig(CommonRunConfig):
                 f"algorithm.mini_batches: {self.algorithm.mini_batches} cannot be made of "
                 f"groups_per_step {self.groups_per_step}"
             )
+        if self.algorithm.advantage.name == "dpo":
+            for name, share in self.shares.items():
+                if share.samples_per_group != 2:
+                    where = f"environments.{name}." if name else ""
+                    raise ValueError(
+                        f"{where}samples_per_group: advantage dpo is of two answers to a prompt, "
+                        f"not of {share.samples_per_group}"
+                    )
         if self.replay is None:  # its steps are not known yet
             self.check_warmup()
         if self.stop_at_reward is None and "stop_window" in self.model_fields_set:
@@ -781,23 +808,66 @@ class RunConfig(CommonRunConfig):
 
 
 class RowsConfig(Config):
-    """A JSONL or Parquet file. A row has `messages` (and `tools`), or `prompt` and `answer`."""
+    """A JSONL or Parquet file, whose rows are of conversations or of preferences.
+
+    `sluice sft` takes `messages` (and `tools`), or `prompt` and `answer`; `sluice dpo` `chosen` and
+    `rejected`, both as texts or both as messages, with their `prompt` or without.
+    """
 
     file: Path
     shuffle: bool = Field(True, description="Anew every epoch, from the seed.")
 
 
-class SftConfig(CommonRunConfig):
-    """Supervised training on conversations. Flags override the file, e.g. `--epochs 3`."""
+class HeldOutConfig(Config):
+    """Rows that nothing is learned of, in a file of their own: what they tell of the weights."""
+
+    file: Path
+    every_steps: int = Field(0, ge=0, description="0 is before and after training only.")
+
+
+class RowsRunConfig(CommonRunConfig):
+    """What the runs on rows of a file share."""
+
+    kind: ClassVar[str]
 
     tokenizer: Path = Field(description="Model directory with tokenizer and chat template.")
     template: dict[str, JsonValue] = Field(
         default_factory=dict, description="Variables of the chat template, by its own names."
     )
     rows: RowsConfig
+    held_out: HeldOutConfig | None = None
     rows_per_step: int = Field(32, gt=0)
     epochs: int = Field(1, gt=0, description="Every row once in each.")
     steps: int | None = Field(None, gt=0, description="End here instead, if that is earlier.")
+
+    @property
+    def algorithm(self) -> AlgorithmConfig:
+        """What is done with the rows of a step."""
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> dict[str, JsonValue]:
+        """Settings of the algorithm that no resumed run may change, as far as they are set."""
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _has_no_trace(self) -> Self:
+        if self.trackers.otel is not None:
+            raise ValueError("trackers.otel: has no effect, a run on rows of a file keeps no trace")
+        return self
+
+    @model_validator(mode="after")
+    def _trainer_is_named(self) -> Self:
+        if self.services is None and not self.trainer:
+            raise ValueError("give services or trainer")
+        return self
+
+
+class SftConfig(RowsRunConfig):
+    """Supervised training on conversations. Flags override the file, e.g. `--epochs 3`."""
+
+    kind = "sft"
+
     loss: LossSpec = LossSpec(name="sft")
 
     @field_validator("loss")
@@ -807,14 +877,34 @@ class SftConfig(CommonRunConfig):
             raise ValueError(f"rows of a file have no rewards for loss {loss.name}; use sft")
         return loss
 
-    @model_validator(mode="after")
-    def _has_no_trace(self) -> SftConfig:
-        if self.trackers.otel is not None:
-            raise ValueError("trackers.otel: has no effect, a supervised run keeps no trace")
-        return self
+    @property
+    def algorithm(self) -> AlgorithmConfig:
+        return AlgorithmConfig(loss=self.loss)
 
-    @model_validator(mode="after")
-    def _trainer_is_named(self) -> SftConfig:
-        if self.services is None and not self.trainer:
-            raise ValueError("give services or trainer")
-        return self
+    @property
+    def shape(self) -> dict[str, JsonValue]:
+        return {"loss": self.loss.model_dump(mode="json", exclude_defaults=True)}
+
+
+class DpoConfig(RowsRunConfig):
+    """Training on preferences, by DPO. Flags override the file, e.g. `--preference.beta 0.2`.
+
+    A step is one optimizer step on the mean loss of `rows_per_step` pairs.
+    """
+
+    kind = "dpo"
+
+    preference: DpoSettings = DpoSettings()
+
+    @property
+    def algorithm(self) -> AlgorithmConfig:
+        settings = self.preference.model_dump(exclude_defaults=True)
+        return AlgorithmConfig(
+            advantage=AdvantageSpec(name="dpo", settings=settings),
+            # a sum of tokens, and over two answers a pair the mean of pairs
+            loss=LossSpec(name="reinforce", aggregation="constant", constant_length=0.5),
+        )
+
+    @property
+    def shape(self) -> dict[str, JsonValue]:
+        return {"preference": self.preference.model_dump(mode="json", exclude_defaults=True)}

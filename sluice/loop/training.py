@@ -381,6 +381,32 @@ async def train_step(
     return replace(_report(optimizer_step, metrics, reports, has_old=has_old), columns=columns)
 
 
+async def measure_rows(
+    trainer: TrainerClient,
+    algorithm: AlgorithmConfig,
+    blob: BlobReference,
+    sample_count: int,
+    *,
+    name: str,
+) -> dict[str, float]:
+    """What the trainer's weights make of rows of whole groups; nothing is learned.
+
+    Of supervised rows `loss` (nats a token) and `tokens`, else what a step tells ahead of its pass.
+    Raises RemoteError.
+    """
+    batch_id = f"{name}-{new_request_id()[:8]}"
+    batch = (await trainer.upload_batch(batch_id, sample_count, blobs=[blob])).batch
+    temperature = algorithm.loss.temperature
+    if algorithm.is_supervised:
+        told = await trainer.compute_logprobs(batch, temperature=temperature)
+        metrics = {"loss": -told.mean, "tokens": float(told.token_count)}
+    else:
+        needed = await _needed_columns(trainer, algorithm)
+        metrics = await _add_columns(trainer, algorithm, needed, _StepRows(name=batch), None)
+    await trainer.delete_batch(batch)
+    return metrics
+
+
 async def _upload(
     trainer: TrainerClient, critic: Critic | None, groups: Sequence[LedgerGroup], batch_id: str
 ) -> _StepRows:

@@ -71,7 +71,7 @@ def build(config: dict[str, Any]) -> tuple[Any, str]:
         max_sequence_length=64,
         share_embeddings_and_output_weights=config.get("tie_word_embeddings", False),
         position_embedding_type="none" if kind.startswith("deepseek") else "rope",
-        rotary_percent=text.get("partial_rotary_factor", 1.0),
+        rotary_percent=text["rope_parameters"].get("partial_rotary_factor", 1.0),
         rotary_base=int(text["rope_parameters"]["rope_theta"]),
     )
     return model.eval(), "language_model." if "text_config" in config else ""
@@ -129,7 +129,7 @@ def sizes(text: dict[str, Any], kind: str) -> dict[str, Any]:
         "num_attention_heads": text["num_attention_heads"],
         "layernorm_epsilon": text["rms_norm_eps"],
         "add_qkv_bias": text.get("attention_bias", False) or kind == "qwen2",
-        "qk_layernorm": kind.startswith(("qwen3", "deepseek")),
+        "qk_layernorm": kind.startswith(("qwen3", "deepseek")) or text.get("use_qk_norm", False),
     }
 
 
@@ -154,7 +154,7 @@ def experts(text: dict[str, Any], kind: str) -> dict[str, Any]:
     shared = text.get("shared_expert_intermediate_size") or (
         text.get("n_shared_experts", 0) * text["moe_intermediate_size"]
     )
-    deepseek = kind.startswith("deepseek")
+    biased = kind.startswith("deepseek") or kind == "glm4_moe"
     return {
         "num_moe_experts": count,
         "moe_ffn_hidden_size": text["moe_intermediate_size"],
@@ -166,11 +166,11 @@ def experts(text: dict[str, Any], kind: str) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": shared or None,
         "moe_shared_expert_gate": kind.startswith(RECURRENT),
         "moe_router_pre_softmax": kind == "qwen3_moe" and not text["norm_topk_prob"],
-        "moe_router_score_function": "sigmoid" if deepseek else "softmax",
-        "moe_router_enable_expert_bias": deepseek,
+        "moe_router_score_function": "sigmoid" if biased else "softmax",
+        "moe_router_enable_expert_bias": biased,
         "moe_router_topk_scaling_factor": text.get("routed_scaling_factor"),
-        "moe_router_num_groups": text["n_group"] if deepseek else None,
-        "moe_router_group_topk": text["topk_group"] if deepseek else None,
+        "moe_router_num_groups": text["n_group"] if biased else None,
+        "moe_router_group_topk": text["topk_group"] if biased else None,
     }
 
 

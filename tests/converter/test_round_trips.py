@@ -30,6 +30,7 @@ SPARSE = (
     "qwen3_moe",
     "qwen3_30b",
     "qwen3_5_vl_moe",
+    "glm4_moe",
     "deepseek_v3",
     "deepseek_v3_direct",
 )

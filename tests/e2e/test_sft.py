@@ -51,11 +51,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(
-    folder: Path, name: str, fault: str = "", more: dict[str, Any] | None = None, **changes: Any
+    folder: Path,
+    name: str,
+    fault: str = "",
+    more: dict[str, Any] | None = None,
+    kind: str = "sft",
+    **changes: Any,
 ) -> subprocess.CompletedProcess:
     """`sluice sft --up`, in a directory by name, ended (-9) where `fault` is armed.
 
-    more: settings of the trainer.
+    more: settings of the trainer. kind: another command on rows.
     """
     directory = folder / name
     directory.mkdir(exist_ok=True)
@@ -79,7 +84,7 @@ def run(
     if fault:
         environment[faults.VARIABLE] = str(directory / "faults")
         faults.arm(directory / "faults", fault, passing=6)
-    command = [sys.executable, "-m", "sluice.cli", "sft", str(directory / "run.yaml")]
+    command = [sys.executable, "-m", "sluice.cli", kind, str(directory / "run.yaml")]
     return subprocess.run(
         [*command, "--up", str(directory / "services.yaml")],
         env=environment,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,13 @@ class Expected:
     rounding: float
 
 
-def expect(model: Model, steps: int = STEPS) -> Expected:
-    """One sample at a time, each whole; see `Oracle`."""
+def expect(
+    model: Model, steps: int = STEPS, trainable: Mapping[str, Sequence[str]] | None = None
+) -> Expected:
+    """One sample at a time, each whole; see `Oracle`. `trainable`: as of a trainer."""
     torch.set_num_threads(1)
     oracle = Oracle(model.load(), OptimConfig(**OPTIM))  # type: ignore[arg-type]
+    _freeze(oracle.model, trainable or {})
     rows = rows_of(0)
     logprobs = {row.sample_id: oracle.logprobs(row).detach() for row in rows}
     oracle.ppo_loss(rows).backward()
@@ -47,6 +52,19 @@ def expect(model: Model, steps: int = STEPS) -> Expected:
         made.append({"loss": loss.item(), "grad_norm": oracle.step(loss, NORMALIZER)})
     weights = _as_stored(oracle.model, {n: p.detach() for n, p in named.items()})
     return Expected(logprobs, gradients, made, weights, _rounding(model, logprobs))
+
+
+def _freeze(model: Any, trainable: Mapping[str, Sequence[str]]) -> None:
+    """All names of experts in one tensor, and of a tied one, say the same of it."""
+    tied = ["lm_head.weight"] if model.config.tie_word_embeddings else []
+    for name, parameter in model.named_parameters():
+        names = [*_as_stored(model, {name: parameter.detach()})]
+        names += tied if "embed_tokens" in name else []
+        allowed, denied = (
+            any(fnmatchcase(each, pattern) for pattern in patterns for each in names)
+            for patterns in (trainable.get("allow", ["*"]), trainable.get("deny", []))
+        )
+        parameter.requires_grad_(allowed and not denied)
 
 
 def _rounding(model: Model, logprobs: Tensors) -> float:
@@ -78,9 +96,11 @@ def logprob_difference(found: Tensors, expected: Tensors) -> float:
 def gradient_difference(found: Tensors, expected: Tensors) -> float:
     """Largest difference of any tensor, relative to the tensor's largest element.
 
-    A gradient that is 0 but for rounding (a bias of keys has no effect) must be so in both.
+    A gradient that is 0 but for rounding (a bias of keys has no effect) must be so in both. That of
+    one number is a sum over all tokens, which may cancel: it is by a thousandth of the largest.
     """
-    rounding = 1e-6 * max(float(tensor.abs().max()) for tensor in expected.values())
+    largest = max(float(tensor.abs().max()) for tensor in expected.values())
+    rounding = 1e-6 * largest
     assert expected.keys() <= found.keys(), expected.keys() - found.keys()
     worst = 0.0
     for name, tensor in expected.items():
@@ -89,5 +109,6 @@ def gradient_difference(found: Tensors, expected: Tensors) -> float:
         if scale < rounding:
             assert float(found[name].abs().max()) < rounding, name
             continue
+        scale = max(scale, 1e-3 * largest) if tensor.numel() == 1 else scale
         worst = max(worst, float((found[name].float() - tensor).abs().max()) / scale)
     return worst

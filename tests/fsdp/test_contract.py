@@ -17,6 +17,7 @@ from tests.contract.training_backend.cases import OPTIM, Model, StartBackend, bu
 from tests.contract.training_backend.test_logprobs import *  # noqa: F403
 from tests.contract.training_backend.test_steps import *  # noqa: F403
 from tests.contract.training_backend.test_storage import *  # noqa: F403
+from tests.contract.training_backend.test_trainable import *  # noqa: F403
 
 pytestmark = pytest.mark.fast
 

@@ -62,6 +62,17 @@ YARN = {
 }
 WIDENED = {name: value for name, value in YARN.items() if not name.startswith("mscale")}
 GLM4: dict[str, Any] = {"head_dim": 16, "attention_bias": True, "pad_token_id": None}
+GLM4_MOE: dict[str, Any] = {
+    "head_dim": 16,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 2.5,
+    "pad_token_id": None,
+}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 32}),
     "qwen3_tied": (
@@ -86,6 +97,17 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Glm4Config",
         "Glm4ForCausalLM",
         {**GLM4, "rope_parameters": {**WIDENED, "partial_rotary_factor": 0.5}},
+    ),
+    "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM", GLM4_MOE),
+    "glm4_moe_groups": (  # of experts, without norms of heads
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        {**GLM4_MOE, "use_qk_norm": False, "n_group": 2, "topk_group": 1},
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        "Glm4MoeLiteForCausalLM",
+        {**LATENT, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8},
     ),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT),
     "deepseek_v3_yarn": (

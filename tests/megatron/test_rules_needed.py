@@ -18,6 +18,7 @@ from tests.rank_pool import Pool
         ("qwen3_moe", {"tensor": 2, "sequence_parallel": True}),
         ("qwen2", {"tensor": 2}),
         ("glm4", {"tensor": 2}),
+        ("glm4_moe", {"tensor": 2, "sequence_parallel": True}),
         ("deepseek_v3", {"tensor": 2, "sequence_parallel": True}),
     ],
 )

@@ -85,6 +85,7 @@ CASES = [
     Case("glm", "GLM-4 9B (2024)", {"partial_rotary_factor": 0.5}),
     Case("glm4", "GLM-4 (0414)", {"partial_rotary_factor": 0.5, "attention_bias": True}),
     Case("glm4_moe", "GLM-4.5", {**GROUPED, "partial_rotary_factor": 0.5}),
+    Case("glm4_moe_lite", "GLM-4.7-Flash", {**LATENT, **GROUPED}),
     Case(
         "deepseek_v2", "DeepSeek-V2", {**LATENT, **GROUPED, "topk_method": "group_limited_greedy"}
     ),
@@ -123,6 +124,21 @@ CASES = [
         {**LOCAL_EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
     ),
     Case("lfm2", "LFM2", {"layer_types": ["conv", "full_attention"]}),
+    Case("minimax_m2", "MiniMax-M2", LOCAL_EXPERTS),
+    Case(
+        "ernie4_5_moe",
+        "ERNIE 4.5 MoE",
+        {
+            "moe_k": 2,
+            "moe_num_experts": 4,
+            "moe_num_shared_experts": 1,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    Case("olmoe", "OLMoE", {**EXPERTS, **WHOLE_HEADS}),
+    Case("dots1", "dots.llm1", {**GROUPED, "n_routed_experts": 4, "sliding_window": None}),
+    Case("apertus", "Apertus"),
+    Case("ministral3", "Ministral 3"),
     Case("gpt2", "GPT-2", {**WHOLE_HEADS, "n_embd": 32, "n_layer": 2, "n_head": 4}),
     Case("opt", "OPT", {**WHOLE_HEADS, "ffn_dim": 64, "word_embed_proj_dim": 32}),
     Case("bloom", "BLOOM", {"n_head": 4, "n_layer": 2}),

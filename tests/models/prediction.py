@@ -27,15 +27,16 @@ from tests.models.families import Case, build
 
 Tensors = dict[str, torch.Tensor]
 EXTRA = ("enorm", "hnorm", "eh_proj", "norm")
-NAMES = {  # of those, and of the layer, by family
-    "deepseek_v3": (
+NUMBERED_ON = ("deepseek_v3", "glm4_moe")  # the layer follows the last, with copies of the ends
+NAMES = {  # of those, and of the layer
+    True: (
         "model.layers.{n}.enorm.weight",
         "model.layers.{n}.hnorm.weight",
         "model.layers.{n}.eh_proj.weight",
         "model.layers.{n}.shared_head.norm.weight",
         "model.layers.{n}.",
     ),
-    "qwen": (
+    False: (
         "mtp.pre_fc_norm_embedding.weight",
         "mtp.pre_fc_norm_hidden.weight",
         "mtp.fc.weight",
@@ -60,7 +61,7 @@ class Predicting:
 
     @property
     def names(self) -> tuple[str, ...]:
-        names = NAMES.get(self.case.model_type, NAMES["qwen"])
+        names = NAMES[self.case.model_type in NUMBERED_ON]
         return tuple(name.format(n=self.layers) for name in names)
 
     def stored(self, name: str) -> str:
@@ -68,7 +69,7 @@ class Predicting:
         return name.replace(f"model.layers.{self.layers}.", self.names[-1], 1)
 
     def copies(self) -> dict[str, str]:
-        if self.case.model_type != "deepseek_v3":
+        if self.case.model_type not in NUMBERED_ON:
             return {}
         return {copied.format(n=self.layers): name for copied, name in COPIES.items()}
 
@@ -90,7 +91,7 @@ def build_predicting(case: Case, directory: Path) -> Predicting:
     (made.model.directory / "config.json").write_text(json.dumps(config))
     tensors = {made.stored(n): t for n, t in load_file(whole / "model.safetensors").items()}
     size, generator = config["hidden_size"], torch.Generator().manual_seed(23)
-    centre = 1.0 if case.model_type == "deepseek_v3" else 0.0  # norms of others are around zero
+    centre = 1.0 if case.model_type in NUMBERED_ON else 0.0  # norms of others are around zero
     for kind, name in zip(EXTRA, made.names, strict=False):
         shape = (size, 2 * size) if kind == "eh_proj" else (size,)
         drawn = torch.randn(shape, generator=generator) * 0.2
@@ -169,7 +170,7 @@ class PredictionOracle:
 
     def _norm(self, kind: str, hidden: torch.Tensor) -> torch.Tensor:
         config = self.policy.model.config
-        weight = self.extra[kind] + (0.0 if config.model_type == "deepseek_v3" else 1.0)
+        weight = self.extra[kind] + (0.0 if config.model_type in NUMBERED_ON else 1.0)
         scale = hidden.square().mean(-1, keepdim=True) + config.rms_norm_eps
         return weight * hidden / scale.sqrt()
 

@@ -48,7 +48,10 @@ ONE_KEY_HEAD = replace(  # that tensor ranks share
 SCATTERED = {"tensor": 2, "sequence_parallel": True}
 OTHERS = [
     BY_NAME[name]
-    for name in ("llama", "llama-tied", "qwen2", "qwen3", "qwen3_moe", "glm4", "deepseek_v3")
+    for name in (
+        *("llama", "llama-tied", "qwen2", "qwen3", "qwen3_moe"),
+        *("glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v3"),
+    )
 ]
 fast = pytest.mark.fast
 
@@ -237,7 +240,7 @@ def test_a_bfloat16_model_keeps_its_decays_wide(
     assert all(torch.equal(resumed[name], trained[name]) for name in trained)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3_next", "deepseek_v3", "glm4_moe"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_layers_of_multi_token_prediction_go_through_bit_for_bit(
     name: str, world: int, ranks: Pool, known: Known, tmp_path: Path

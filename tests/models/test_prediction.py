@@ -33,7 +33,7 @@ from tests.rank_pool import JobError, Pool
 
 BY_NAME = {case.name: case for case in CASES}
 DENSE, NEXT, LATENT = (BY_NAME[name] for name in ("qwen3_5_text", "qwen3_next", "deepseek_v3"))
-SPARSE = BY_NAME["qwen3_5_moe_text"]
+SPARSE, GLM = BY_NAME["qwen3_5_moe_text"], BY_NAME["glm4_moe"]
 DEEP_DENSE = replace(DENSE, settings={**DENSE.settings, **DEEP}, of="deep")
 TIED = replace(DENSE, settings={**DENSE.settings, "tie_word_embeddings": True}, of="tied")
 SCALE = 0.3
@@ -93,6 +93,8 @@ LAYOUTS = [
         id="latent-TP2+SPxPP2xEP2",
     ),
     pytest.param(LATENT, 4, {"context": 2, "pipeline": 2}, id="latent-CP2xPP2"),
+    pytest.param(GLM, 2, SCATTERED, id="glm-TP2+SP"),
+    pytest.param(GLM, 2, {"expert": 2, "context": 2}, id="glm-EP2xCP2"),
     pytest.param(DENSE, 2, {"tensor": 2}, id="dense-TP2"),
     pytest.param(DENSE, 2, {"pipeline": 2}, id="dense-PP2", marks=fast),
     pytest.param(DENSE, 2, {"tensor": 2, "recompute": "full"}, id="dense-TP2-recompute"),

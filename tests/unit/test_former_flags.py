@@ -16,8 +16,7 @@ from services.router.config import RouterConfig
 from services.trainer.config import TrainerConfig
 from services.trainer.rank.__main__ import parse_flags
 from sluice.config import ConfigError, ProcessConfig, load_config, parse_config
-from sluice.loop.config import RunConfig
-from sluice.loop.sft import SftConfig
+from sluice.loop.config import RunConfig, SftConfig
 from sluice.stack import UpConfig
 
 FORMER = Path(__file__).parent / "data" / "former_flags.txt"

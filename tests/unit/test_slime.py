@@ -384,6 +384,26 @@ def test_no_flag_of_its_parser_is_unknown() -> None:
     assert not unknown
 
 
+def test_parts_that_are_trained_are_carried_by_their_names_here() -> None:
+    def trainable(flags: str, entry: str = "trainer") -> tuple[Any, str]:
+        _, services, left = imported(f"train.py {flags}")
+        told = [line for line in left if "trainable" in line]
+        return services["services"][entry]["config"].get("trainable"), "\n".join(told)
+
+    frozen = trainable("--freeze-params-name-list embedding output_layer")
+    assert frozen == ({"deny": ["*.embed_tokens.*", "lm_head.*"]}, "")
+    layers = r"--only-train-params-name-list 'layers\.2[0-3]\.' router"
+    chosen = {"allow": ["*.layers.2[0-3].*", "*.mlp.gate.*"]}
+    assert trainable(layers) == (chosen, "")
+    staged, told = trainable(f"{layers} --pipeline-model-parallel-size 2")
+    assert staged == chosen and "by pipeline stage" in told
+    for own in ("self_attention.wq_b", "linear_fc1", "'embed.*'"):
+        nothing, told = trainable(f"--freeze-params-name-list embedding {own}")
+        assert nothing is None and own.strip("'") in told
+    critic = "--advantage-estimator ppo --freeze-params-name-list output_layer"
+    assert trainable(critic, "critic") == ({"deny": ["score.*"]}, "")
+
+
 def test_the_ranks_of_an_engine_are_those_of_one_stage() -> None:
     """slime counts the GPUs of all stages; SGLang's tp_size is of one."""
 

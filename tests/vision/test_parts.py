@@ -104,6 +104,36 @@ def test_parts_of_the_reference_backend(
         assert moved[part] == pytest.approx(scale * moved["text"], rel=0.3)
 
 
+def test_a_tower_is_trained_alone_beside_rows_that_it_does_not_see(
+    qwen3_vl: Model, tmp_path: Path, pool: Pool
+) -> None:
+    """Rows of text pass by all that is trained; a stage behind the tower trains nothing."""
+    trainable = {"allow": ["*visual*"]}
+    backend = start(qwen3_vl, tmp_path, {}, trainable=trainable)
+    rows, before = mixed_rows(qwen3_vl.rules), tensors_of(backend)
+    text = [row for row in rows if not row.media]
+    assert text
+    backend.forward_backward([text], PPO)
+    assert backend.step(normalizer=1.0, learning_rate=None).grad_norm == 0
+    backend = start(qwen3_vl, tmp_path, {}, trainable=trainable)
+    step(backend, qwen3_vl)
+    after = tensors_of(backend)
+    for name, old in before.items():
+        assert torch.equal(after[name], old) == (part_of(name) == "text"), name
+    run(pool, 2, qwen3_vl, tmp_path, {"pipeline": 2}, {}, trainable=trainable)
+    for name, tensor in read_ranks(tmp_path, "weights").items():
+        assert torch.allclose(tensor, after[name], rtol=0, atol=RATE / 10), name
+
+
+def test_a_rate_of_a_part_that_is_frozen_by_name_is_refused(
+    qwen3_vl: Model, tmp_path: Path
+) -> None:
+    vision = {"tower_learning_rate": RATE / 10}
+    assert start(qwen3_vl, tmp_path, vision, trainable={"deny": ["*visual.merger*"]})
+    with pytest.raises(ValueError, match="tower_learning_rate has no effect"):
+        start(qwen3_vl, tmp_path, vision, trainable={"deny": ["*visual*"]})
+
+
 def test_a_resumed_reference_run_goes_on_as_it_was(qwen3_vl: Model, tmp_path: Path) -> None:
     vision = {"frozen_tower": True, "projector_learning_rate": RATE / 4}
     whole = start(qwen3_vl, tmp_path, vision)
@@ -139,10 +169,11 @@ def run(
     layout: dict[str, Any],
     vision: dict[str, Any],
     job: str = "vision_parts",
+    trainable: dict[str, Any] | None = None,
     **more: Any,
 ) -> None:
     optim = {"learning_rate": RATE, "max_grad_norm": 0}
-    trainer = {"vision": vision, "optim": optim}
+    trainer = {"vision": vision, "optim": optim, "trainable": trainable or {}}
     pool.run(
         job,
         world,

@@ -358,6 +358,10 @@ class ChunkReader:
     def __contains__(self, key: str) -> bool:
         return key in self._described
 
+    def keys(self) -> Iterable[str]:
+        """Return the keys of all tensors and objects."""
+        return self._described.keys()
+
     def fill(self, chunks: Iterable[BoxData], key: str = "") -> None:
         """Note what `read` shall read, under `key` or else under the keys of the chunks."""
         for chunk in chunks:

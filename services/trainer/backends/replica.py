@@ -11,7 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from services.trainer.backend import Mesh, StepOutcome, decays, refuse_norm
-from services.trainer.config import OptimConfig, VisionConfig
+from services.trainer.backends.trainable import other_trained
+from services.trainer.config import OptimConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import LiveTensors, StagedCheckpoint
 from sluice import operations
@@ -23,6 +24,7 @@ from sluice.weights.shards import write_shard
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 MODEL_FILE, OPTIMIZER_FILE = "policy.safetensors", "optimizer.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+ALIKE = {"text": 1.0, "tower": 1.0, "projector": 1.0}  # learning rates of all parts
 
 
 def norm_of(gradients: torch.Tensor) -> float:
@@ -33,23 +35,19 @@ def norm_of(gradients: torch.Tensor) -> float:
 class FlatOptimizer:
     """Parameters whose gradients are views of one float32 buffer.
 
-    Backward passes add into the buffer; `step` is the only place that divides. Parameters of parts
-    that `vision` freezes take no gradients from then on.
+    Backward passes add into the buffer; `step` is the only place that divides. Parameters that
+    require no gradient are left out.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
         optim: OptimConfig,
-        vision: VisionConfig | None = None,
         *,
         adamw: str,
+        scales: Mapping[str, float] = ALIKE,
     ) -> None:
-        """`adamw`: the implementation of the optimizer."""
-        scales = (vision or VisionConfig()).scales(optim.learning_rate)
-        for name, parameter in parameters.items():
-            if not scales[part_of(name)]:
-                parameter.requires_grad_(False)
+        """`adamw`: the implementation of the optimizer. `scales`: learning rates by part."""
         self.parameters = {n: p for n, p in parameters.items() if p.requires_grad}
         first = next(iter(self.parameters.values()))
         size = sum(p.numel() for p in self.parameters.values())
@@ -213,6 +211,8 @@ def load(
         if different:
             named = ", ".join(sorted(different)[:8])
             raise ValueError(f"the checkpoint is of another model, they differ in: {named}")
+        if holds_all:
+            _check_trained(directory, optimizer)
         for name, tensor in tensors.items():
             _fill(name, tensor, part(name, saved.get_tensor(name)))
     if weights_only:
@@ -239,6 +239,13 @@ def load(
     if random.exists():
         with _open(random) as states:
             torch.set_rng_state(states.get_tensor("torch"))
+
+
+def _check_trained(directory: Path, optimizer: FlatOptimizer) -> None:
+    with _open(directory / OPTIMIZER_FILE) as moments:
+        saved = {name.rpartition("/")[0] for name in moments.keys()}  # noqa: SIM118
+    if other := other_trained(optimizer.parameters.keys(), saved):
+        raise ValueError(f"the checkpoint {directory.name!r} does not fit: {other}")
 
 
 def _fill(name: str, tensor: torch.Tensor, read: torch.Tensor) -> None:

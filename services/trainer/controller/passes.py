@@ -162,8 +162,9 @@ class TrainerPasses:
             batch_id=batch.batch_id, advantage=advantage_to_proto(spec), moments_only=traits.whitens
         )
         with metrics.PASS_SECONDS.labels("advantages").time():
+            told = pb.PassSums()
             if traits.compares_siblings:
-                await self._exchange_scores(batch, command, spec, traits.width)
+                told = await self._exchange_scores(batch, command, spec, traits.width)
             if traits.whitens:
                 totals = await self._advantages(ranks, command)
                 merged = merge_moments([result.advantages.moments for result in totals])
@@ -180,7 +181,7 @@ class TrainerPasses:
         batch.zero_advantage[:] = False
         for result in results:
             batch.zero_advantage[np.asarray(result.advantages.silent_rows, dtype=np.int64)] = True
-        means = find_means(add_sums([result.sums for result in results]))
+        means = find_means(add_sums([told, *(result.sums for result in results)]))
         return AdvantageScalars(
             reward_mean=means.pop("reward", float("nan")),
             advantage_abs_mean=means.pop("advantage_abs", 0.0),
@@ -390,22 +391,25 @@ class TrainerPasses:
 
     async def _exchange_scores(
         self, batch: Batch, command: pb.AdvantagesCommand, spec: AdvantageSpec, width: int
-    ) -> None:
-        """Give every rank the scores of its rows relative to their siblings on all ranks."""
+    ) -> pb.PassSums:
+        """Give every rank the scores of its rows relative to their siblings on all ranks.
+
+        Return what the estimator tells of groups; nothing where one rank has them all, and tells.
+        """
         ranks, data_size = self._ranks.incarnation, self._planner.limits.data_size
         rows_of = [np.flatnonzero(batch.owners == rank) for rank in range(data_size)]
         if len(rows_of) == 1:
-            return
+            return pb.PassSums()
         question = pb.AdvantagesCommand()
         question.CopyFrom(command)
         question.scores_only, question.moments_only = True, False
         results = [result.advantages for result in await self._advantages(ranks, question)]
         met = await asyncio.to_thread(SiblingTable.gather, batch, rows_of, results, width)
         if spec.plugins:
-            relative = await self._relate_on_ranks(ranks, command, met)
+            relative, told = await self._relate_on_ranks(ranks, command, met)
         else:
             try:
-                relative = await asyncio.to_thread(met.relate, batch, spec)
+                relative, told = await asyncio.to_thread(met.relate, batch, spec)
             except PluginSettingError as error:
                 raise invalid_setting(error, "advantage") from None
 
@@ -420,19 +424,20 @@ class TrainerPasses:
 
         for start in range(0, max(map(len, rows_of)), SCORES_PER_COMMAND):
             await ranks.run(part(start))
+        return told
 
     async def _relate_on_ranks(
         self, ranks: RankIncarnation, command: pb.AdvantagesCommand, met: SiblingTable
-    ) -> np.ndarray:
+    ) -> tuple[np.ndarray, pb.PassSums]:
         """Have ranks relate all scores, which alone can import who does."""
-        answer: list[float] = []
+        answer = pb.CommandResult()
         for scores in met.split():
             question = pb.AdvantagesCommand(
                 batch_id=command.batch_id, advantage=command.advantage, siblings=scores
             )
             results = await self._advantages(ranks, question)
-            answer = list(results[0].advantages.scores)
-        return np.array(answer)
+            answer = results[0]
+        return np.array(answer.advantages.scores), answer.sums
 
     async def _sum(self, ranks: RankIncarnation, builds: Sequence[Build]) -> pb.PassSums:
         sums = []
@@ -474,15 +479,25 @@ class SiblingTable:
         groups = np.unique(batch.facts.group_ids, return_inverse=True)[1]
         return cls(scores, episodes, batch.mask_counts, groups)
 
-    def relate(self, batch: Batch, spec: AdvantageSpec) -> np.ndarray:
-        """Return the relative score of every row, float64[N]. Raises PluginSettingError."""
+    def relate(self, batch: Batch, spec: AdvantageSpec) -> tuple[np.ndarray, pb.PassSums]:
+        """Return the relative score of every row, float64[N], and what is told of groups.
+
+        Raises PluginSettingError.
+        """
         siblings = [
             Sibling(tuple(scores), length, episode)
             for scores, length, episode in zip(
                 self.scores.tolist(), self.lengths.tolist(), self.episodes.tolist(), strict=True
             )
         ]
-        return np.array(relate_siblings(siblings, batch.facts.group_ids, spec.estimator))
+        related = relate_siblings(siblings, batch.facts.group_ids, spec.estimator)
+        told = pb.PassSums(
+            metrics={
+                name: pb.WeightedSum(sum=total, weight=weight)
+                for name, (total, weight) in related.metrics.items()
+            }
+        )
+        return np.array(related.scores), told
 
     def split(self) -> Iterable[pb.SiblingScores]:
         """Yield all rows in messages that fit a command."""

@@ -369,7 +369,10 @@ def relate_scores(
         for index, (episode, length) in enumerate(zip(part.episodes, part.lengths, strict=True)):
             own = tuple(part.scores[index * width : (index + 1) * width])
             siblings.append(Sibling(own, length, episode))
-    result.advantages.scores.extend(relate_siblings(siblings, groups, spec.estimator))
+    related = relate_siblings(siblings, groups, spec.estimator)
+    result.advantages.scores.extend(related.scores)
+    for name, (total, weight) in related.metrics.items():
+        result.sums.metrics[name].sum, result.sums.metrics[name].weight = total, weight
 
 
 MEASURED_ROWS = 64  # at once: their columns are copied

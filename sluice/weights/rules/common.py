@@ -326,3 +326,24 @@ def repeated(rules: Iterable[WeightRule], copies: dict[str, str]) -> Iterator[We
         more = (*rule.copies, SourceTensor(copy, rule.sources[0].shape))
         yield replace(rule, when=(*rule.when, "!predicts"))
         yield replace(rule, when=(*rule.when, "predicts"), copies=more)
+
+
+_NEXT = "model.layers.{layers}."
+
+
+def followed_by_next(layer: tuple[WeightRule, ...]) -> tuple[WeightRule, ...]:
+    """Make all rules of a model of such layers, numbered on by one of multi-token prediction.
+
+    Checkpoints have the embedding and the output layer beside that one once more.
+    """
+    copies = {
+        "model.embed_tokens.weight": f"{_NEXT}embed_tokens.weight",
+        "lm_head.weight": f"{_NEXT}shared_head.head.weight",
+    }
+    names = {
+        "embedding": f"{_NEXT}enorm.weight",
+        "hidden": f"{_NEXT}hnorm.weight",
+        "join": f"{_NEXT}eh_proj.weight",
+        "last": f"{_NEXT}shared_head.norm.weight",
+    }
+    return (*repeated(ENDS, copies), *layer, *predicted(layer, _NEXT, **names))

@@ -1,20 +1,17 @@
-"""DeepSeek-V3 and R1: latent attention, experts with a bias in the router and shared ones.
+"""DeepSeek-V3, R1 and GLM-4.7-Flash: latent attention, shared experts, routers with a bias.
 
-The first layers are dense. A layer of multi-token prediction follows the last one; checkpoints have
-the embedding and the output layer beside it once more.
+The first layers are dense. A layer of multi-token prediction follows the last one.
 """
 
 from __future__ import annotations
 
 from sluice.weights.rules.common import (
-    ENDS,
     EXPERTS,
     GATED_MLP,
     NORMS,
     ROUTER_BIAS,
     SHARED_EXPERTS,
-    predicted,
-    repeated,
+    followed_by_next,
 )
 from sluice.weights.rules.rule import Family, ShardAxis, SourceTensor, Stage, WeightRule
 
@@ -65,29 +62,11 @@ LATENT_ATTENTION = (
 )
 
 _LAYER = (*NORMS, *LATENT_ATTENTION, *GATED_MLP, *EXPERTS, *ROUTER_BIAS, *SHARED_EXPERTS)
-_NEXT = "model.layers.{layers}."
 
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
-    architectures=("DeepseekV3ForCausalLM",),
-    rules=(
-        *repeated(
-            ENDS,
-            {
-                "model.embed_tokens.weight": f"{_NEXT}embed_tokens.weight",
-                "lm_head.weight": f"{_NEXT}shared_head.head.weight",
-            },
-        ),
-        *_LAYER,
-        *predicted(
-            _LAYER,
-            _NEXT,
-            embedding=f"{_NEXT}enorm.weight",
-            hidden=f"{_NEXT}hnorm.weight",
-            join=f"{_NEXT}eh_proj.weight",
-            last=f"{_NEXT}shared_head.norm.weight",
-        ),
-    ),
+    architectures=("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
+    rules=followed_by_next(_LAYER),
     defaults={"n_shared_experts": 1, "q_lora_rank": None},
     flags={"q_latent": "has:q_lora_rank"},
     sizes={

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sluice.weights.errors import InvalidCheckpointError
@@ -185,6 +185,17 @@ class ConfigKeys:
             raise InvalidCheckpointError(f"config.json: {name} is {value!r}, not a boolean")
         return bool(value)
 
+    def kinds(self, name: str, layers: int) -> Sequence[object] | None:
+        """Return what each of `layers` layers is; None where nothing says so."""
+        kinds = self._values.get(name)
+        if not isinstance(kinds, list | tuple):
+            return None
+        if len(kinds) != layers:
+            raise InvalidCheckpointError(
+                f"config.json: {name} has {len(kinds)} entries for {layers} layers"
+            )
+        return kinds
+
     def indices(self, name: str) -> frozenset[int]:
         value = self.get(name) or ()
         if not isinstance(value, list | tuple) or not all(isinstance(item, int) for item in value):
@@ -195,6 +206,8 @@ class ConfigKeys:
 def _sparse_layers(keys: ConfigKeys, layers: int, experts: int) -> frozenset[int]:
     if not experts:
         return frozenset()
+    if (kinds := keys.kinds("mlp_layer_types", layers)) is not None:
+        return frozenset(i for i, kind in enumerate(kinds) if kind == "sparse")
     step = keys.count("decoder_sparse_step", default=1, least=1)
     dense = keys.indices("mlp_only_layers")
     first = keys.count("first_k_dense_replace", default=0)
@@ -205,12 +218,7 @@ def _sparse_layers(keys: ConfigKeys, layers: int, experts: int) -> frozenset[int
 
 def _linear_layers(keys: ConfigKeys, layers: int) -> frozenset[int]:
     """By `layer_types`, or every layer but each `full_attention_interval`-th."""
-    kinds = keys.get("layer_types")
-    if isinstance(kinds, list | tuple):
-        if len(kinds) != layers:
-            raise InvalidCheckpointError(
-                f"config.json: layer_types has {len(kinds)} entries for {layers} layers"
-            )
+    if (kinds := keys.kinds("layer_types", layers)) is not None:
         return frozenset(i for i, kind in enumerate(kinds) if kind == "linear_attention")
     interval = keys.count("full_attention_interval", default=0)
     return frozenset(i for i in range(layers) if interval and (i + 1) % interval)

@@ -12,6 +12,7 @@ from sluice.weights.errors import InvalidCheckpointError, MissingTensorError, Un
 from sluice.weights.rules.common import PREDICTION
 from sluice.weights.rules.deepseek_v3 import DEEPSEEK_V3
 from sluice.weights.rules.glm4 import GLM4
+from sluice.weights.rules.glm4_moe import GLM4_MOE
 from sluice.weights.rules.llama import LLAMA
 from sluice.weights.rules.qwen2 import QWEN2
 from sluice.weights.rules.qwen2_5_vl import QWEN2_5_VL
@@ -41,6 +42,7 @@ FAMILIES = (
     QWEN3_5_VL,
     QWEN3_5_VL_MOE,
     GLM4,
+    GLM4_MOE,
     DEEPSEEK_V3,
 )
 

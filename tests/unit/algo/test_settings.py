@@ -83,6 +83,15 @@ OWN_ADVANTAGE_VALUES = {
     "remax": {"baseline": "raw_reward"},
     "pass_at_k": {"k": 2, "threshold": 5.0},
     "gdpo": {"rewards": {"reward": 1.0}},
+    "dpo": {
+        "beta": 0.3,
+        "form": "ipo",
+        "label_smoothing": 0.2,
+        "reference": False,
+        "average": True,
+        "margin": 0.5,
+        "sft_weight": 0.5,
+    },
 }
 NEEDED_ADVANTAGE_SETTINGS = {
     "pass_at_k": {"k": 1, "threshold": -0.7},
@@ -173,7 +182,10 @@ def advantage_numbers(spec):
             sample_id=str(i),
             group_id="ab"[i // 2],
             loss_mask=torch.ones(length, dtype=torch.bool),
-            rewards={name: rng.normal() for name in ("reward", "raw_reward", "score/baseline")},
+            rewards={
+                name: sign * rng.normal()
+                for name, sign in (("reward", 1), ("raw_reward", -1), ("score/baseline", 1))
+            },
             columns={
                 name: torch.from_numpy(rng.normal(scale=2.0, size=length))
                 for name in (*COLUMNS, "teacher_logprobs")

@@ -14,7 +14,7 @@ from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.config import ConfigError
 from sluice.loop.config import RowsConfig
 from sluice.loop.row_files import PromptFileError
-from sluice.loop.sft import ConversationRows
+from sluice.loop.rows import ConversationRows
 from sluice.samples.arrow import decode_group
 from sluice.samples.tokenizer import TextTokenizer
 from tests.unit.samples.test_conversations import make_tokenizer

@@ -14,8 +14,8 @@ from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.config import ConfigError, parse_config
 from sluice.loop.config import SftConfig
 from sluice.loop.ledger import Ledger
+from sluice.loop.rows_run import checked_settings, load_rows
 from sluice.loop.run_directory import write_run_checkpoint
-from sluice.loop.sft import checked_settings, load_rows
 from tests.unit.loop.test_run_directory import RUN_CHECKPOINT
 
 Check = Callable[..., dict[str, str]]

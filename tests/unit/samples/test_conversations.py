@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from sluice.loop.sft import ConversationError, mask_answer, mask_conversation
 from sluice.samples.chat_template import ChatTemplate, ChatTemplateError
+from sluice.samples.conversations import ConversationError, mask_answer, mask_conversation
 from sluice.samples.tokenizer import TextTokenizer
 
 SMOLLM2 = (

@@ -160,7 +160,7 @@ def test_the_head_is_float32_under_autocast_unless_told_not_to(
 
 def test_a_model_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ValueError, match="gpt2 is unknown here; known: deepseek_v3, glm4, llama"):
+    with pytest.raises(ValueError, match="gpt2 is unknown here; known: deepseek_v3, glm4, "):
         start(Model(tmp_path), tmp_path)
 
 

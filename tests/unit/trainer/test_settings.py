@@ -71,6 +71,18 @@ def test_linear_and_cosine_fall_to_the_minimum_and_stay() -> None:
         ({"name": "a/b"}, "name"),
         ({"log_level": "debg"}, "log_level"),
         ({"lora": {"alpha": 1e-308}}, "lora.alpha"),
+        ({"trainable": {"allow": []}}, "trainable.allow"),
+        ({"trainable": {"deny": [""]}}, "trainable.deny"),
+        ({"trainable": {"only": ["*"]}}, "trainable.only"),
+        ({"lora": {"rank": 2}, "trainable": {"deny": ["*norm*"]}}, "trainable has no effect with"),
+        (
+            {
+                **MEGATRON,
+                "megatron": {"dtype": "float16", "pipeline": 2},
+                "trainable": {"deny": ["*norm*"]},
+            },
+            "trainable is not for megatron.dtype float16",
+        ),
         ({"transfer": {"bucket_bytes": 4096}}, "transfer: bucket_bytes has no effect without"),
         ({"transfer": {"host": "10.0.0.1"}}, "transfer: host has no effect without enabled"),
         ({"publish": {"chain": 3}}, "publish: chain has no effect without delta"),

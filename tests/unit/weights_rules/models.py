@@ -261,6 +261,22 @@ HUGGING_FACE: dict[str, Described] = {  # name -> (config class, model class, ar
             "attention_bias": True,
         },
     ),
+    "glm4_moe": (  # 96 heads and 8 of keys, norms on them in the large one; 1 shared expert
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        {
+            **TEXT,
+            **SPARSE,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 4,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+        },
+    ),
     "deepseek_v3": (  # 128 heads; the first 3 of 61 layers dense; 1 shared expert
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",

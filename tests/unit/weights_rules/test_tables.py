@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,10 @@ def test_dense_and_sparse_layers() -> None:
     assert shape_of("qwen3_moe").sparse_layers == {0, 2}
     assert shape_of("qwen3_moe", mlp_only_layers=[]).sparse_layers == {0, 1, 2}
     assert shape_of("qwen3_moe", mlp_only_layers=[], decoder_sparse_step=2).sparse_layers == {1}
+    by_kind = partial(shape_of, "qwen3_moe", first_k_dense_replace=1)  # what says less, if at all
+    assert by_kind(mlp_layer_types=["sparse", "dense", "sparse"]).sparse_layers == {0, 2}
+    with pytest.raises(InvalidCheckpointError, match="mlp_layer_types has 2 entries for 3 layers"):
+        by_kind(mlp_layer_types=["dense", "sparse"])
     experts = {b.expert for b in weight_map("qwen3_moe").bindings() if b.layer == 0}
     assert experts == {None, 0, 1, 2, 3}
     assert {b.expert for b in weight_map("qwen3_moe").bindings() if b.layer == 1} == {None}

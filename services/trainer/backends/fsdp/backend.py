@@ -29,7 +29,7 @@ from services.trainer.backends import lora
 from services.trainer.backends.fsdp import checkpoint
 from services.trainer.backends.fsdp.context import create_context, pack_context
 from services.trainer.backends.fsdp.export import Export
-from services.trainer.backends.fsdp.model import NONE_TRAINED, Asked, ShardedModel, load_model
+from services.trainer.backends.fsdp.model import Asked, ShardedModel, load_model
 from services.trainer.backends.fsdp.optimizer import ShardedOptimizer, local_part
 from services.trainer.backends.fsdp.tensor_parallel import (
     TENSOR,
@@ -39,6 +39,7 @@ from services.trainer.backends.fsdp.tensor_parallel import (
 )
 from services.trainer.backends.reference.packing import PackedLayout, PassInputs, images_of, pack
 from services.trainer.backends.sums import SumsOnDevice, by_sample, pass_sums
+from services.trainer.backends.trainable import frozen_parameters
 from services.trainer.config import Head, LoraConfig, OptimConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
@@ -106,6 +107,10 @@ class FsdpBackend(TrainingBackend):
             adamw,
             adapted=lora.adapted if self._tensor is None else self._tensor.adapted,
         )
+        if self._lora is None:
+            parameters = self._policy.parameters()
+            for name in frozen_parameters(config, self._policy.model):
+                parameters[name].requires_grad_(False)
         self._start(self._policy)
         self._whole: ShardedOptimizer | None = None  # of the model itself
         if self._lora is None:
@@ -260,8 +265,7 @@ class FsdpBackend(TrainingBackend):
         self._reference = None
         dist.destroy_process_group(self._writers)
 
-    def _load(self, path: str, *, head: Head = "policy", trained: bool = True) -> ShardedModel:
-        rate = self._config.optim.learning_rate
+    def _load(self, path: str, *, head: Head = "policy") -> ShardedModel:
         return load_model(
             path,
             self._cut_over,
@@ -270,7 +274,6 @@ class FsdpBackend(TrainingBackend):
             self._config.fsdp,
             head=head,
             float32_head=self._config.float32_head,
-            scales=self._config.vision.scales(rate) if trained else NONE_TRAINED,
             asked=self._config.operations,
             longest=self._config.longest_row,
         )
@@ -290,7 +293,8 @@ class FsdpBackend(TrainingBackend):
         """The frozen model, loaded on its first use."""
         if self._reference is None:
             path = self._config.reference_model or self._config.model
-            self._reference = self._load(path, trained=False)
+            self._reference = self._load(path)
+            self._reference.model.requires_grad_(False)
         return self._reference
 
     def _start(self, sharded: ShardedModel) -> None:

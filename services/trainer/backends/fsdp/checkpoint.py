@@ -25,6 +25,7 @@ from services.trainer.backends.chunks import (
 from services.trainer.backends.fsdp.model import ShardedModel
 from services.trainer.backends.fsdp.optimizer import MOMENTS, ShardedOptimizer
 from services.trainer.backends.fsdp.tensor_parallel import tensor_cut
+from services.trainer.backends.trainable import other_trained
 from services.trainer.errors import CheckpointMismatchError
 from services.trainer.staging import StagedCheckpoint
 from sluice.weights.convert.stored import MALFORMED
@@ -111,9 +112,8 @@ def load(
     failure = ""
     try:
         reader = ChunkReader(directory)
-        for name in optimizer.parameters if has_stepped else ():
-            if f"optimizer/{name}/{MOMENTS[0]}" not in reader:
-                raise UncoveredChunkError(f"it has no optimizer state of {name}: was it frozen?")
+        if other := other_trained(optimizer.parameters.keys(), _saved_state(reader)):
+            raise UncoveredChunkError(other)
         if key in reader:
             state[key] = torch.get_rng_state()
         for name, tensor in state.items():
@@ -147,6 +147,16 @@ def _state(
             state[f"optimizer/{name}/{kind}"] = _as_part(moments[kind], optimizer.parameters[name])
         state["optimizer/step"] = moments["step"]  # the same of all
     return state
+
+
+def _saved_state(reader: ChunkReader) -> set[str]:
+    """Names of the parameters of which a checkpoint has state of an optimizer."""
+    kind = f"/{MOMENTS[0]}"
+    return {
+        key.removeprefix("optimizer/").removesuffix(kind)
+        for key in reader.keys()  # noqa: SIM118  # not a mapping
+        if key.startswith("optimizer/") and key.endswith(kind)
+    }
 
 
 def _create_moments(optimizer: ShardedOptimizer) -> None:

@@ -76,9 +76,8 @@ from sluice.fused_layers import adapt, choose_for, heads_of
 from sluice.imports import with_shards
 from sluice.operations import UNASKED, OperationsConfig, Usage
 from sluice.samples.images import ImageRules
-from sluice.vision import Patches, VisionTower, part_of
+from sluice.vision import Patches, VisionTower
 
-NONE_TRAINED = dict.fromkeys(("text", "tower", "projector"), 0.0)
 NEW_HEAD = {"score.weight", "score.bias"}  # zero where a checkpoint is a language model's
 
 
@@ -256,7 +255,6 @@ def load_model(
     *,
     head: Head = "policy",
     float32_head: bool = True,
-    scales: Mapping[str, float] = NONE_TRAINED,
     asked: OperationsConfig = UNASKED,
     longest: int | None,
 ) -> ShardedModel:
@@ -264,9 +262,9 @@ def load_model(
 
     mesh: of the dimensions data and tensor; `tensor`: over the latter, where it has more than one.
     head value: one `score` a token, of the names in transformers' token classifiers; zero where
-    the directory, a language model's, has none. scales: learning rates by part of the model; 0
-    freezes one. longest: tokens that a row may have; None where nothing bounds them. Raises OSError
-    or ValueError.
+    the directory, a language model's, has none. longest: tokens that a row may have; None where
+    nothing bounds them. All parameters take gradients, which may be changed until the first pass.
+    Raises OSError or ValueError.
     """
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     layout = layout_of(config.to_dict(), unproven=settings.unproven)
@@ -277,9 +275,7 @@ def load_model(
     check_lengths(config.to_dict(), longest)
     if settings.activation_checkpointing and (found := _dropout(config)):
         raise ValueError(f"fsdp.activation_checkpointing with {found} above 0 in config.json")
-    cut = _Cut(
-        mesh=mesh, tensor=tensor, settings=settings, float32_head=float32_head, scales=scales
-    )
+    cut = _Cut(mesh=mesh, tensor=tensor, settings=settings, float32_head=float32_head)
     sees = config.model_type in vision.FAMILIES
     with_shards()
     kind = _distributed_class(config, head, cut, device)
@@ -341,12 +337,9 @@ class _Cut:
     tensor: TensorRanks | None
     settings: FsdpConfig
     float32_head: bool
-    scales: Mapping[str, float]
     root: PolicyRoot | None = None
 
     def __call__(self, model: Any) -> None:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(bool(self.scales[part_of(name)]))
         if self.tensor is not None:
             cut_layers(model, self.tensor.mesh)
             check_rows(model, self.mesh[DATA].size())

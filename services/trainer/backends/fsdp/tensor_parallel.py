@@ -31,7 +31,11 @@ DATA, TENSOR = "data", "tensor"  # the dimensions of the mesh
 SUMMED = "replicated_with_grad_allreduce"  # transformers' word for weights of a part of the heads
 LATENT = "mla_kv_a_proj"  # and for one of whose outputs a part is compressed, a part of no head
 
-HEAD_NORMS = {"q_norm", "k_norm", "q_layernorm", "k_layernorm"}
+# Weights that are whole on every rank and act on what a layer beside them, which is cut, has made.
+BEHIND = {
+    **dict.fromkeys(("q_norm", "k_norm", "q_layernorm", "k_layernorm"), "q_proj"),
+    "act_fn": "up_proj",  # activations that are learned
+}
 
 
 def create_mesh(ranks: Mesh, device_type: str, timeout: timedelta) -> DeviceMesh:
@@ -71,7 +75,7 @@ def cut_layers(model: Any, mesh: DeviceMesh) -> None:
         if head is not None:
             plan[names[head]] = "colwise"
         embedding.register_forward_hook(_copied)
-    plan |= _norms_of_heads(model, plan)
+    plan |= _behind_cuts(model, plan)
     summed = {pattern for pattern, style in plan.items() if style == SUMMED}
     apply_tensor_parallelism(model, mesh, {p: s for p, s in plan.items() if p not in summed})
     for name, module in model.named_modules():
@@ -80,17 +84,19 @@ def cut_layers(model: Any, mesh: DeviceMesh) -> None:
     _check_even(model, mesh.size())
 
 
-def _norms_of_heads(model: Any, plan: Mapping[str, str]) -> dict[str, str]:
-    """What some plans leave out: norms, which not every model of a family has, over cut heads."""
+def _behind_cuts(model: Any, plan: Mapping[str, str]) -> dict[str, str]:
+    """What plans leave out: norms over cut heads, which some models have, learned activations."""
     found = {}
     for name, module in model.named_modules():
         pattern = replace_layer_number_by_wildcard(name)
         owner, _, last = pattern.rpartition(".")
-        if last not in HEAD_NORMS or plan.get(f"{owner}.q_proj") != "colwise":
+        if last not in BEHIND or plan.get(f"{owner}.{BEHIND[last]}") != "colwise":
             continue
-        if any(weight.ndim > 1 for weight in module.parameters()):
+        weights = list(module.parameters())
+        if any(weight.ndim > 1 for weight in weights):
             raise LayoutError(f"fsdp.tensor above 1 with {name}, which has weights for every head")
-        found[pattern] = SUMMED
+        if weights:
+            found[pattern] = SUMMED
     return found
 
 

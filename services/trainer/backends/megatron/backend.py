@@ -44,8 +44,14 @@ from services.trainer.backends.megatron.prediction import METRIC, Prediction
 from services.trainer.backends.megatron.replay import Purpose, RoutingReplay
 from services.trainer.backends.megatron.stepping import Stepper
 from services.trainer.backends.megatron.upstream import current_device
-from services.trainer.backends.megatron.weights import export_tensors, repeat, write_shards
+from services.trainer.backends.megatron.weights import (
+    export_tensors,
+    parameters_of,
+    repeat,
+    write_shards,
+)
 from services.trainer.backends.sums import SumsOnDevice, pass_sums
+from services.trainer.backends.trainable import TrainableError, frozen_tensors
 from services.trainer.backends.untrained import untrained_tensors
 from services.trainer.config import LoraConfig, OptimConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
@@ -56,6 +62,7 @@ from sluice.algo.losses import check_columns, compute_loss
 from sluice.algo.spec import LossSpec, required_columns
 from sluice.side_copies import Uploads
 from sluice.weights.manifest import ShardFile
+from sluice.weights.rules.common import PREDICTION
 from sluice.weights.shards import PublishedShards, ShardWrite
 
 
@@ -82,6 +89,7 @@ class MegatronBackend(TrainingBackend):
             config.head,
             predicts=is_trained and self._layout.mtp_loss_scaling_factor > 0,
         )
+        self._frozen = _frozen_of(source, config)
         self.operations = self._choose(source, adapters=config.lora is not None)
         self._policy = self._create_model(source, self.operations, trained=is_trained)
         adamw = self.operations["adamw"]
@@ -162,6 +170,7 @@ class MegatronBackend(TrainingBackend):
             self._groups,
             directory,
             scales=self._scales,
+            frozen=self._frozen,
             durable=self._config.durable,
         )
 
@@ -170,7 +179,14 @@ class MegatronBackend(TrainingBackend):
             self._lora.used.load(directory, weights_only=weights_only)
             return
         refuse_checkpoint(directory)
-        checkpoint.load(self._policy, self._stepper, self._layout, directory, scales=self._scales)
+        checkpoint.load(
+            self._policy,
+            self._stepper,
+            self._layout,
+            directory,
+            scales=self._scales,
+            frozen=self._frozen,
+        )
         self._stepper.clear()
         self._policy.share_embedding()
 
@@ -258,7 +274,7 @@ class MegatronBackend(TrainingBackend):
             device=self._device,
             tensor=self._groups.tensor,
             trained=trained,
-            scales=self._scales,
+            frozen=self._frozen,
             float32_head=self._config.float32_head,
         )
 
@@ -438,6 +454,19 @@ class ChunkPasses:
             forward_only=trained is None,
             collect_non_loss_data=trained is None,
         )
+
+
+def _frozen_of(source: ModelSource, config: TrainerConfig) -> frozenset[str]:
+    """The tensors of the checkpoint that are not trained. Raises TrainableError."""
+    parameters = parameters_of(source.weights)
+    frozen = frozen_tensors(config, parameters)
+    predicting = [names for name, names in parameters.items() if name.startswith(PREDICTION)]
+    if predicting and all(names[0] in frozen for each in predicting for names in each):
+        raise TrainableError(
+            "megatron.mtp_loss_scaling_factor has no effect: trainable freezes all of the layer of "
+            "multi-token prediction"
+        )
+    return frozen
 
 
 def share_responses(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +45,7 @@ from services.trainer.backends.megatron.upstream import on_cpu
 from services.trainer.errors import CheckpointMismatchError
 from services.trainer.staging import StagedCheckpoint
 from sluice import platform
+from sluice.vision import part_of
 from sluice.weights.convert.stored import COMMON, CONFIG, MALFORMED, save_object
 
 DESCRIPTION = "sluice.json"
@@ -85,6 +86,7 @@ class HeldPart:
     replica: int
     replicas: int
     leads: bool
+    stacked: bool  # in a tensor with those of other layers, or experts, along the first axis
 
     @cached_property
     def share(self) -> tuple[int, int]:
@@ -103,7 +105,12 @@ class HeldPart:
 class HeldState:
     """What this rank holds of a model and its optimizer: parts of the tensors of a checkpoint."""
 
-    def __init__(self, policy: PolicyModel, stepper: Stepper) -> None:
+    def __init__(self, policy: PolicyModel, stepper: Stepper, frozen: Set[str]) -> None:
+        """frozen: tensors of the HF checkpoint. Where it is some of the layers that are, what the
+        optimizer keeps of each layer is a tensor of its own: one of all would have gaps.
+        """
+        weights = policy.source.weights
+        self._by_layer = any(weights.binding(name).layer is not None for name in frozen)
         metadata = {
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)
         }
@@ -135,7 +142,7 @@ class HeldState:
                 low, high = part.share
             for name, flat in _state_of(share).items():
                 at = part.begin - share.begin
-                place = _renamed(part.place, name)
+                place = _renamed(self._state_place(part), name)
                 yield from cut(place, flat[at + low : at + high], low, PIECE_BYTES)
 
     def wanted_weights(self) -> Iterator[BoxData]:
@@ -150,7 +157,15 @@ class HeldState:
                 share.state.setdefault(name, torch.zeros_like(share.main, dtype=torch.float32))
             for name, flat in _state_of(share).items():
                 at = part.begin - share.begin
-                yield name, part.place.key, cut(part.place, flat[at + first : at + last], first)
+                place = self._state_place(part)
+                yield name, place.key, cut(place, flat[at + first : at + last], first)
+
+    def _state_place(self, part: HeldPart) -> Box:
+        place = part.place
+        if not (self._by_layer and part.stacked):
+            return place
+        key = f"{place.key}.{place.offset[0]}"
+        return Box(key, place.shape[1:], place.offset[1:], place.sizes[1:], place.padded)
 
     def _optimizer_ranges(
         self,
@@ -187,7 +202,13 @@ def _parts_of(
             padded=sharded.allow_shape_mismatch,
         )
         yield HeldPart(
-            place, data.view(-1), offset, replica, _replicas_of(tensor), not any(model_replica)
+            place,
+            data.view(-1),
+            offset,
+            replica,
+            _replicas_of(tensor),
+            leads=not any(model_replica),
+            stacked=bool(prepended),
         )
 
 
@@ -229,10 +250,11 @@ def stage(
     directory: Path,
     *,
     scales: Mapping[str, float],
+    frozen: Set[str],
     durable: bool,
 ) -> StagedCheckpoint:
     """Take in what is to be written into the existing, empty `directory`."""
-    state = HeldState(policy, stepper)
+    state = HeldState(policy, stepper, frozen)
     objects = {_rng_name(): save_object([_rng_states()]), **state.extra_states}
     description = {
         "format": FORMAT,
@@ -241,6 +263,7 @@ def stage(
         "model": _fingerprint(policy),
         "layout": _layout(config),
         "scales": dict(scales),
+        "frozen": _frozen_digest(frozen),
         "predicts": policy.source.predicts,
     }
     return StagedChunks(
@@ -264,6 +287,7 @@ def load(
     directory: Path,
     *,
     scales: Mapping[str, float],
+    frozen: Set[str],
 ) -> None:
     """Read a checkpoint of any layout into this rank's tensors.
 
@@ -289,8 +313,16 @@ def load(
             f"optimizer state saved with learning rates of {were} times that of the text cannot be "
             f"read with {dict(scales)}: publish the weights and start from them"
         )
+    # of a release before: parts of vision alone were frozen
+    by_part = {name for name in frozen if not scales[part_of(name)]}
+    if description.get("frozen", _frozen_digest(by_part)) != _frozen_digest(frozen):
+        raise UnfitCheckpointError(
+            f"the checkpoint {directory.name!r} was saved by a trainer that had frozen other "
+            "parameters: set `trainable` and `vision` as they were, or publish the weights and "
+            "start from them"
+        )
     try:
-        _read_state(HeldState(policy, stepper), stepper, directory)
+        _read_state(HeldState(policy, stepper, frozen), stepper, directory)
         if saved == _layout(config):
             _restore_rng(directory)
     except OSError:
@@ -314,14 +346,14 @@ def _read_state(state: HeldState, stepper: Stepper, directory: Path) -> None:
                 chunk.data.zero_()
     with torch.no_grad():
         reader.read()
-    upstream.set_step(stepper.optimizer, int(step))
+    stepper.resume(int(step))
     for scaler in upstream.scalers_of(stepper.optimizer):
         scaler.load_state_dict(_find_scaler(common))
 
 
 def _common_state(stepper: Stepper) -> dict[str, Any]:
     """What all ranks have alike, in the words of Megatron's optimizer."""
-    common: dict[str, Any] = {"step": upstream.step_of(stepper.optimizer)}
+    common: dict[str, Any] = {"step": stepper.steps}
     for scaler in upstream.scalers_of(stepper.optimizer)[:1]:
         common["grad_scaler"] = scaler.state_dict()
     return {"optimizer": common}
@@ -374,6 +406,11 @@ def _fingerprint(policy: PolicyModel) -> str:
     """The same for models of equal tensors, by names and shapes."""
     tensors = sorted(policy.source.weights.hf_tensors().items())
     return xxhash.xxh3_128_hexdigest(json.dumps(tensors).encode())
+
+
+def _frozen_digest(names: Set[str]) -> str:
+    """The same for the same tensors of a checkpoint; empty where none is frozen."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(sorted(names)).encode()) if names else ""
 
 
 def _rng_name() -> str:

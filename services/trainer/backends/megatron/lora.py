@@ -28,7 +28,7 @@ from services.trainer.backend import Mesh
 from services.trainer.backends.lora import Adapter, Adapters, AdapterTraining, TrainedAdapters
 from services.trainer.backends.megatron import parallel
 from services.trainer.backends.megatron.config import MegatronConfig
-from services.trainer.backends.megatron.model import PolicyModel
+from services.trainer.backends.megatron.model import PolicyModel, keep_gradients
 from services.trainer.backends.megatron.model_config import uses_transformer_engine
 from services.trainer.backends.megatron.parallel import RankGroups
 from services.trainer.backends.megatron.weights import LocalTensor
@@ -226,10 +226,7 @@ def training(
         raise ValueError("lora needs megatron.layer_spec local: others fuse norms into layers")
     for model in policy.models:
         model.requires_grad_(False)
-        embedding = getattr(model, "embedding", None)
-        if layout.recompute == "full" and isinstance(embedding, torch.nn.Module):
-            # a layer that is run again is left out of backward if nothing before it has gradients
-            embedding.register_forward_hook(_require_gradient)
+        keep_gradients(model, layout)
     layers = ParallelLayers(policy, layout)
 
     def start(adapters: Adapters) -> ParallelTraining:
@@ -237,10 +234,6 @@ def training(
         return ParallelTraining(adapters, held, config.optim, mesh, groups, adamw=adamw)
 
     return TrainedAdapters(layers, config.lora, config, start)
-
-
-def _require_gradient(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
-    return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 class ParallelTraining(AdapterTraining):

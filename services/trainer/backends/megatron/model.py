@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ from services.trainer.backends.megatron.weights import LocalTensor, load_hf, loc
 from sluice.algo.collectives import Collectives
 from sluice.fused_operations import rms_norm
 from sluice.operations import most_logits
-from sluice.vision import VisionTower, part_of
+from sluice.vision import VisionTower
 
 
 class RMSNorm(torch.nn.Module):
@@ -432,7 +432,7 @@ def create_policy(
     device: torch.device,
     tensor: Collectives,
     trained: bool = True,
-    scales: Mapping[str, float] | None = None,
+    frozen: Collection[str] = (),
     float32_head: bool = True,
 ) -> PolicyModel:
     """Builds this rank's chunks and loads the HF checkpoint of `source` into them.
@@ -440,7 +440,7 @@ def create_policy(
     `operations`: which implementation each has. A critic of a language model's checkpoint has a
     head that starts at zero.
     `tensor`: over the tensor-parallel ranks. `trained`: wraps the chunks for gradients, which
-    parts take none whose learning rate is to be 0 times that of the text (`scales`).
+    parameters take none that are made of tensors that are `frozen`, by names of the checkpoint.
     `float32_head`: logits are float32 whatever the model is. Collective over the model-parallel
     groups.
     """
@@ -476,7 +476,7 @@ def create_policy(
     if core.bf16 or core.fp16:
         chunks = [_narrow(core, chunk) for chunk in chunks]
     if trained:
-        _freeze(models, scales or {})
+        _freeze(models, tensors, frozen, config)
         chunks = _wrap(chunks, core, config)
     policy = PolicyModel(
         source=source,
@@ -552,12 +552,39 @@ def _build(
     return models
 
 
-def _freeze(models: Sequence[torch.nn.Module], scales: Mapping[str, float]) -> None:
+def _freeze(
+    models: Sequence[torch.nn.Module],
+    tensors: Sequence[LocalTensor],
+    frozen: Collection[str],
+    config: MegatronConfig,
+) -> None:
     """Before they are wrapped: what is frozen has no place in the buffers of gradients."""
+    for tensor in tensors:
+        if tensor.binding.sources[0].name in frozen:
+            tensor.parameter.requires_grad_(False)
     for model in models:
-        for name, parameter in model.named_parameters():
-            if not scales.get(part_of(name), 1.0):
-                parameter.requires_grad_(False)
+        keep_gradients(model, config)
+
+
+def keep_gradients(model: Any, config: MegatronConfig) -> None:
+    """Have gradients reach a frozen embedding, where something behind it waits for them.
+
+    A stage gets those of its outputs from the next one, whatever it trains itself, and a layer that
+    is run again is left out of backward if nothing before it takes any. Rows of text may pass by
+    all that is trained of a model that sees.
+    """
+    language = getattr(model, "language_model", model)
+    embedding = getattr(language, "embedding", None)
+    if not isinstance(embedding, torch.nn.Module) or (
+        config.pipeline == 1 and config.recompute != "full" and language is model
+    ):
+        return
+    if not any(parameter.requires_grad for parameter in embedding.parameters()):
+        embedding.register_forward_hook(_require_gradient)
+
+
+def _require_gradient(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 def _wrap(

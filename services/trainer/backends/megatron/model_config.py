@@ -33,11 +33,12 @@ CRITIC = "ForTokenClassification"
 TOWER = "vision_model."  # before the names of the tower's parameters
 # whose layers this backend builds
 RECURRENT = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}  # gated delta nets in most of their layers
-PLAIN = {"deepseek_v3", "glm4", "llama", "qwen2", "qwen3", "qwen3_moe"}
+PLAIN = {"deepseek_v3", "glm4", "glm4_moe", "llama", "qwen2", "qwen3", "qwen3_moe"}
 SEEING = {"qwen2_5_vl", "qwen3_vl"}  # by the towers of `sluice.vision`
 FAMILIES = {*PLAIN, *RECURRENT, *SEEING}
 LATENT = {"deepseek_v3"}  # whose attention is over latents
-PREDICTING = {"deepseek_v3", "qwen3_5", "qwen3_5_moe", "qwen3_next"}  # have a layer that does
+BIASED = {"deepseek_v3", "glm4_moe"}  # whose routers are sigmoids with a bias
+PREDICTING = {*BIASED, *RECURRENT}  # have a layer that does
 SANDWICH = {"glm4"}  # norms before and behind attention and MLP, rotated by pairs
 
 
@@ -68,6 +69,11 @@ class ModelSource:
     def latent(self) -> bool:
         """Whether attention is over latents."""
         return self.weights.family.name in LATENT
+
+    @property
+    def biased(self) -> bool:
+        """Whether experts are chosen by sigmoids with a bias."""
+        return self.weights.family.name in BIASED
 
     @property
     def latent_scale(self) -> float | None:
@@ -138,8 +144,10 @@ def read_model(directory: Path, head: Head = "policy", *, predicts: bool = False
             f"mtp_loss_scaling_factor: of models of family {family.name!r} no layer of multi-token "
             f"prediction is trained, but of {', '.join(sorted(PREDICTING))}"
         )
-    if family.name in LATENT:
-        _check_latent(hf_config)
+    if family.name in LATENT and not hf_config.rope_interleave:
+        raise UnsupportedFeatureError("latent attention rotates pairs: rope_interleave is false")
+    if family.name in BIASED:
+        _check_biased(hf_config)
     is_critic = config["architectures"][0].endswith(CRITIC)
     if is_critic and hf_config.num_labels != 1:
         raise UnsupportedFeatureError(f"a critic has 1 label, not {hf_config.num_labels}")
@@ -214,10 +222,8 @@ def transformer_config(
     )
 
 
-def _check_latent(hf_config: Any) -> None:
-    """Refuse what Megatron's latent attention and its routers compute otherwise."""
-    if not hf_config.rope_interleave:
-        raise UnsupportedFeatureError("latent attention rotates pairs: rope_interleave is false")
+def _check_biased(hf_config: Any) -> None:
+    """Refuse what Megatron's routers of sigmoids compute otherwise."""
     if not hf_config.norm_topk_prob:
         raise UnsupportedFeatureError("sigmoid routers normalise: norm_topk_prob is false")
     groups, chosen = hf_config.n_group, hf_config.topk_group
@@ -349,7 +355,7 @@ def _experts(source: ModelSource, config: MegatronConfig) -> dict[str, Any]:
         "moe_ffn_hidden_size": shape.moe_ffn,
         "moe_layer_freq": [int(layer in shape.sparse_layers) for layer in range(shape.layers)],
         "moe_router_topk": hf_config.num_experts_per_tok,
-        **(_biased_router(source) if source.latent else _softmax_router(source)),
+        **(_biased_router(source) if source.biased else _softmax_router(source)),
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",

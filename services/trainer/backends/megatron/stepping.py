@@ -94,6 +94,7 @@ class Stepper:
         self._sets: tuple[Callable[[torch.Tensor], bool], ...] = (lambda main: main not in mains,)
         if policy.source.predicts:  # on all stages: norms are sums over all ranks
             self._sets = (*self._sets, lambda main: main in mains)
+        self.steps = 0  # that were applied, by ranks that train nothing too
         core.grad_scale_func = self.optimizer.scale_loss  # 1 but for float16
         self.clear()
 
@@ -121,6 +122,7 @@ class Stepper:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group.get("lr_mult", 1.0)
             self.optimizer.step_with_ready_grads()
+            self.steps += 1
         self.clear()
         return StepOutcome(
             grad_norm=norms[0],
@@ -135,6 +137,11 @@ class Stepper:
         finalize_model_grads(self._chunks, None)
         for chunk in self._chunks:
             chunk.scale_gradients(1.0 / normalizer)
+
+    def resume(self, steps: int) -> None:
+        """Go on behind so many steps; bias corrections are of the next one."""
+        self.steps = steps
+        upstream.set_step(self.optimizer, steps)
 
     def clear(self) -> None:
         """Forget gathered gradients."""

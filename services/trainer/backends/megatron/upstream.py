@@ -169,26 +169,6 @@ def _parts(optimizer: Any) -> list[Any]:
     return [part for part in parts if not part.is_stub_optimizer]
 
 
-def step_of(optimizer: Any) -> int:
-    """Count the steps that the optimizer has taken, as its bias correction does.
-
-    Raises AssertionError where parameters differ.
-    """
-    steps = {
-        int(state["step"])
-        for part in _parts(optimizer)
-        for state in part.optimizer.state.values()
-        if "step" in state
-    } | {
-        int(group["step"])
-        for part in _parts(optimizer)
-        for group in part.optimizer.param_groups
-        if group["params"] and "step" in group  # of TransformerEngine's or Apex's Adam
-    }
-    assert len(steps) <= 1, f"parameters are at steps {sorted(steps)}"
-    return max(steps, default=0)
-
-
 def set_step(optimizer: Any, step: int) -> None:
     """Give every parameter of torch's Adam its own `step`, and groups of others theirs."""
     for part in _parts(optimizer):

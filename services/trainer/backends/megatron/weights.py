@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,16 +19,19 @@ from safetensors import safe_open
 
 from services.trainer.backends.megatron import parallel
 from services.trainer.backends.megatron.model_config import ModelSource, UnsupportedFeatureError
+from services.trainer.backends.trainable import TensorNames
 from sluice.weights.checkpoint import shard_paths
 from sluice.weights.errors import DuplicateTensorError, UnexpectedTensorError
 from sluice.weights.manifest import ShardFile
 from sluice.weights.rules.packing import Slice, pack, source_slices, unpack
 from sluice.weights.rules.rule import Pack, ShardAxis
-from sluice.weights.rules.weight_map import Binding, rule_name
+from sluice.weights.rules.weight_map import Binding, WeightMap, rule_name
 from sluice.weights.shards import PendingShard, ShardWrite
 
 NEW_HEAD = {"score.weight", "score.bias"}  # zero where a checkpoint is a language model's
 LANGUAGE_HEAD = "lm_head.weight"
+ROUTER_BIAS = ".expert_bias"
+_EXPERT = re.compile(r"(\.local_experts\.)\d+\.")
 
 
 class TiedTensorError(ValueError):
@@ -69,10 +73,25 @@ class HfCheckpoint:
         return tensor
 
 
+def parameters_of(weights: WeightMap) -> dict[str, list[TensorNames]]:
+    """Return of what tensors of a checkpoint each parameter of a whole model is made.
+
+    The experts of a layer count as one: a grouped layer computes gradients of all or of none.
+    """
+    found: dict[str, list[TensorNames]] = {}
+    for binding in weights.bindings():
+        if binding.alias or binding.megatron.endswith(ROUTER_BIAS):
+            continue
+        tied = [copy.name for copy in binding.copies if not weights.is_foreign(copy.name)]
+        name = _EXPERT.sub(r"\1*.", binding.megatron)
+        found.setdefault(name, []).extend((each.name, *tied) for each in binding.sources)
+    return found
+
+
 def _router_biases(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """The one kind of buffer that a checkpoint has."""
     for name, buffer in chunk.named_buffers():
-        if name.endswith(".expert_bias"):
+        if name.endswith(ROUTER_BIAS):
             yield name, buffer
 
 

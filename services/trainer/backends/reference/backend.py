@@ -27,6 +27,7 @@ from services.trainer.backends.reference.model import ScoredModel
 from services.trainer.backends.reference.packing import PassInputs, split_rows
 from services.trainer.backends.replica import FlatOptimizer
 from services.trainer.backends.sums import SumsOnDevice, by_sample, pass_sums
+from services.trainer.backends.trainable import frozen_parameters
 from services.trainer.backends.untrained import untrained_names, untrained_tensors
 from services.trainer.config import Head, LoraConfig, OptimConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
@@ -76,8 +77,12 @@ class ReferenceBackend(TrainingBackend):
         )
         self._whole: FlatOptimizer | None = None  # of the model itself
         if self._lora is None:
+            frozen = frozen_parameters(config, self._policy.model)
             parameters = dict(self._policy.model.named_parameters())
-            self._whole = FlatOptimizer(parameters, config.optim, config.vision, adamw=adamw)
+            for name in frozen:
+                parameters[name].requires_grad_(False)
+            scales = config.vision.scales(config.optim.learning_rate)
+            self._whole = FlatOptimizer(parameters, config.optim, adamw=adamw, scales=scales)
 
     @torch.no_grad()
     def compute_logprobs(
@@ -130,7 +135,8 @@ class ReferenceBackend(TrainingBackend):
             outputs_T, entropy_T = self._run(inputs, features, loss)
             read = inputs.columns.inputs(loss, outputs_T, entropy_T)
             terms = compute_loss(read, loss)
-            terms.loss.backward()
+            if terms.loss.requires_grad:  # rows may pass by all that is trained: text by a tower
+                terms.loss.backward()
             sums.add_terms(terms)
             if keep_outputs:
                 kept.append((rows, read.outputs.detach().float()))
