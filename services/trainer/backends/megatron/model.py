@@ -567,19 +567,16 @@ def _freeze(
 
 
 def keep_gradients(model: Any, config: MegatronConfig) -> None:
-    """Have gradients reach a frozen embedding, where something behind it waits for them.
+    """Have a frozen embedding take gradients where layers are run again in backward.
 
-    A stage gets those of its outputs from the next one, whatever it trains itself, and a layer that
-    is run again is left out of backward if nothing before it takes any. Rows of text may pass by
-    all that is trained of a model that sees.
+    One is left out there if nothing before it takes any.
     """
-    language = getattr(model, "language_model", model)
-    embedding = getattr(language, "embedding", None)
-    if not isinstance(embedding, torch.nn.Module) or (
-        config.pipeline == 1 and config.recompute != "full" and language is model
+    embedding = getattr(getattr(model, "language_model", model), "embedding", None)
+    if (
+        config.recompute == "full"
+        and isinstance(embedding, torch.nn.Module)
+        and not any(parameter.requires_grad for parameter in embedding.parameters())
     ):
-        return
-    if not any(parameter.requires_grad for parameter in embedding.parameters()):
         embedding.register_forward_hook(_require_gradient)
 
 
