@@ -9,13 +9,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice import faults
 from sluice.loop.ledger import Ledger
 from sluice.loop.report import read_metrics
+from sluice.samples.conversations import mask_conversation
+from sluice.samples.tokenizer import TextTokenizer
 from sluice.weights.store import WeightStore
 from tests.patience import PATIENCE
 
@@ -106,8 +111,9 @@ def published(folder: Path, name: str) -> str:
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> str:
     """A run that nothing happened to."""
-    done = run(folder, "whole")
+    done = run(folder, "whole", held_out={"file": str(folder / "rows.jsonl"), "every_steps": 8})
     assert done.returncode == 0, done.stderr
+    assert "held out, step 0: loss " in done.stderr
     assert "published weight version" in done.stderr
     return published(folder, "whole")
 
@@ -119,6 +125,23 @@ def test_the_loss_falls(folder: Path, whole: str) -> None:
     assert [row["tokens"] for row in rows] == [row["rows"] * 6 for row in rows]
     assert rows[0]["loss"] > 2.0
     assert rows[-1]["loss"] < 0.6 * rows[0]["loss"]
+
+
+def test_held_out_rows_have_the_loss_that_transformers_find(folder: Path, whole: str) -> None:
+    """Of the weights after the step: a mean over all trained tokens of the file."""
+    rows = read_metrics(folder / "whole" / "run")
+    assert [row["step"] for row in rows if "held_out_loss" in row] == [8, 12]
+    directory = WeightStore(folder / "whole" / "store" / "weights").latest().directory
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    tokenizer, losses = TextTokenizer(folder / "model"), []
+    for line in (folder / "rows.jsonl").read_text().splitlines():
+        (sequence,) = mask_conversation(tokenizer, json.loads(line)["messages"])
+        tokens = torch.from_numpy(sequence.token_ids.astype(np.int64))
+        with torch.no_grad():
+            logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+        own = -logprobs.gather(1, tokens[1:, None])[sequence.prompt_length - 1 :, 0]
+        losses += own[torch.from_numpy(sequence.loss_mask)].tolist()
+    assert rows[-1]["held_out_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
 
 
 def test_a_killed_run_goes_on_and_trains_on_no_row_twice(folder: Path, whole: str) -> None:

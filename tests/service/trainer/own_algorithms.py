@@ -34,6 +34,9 @@ class Ranked(Estimator):
         shares = (rewards[None, :] < rewards[:, None]).double().mean(1)
         return (self.settings.heat * shares).tolist()
 
+    def measure(self, group):
+        return {"best": max(each.scores[0] for each in group)}
+
 
 class Absolute(KlForm):
     def estimate(self, difference_T):

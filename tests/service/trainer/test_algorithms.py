@@ -80,13 +80,17 @@ def scored(samples: list[Sample]) -> list[Sample]:
     ]
 
 
-async def columns_of(client: TrainerClient, spec: AdvantageSpec) -> dict[str, list[float]]:
+async def columns_of(
+    client: TrainerClient, spec: AdvantageSpec
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Advantages by sample, and what is told of them."""
     samples = scored(make_groups("rows", count=5, seed=7))
     batch = (await client.upload_batch("estimated", len(samples), samples=samples)).batch
-    await client.compute_advantages(batch, spec)
+    told = (await client.compute_advantages(batch, spec)).metrics
     rows = await client.get_columns(batch, ["advantages"])
     await client.delete_batch(batch)
-    return {sample_id: row["advantages"].tolist() for sample_id, row in rows.items()}
+    advantages = {sample_id: row["advantages"].tolist() for sample_id, row in rows.items()}
+    return advantages, dict(told)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +108,10 @@ async def columns_of(client: TrainerClient, spec: AdvantageSpec) -> dict[str, li
 async def test_advantages_are_the_same_however_rows_are_spread(
     clients: list[TrainerClient], spec: dict[str, Any]
 ) -> None:
-    one, two = [await columns_of(client, AdvantageSpec(**spec)) for client in clients]
+    found = [await columns_of(client, AdvantageSpec(**spec)) for client in clients]
+    (one, told), (two, also_told) = found
+    assert told == pytest.approx(also_told, abs=1e-5)
+    assert ("best" in told) == spec["name"].endswith("Ranked")
     assert one.keys() == two.keys()
     assert any(value for values in one.values() for value in values)
     for sample_id, values in one.items():
