@@ -73,6 +73,7 @@ ROW_KEYS = {
     "policy_loss": "Its term of the policy, mean of the tokens whatever `aggregation` is.",
     "entropy": "Entropy of the policy, nats a token.",
     "negative_logprob": "Of supervised tokens, nats a token.",
+    "preference_loss": "Of preferences sampled in the run: mean loss of a pair that differs.",
     "accuracy": "Of preferences: share of pairs whose chosen answer has the higher reward.",
     "reward_chosen": "Of preferences: mean implicit reward of the chosen answers, which is beta "
     "times their log-prob less the reference's.",
