@@ -238,9 +238,11 @@ class TrainerClient(Client):
         allow_other_temperature: bool = False,
         adapter: str = "",
         top_count: int = 0,
+        reference_version: int = 0,
     ) -> trainer_pb.ComputeLogprobsResponse:
         """Add `old_logprobs`, or `reference_logprobs`.
 
+        `reference_version`: the published version that is the reference; 0 is the settings'.
         `allow_other_temperature`: also to rows that were sampled at another one. `top_count`: name
         as many likeliest tokens at each place besides, `top_columns` of `sluice.samples.sample`.
         """
@@ -254,6 +256,7 @@ class TrainerClient(Client):
             allow_other_temperature=allow_other_temperature,
             adapter=adapter,
             top_count=top_count,
+            reference_version=reference_version,
         )
         return await self._call(self.stub.ComputeLogprobs, request)
 

@@ -138,6 +138,13 @@ class TrainingBackend(ABC):
         """Log-probabilities of response tokens: sample_id -> float32[response] on the CPU."""
 
     @abstractmethod
+    def use_reference(self, directory: str) -> None:
+        """From here on the reference is the model in this directory; empty is the settings'.
+
+        It is read on its first use; another one that was is dropped.
+        """
+
+    @abstractmethod
     def compute_top_logprobs(
         self,
         micro_batches: Sequence[MicroBatch],

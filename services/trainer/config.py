@@ -16,7 +16,15 @@ from sluice.address import plain_host, split_address
 from sluice.balance.planner import OversizePolicy
 from sluice.config import PLAIN_NAME, Config, ProcessConfig
 from sluice.operations import OperationsConfig
-from sluice.place import Place, PlaceText, StoreCacheConfig, StorePlace, directory_of, within
+from sluice.place import (
+    Place,
+    PlaceText,
+    StoreCacheConfig,
+    StorePlace,
+    directory_of,
+    is_bucket,
+    within,
+)
 from sluice.profiler import DIRECTORY as PROFILES
 from sluice.runtime.server import LAST_PORT, ServerConfig
 from sluice.weights.adapter import DEFAULT_TARGETS, MAX_ALPHA, MAX_RANK, MIN_ALPHA, AdapterSpec
@@ -342,6 +350,21 @@ class TrainerConfig(ProcessConfig):
         """Above, a step takes more of some part's weights by decay than there is of them."""
         scales = self.vision.scales(self.optim.learning_rate)
         return self.optim.highest_rate / max(scales.values())
+
+    @property
+    def fixed_reference(self) -> str:
+        """Why no version of the weights can be the reference; empty where one can."""
+        if self.head != "policy":
+            return "a critic has no reference"
+        if self.lora is not None:
+            return "lora: the reference is the model without adapters"
+        if self.publish.delta:
+            return "publish.delta: a version may hold only what changed"
+        if self.publish.quantization:
+            return "publish.quantization: a version is in FP8"
+        if is_bucket(self.weights_location):
+            return "versions are in a bucket: set store, or weights, to a directory"
+        return ""
 
     @property
     def longest_row(self) -> int | None:

@@ -40,6 +40,13 @@ class RoutingMissingError(ServiceError):
     reason = "ROUTING_MISSING"
 
 
+class ReferenceFixedError(ServiceError):
+    """The reference cannot be a version of the weights; the message says why."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "REFERENCE_FIXED"
+
+
 class TransferDisabledError(ServiceError):
     """Engines were named to a trainer that keeps nothing to send."""
 

@@ -170,6 +170,10 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         most = min(MOST_TOP, self._trainer.batches.limits.vocabulary_size)
         if not 0 <= request.top_count <= most:
             raise InvalidFieldError("top_count", f"must be within 0..{most}")
+        if request.reference_version < 0:
+            raise InvalidFieldError("reference_version", "must not be negative")
+        if request.reference_version and request.model != request.MODEL_REFERENCE:
+            raise InvalidFieldError("reference_version", "has no effect but with MODEL_REFERENCE")
 
         async def run() -> pb.ComputeLogprobsResponse:
             scalars = await self._trainer.passes.compute_logprobs(
@@ -179,6 +183,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                 any_temperature=request.allow_other_temperature,
                 adapter=request.adapter,
                 top_count=request.top_count,
+                reference_version=request.reference_version,
             )
             return logprobs_to_proto(COLUMN_OF_MODEL[request.model], scalars)
 
@@ -689,6 +694,7 @@ def describe(trainer: Trainer) -> pb.Trainer:
         promised_version=trainer.publisher.promised,
         max_row_tokens=trainer.max_row_tokens,
         trains_adapters=trainer.config.lora is not None,
+        fixed_reference=trainer.config.fixed_reference,
         adapters=[describe_adapter(policy) for policy in state.adapters.values()],
     )
     if state.weights is not None:

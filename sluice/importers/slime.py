@@ -161,6 +161,11 @@ def _algorithm(into: Imported) -> None:
             into.left.append(f"--kl-coef: has no effect with {advantage}, in slime either")
     algorithm = into.run.setdefault("algorithm", {})
     algorithm |= {"advantage": given, "loss": spec}
+    if every := facts.get("reference_every"):
+        if "kl_coefficient" in given or "kl_coefficient" in spec:
+            algorithm["reference_every"] = every
+        else:
+            into.left.append("--ref-update-interval: has no effect without a KL")
 
 
 def _optim(into: Imported) -> None:

@@ -230,7 +230,9 @@ FLAGS: dict[str, Flag] = {
         "Hugging Face directory (`sluice convert` makes one of torch_dist)"
     ),
     "ref-ckpt-step": by_hand("see ref-load"),
-    "ref-update-interval": absent("the reference stays"),
+    "ref-update-interval": fact(
+        "reference_every", whole, "run: algorithm.reference_every", "with a KL"
+    ),
     "start-rollout-id": _STORE,
     "ckpt-step": by_hand("run.yaml initial_checkpoint"),
     "only-train-params-name-list": _trainable("allow"),

@@ -150,6 +150,10 @@ class AlgorithmConfig(Config):
         1, gt=0, le=MOST_EPOCHS, description="Times that a step goes over its groups."
     )
 
+    reference_every: int = Field(
+        0, ge=0, description="Steps from one reference of the KL to the next, of the weights then."
+    )
+
     @property
     def columns(self) -> frozenset[str]:
         """What the rows must carry before advantages and losses are computed.
@@ -176,6 +180,16 @@ class AlgorithmConfig(Config):
         """Return the algorithm with the loss of tokens that were sampled at this temperature."""
         loss = self.loss.model_copy(update={"temperature": temperature})
         return self.model_copy(update={"loss": loss})
+
+    @model_validator(mode="after")
+    def _reference_is_read(self) -> AlgorithmConfig:
+        is_read = "reference_logprobs" in self.columns or self.plugins
+        if self.reference_every and not is_read:
+            raise ValueError(
+                "reference_every: has no effect without a KL to the reference: give "
+                "loss.kl_coefficient or advantage.kl_coefficient, or leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _loss_is_of_a_policy(self) -> AlgorithmConfig:
@@ -524,6 +538,11 @@ class RunConfig(CommonRunConfig):
             raise ValueError("steps: has no effect with replay; give replay.last_step")
         if self.evaluation is not None:
             raise ValueError("evaluation: has no effect with replay, which has no engines")
+        if self.algorithm.reference_every:
+            raise ValueError(
+                "algorithm.reference_every: is not for replay, which publishes no weights between "
+                "steps"
+            )
         for key, value, only in (
             ("placement", self.placement, "separate"),
             ("weight_transport", self.weight_transport, "store"),

@@ -92,6 +92,7 @@ ROW_KEYS = {
     "kl_old_k1": "KL to the old policy, estimator k1, nats a token.",
     "kl_old_k3": "KL to the old policy, estimator k3, nats a token.",
     "kl_reference": "KL to the reference model, nats a token.",
+    "reference_step": "Step whose weights were that model; where it moves.",
     "kl_in_reward": "KL that was taken off rewards, times its coefficient, a token.",
     "kl_teacher": "KL to the teacher, or what divergence the loss is, nats a token.",
     "teacher_tail": "Mean probability of what the teacher did not name.",

@@ -134,6 +134,7 @@ class PolicyRun(TrainerRun[RunConfig]):
             max_mismatch=max_mismatch,
             teach=teach,
             looked_at=looked_at,
+            reference_version=self._reference.version,
         )
         if looked_at:
             await asyncio.to_thread(self._samples.keep, self.step + 1, looked_at, trained.columns)

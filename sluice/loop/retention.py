@@ -66,7 +66,8 @@ class Retention:
         self._weights = WeightStore(weights or within(store, "weights"))
         self._version: int | None = None  # that engines serve
         self._kept: list[RunCheckpoint] | None = None  # run checkpoints; None until they are read
-        self._expected: int | None = None  # named by a run checkpoint that is being written
+        self._expected: set[int] = set()  # named by a run checkpoint that is being written
+        self._reference = 0  # the version that is the reference of the KL; 0 where none is
         self._pinned: set[str] = set()
         self._unpinned: list[str] = []
         self._holding: asyncio.Task[None] | None = None
@@ -81,7 +82,7 @@ class Retention:
 
         Groups whose blobs are gone are to be generated again.
         """
-        self._expected = self._kept = None
+        self._expected, self._kept = set(), None
         await self.settle()
         needed = self._ledger.needed_blobs(self._oldest_step(self._read_kept()))
         for digest in await asyncio.to_thread(self._hold_again, needed):
@@ -159,7 +160,11 @@ class Retention:
 
     def expect(self, run_checkpoint: RunCheckpoint) -> None:
         """It is going to be recorded, or the run goes back: hold what it names until then."""
-        self._expected = run_checkpoint.weight_version
+        self._expected = {run_checkpoint.weight_version, run_checkpoint.reference_version}
+
+    def hold_reference(self, version: int) -> None:
+        """The run compares with this version, which is pinned, until another one is named."""
+        self._reference = version
 
     async def record(self, run_checkpoint: RunCheckpoint) -> None:
         """Makes this the place to resume from, and begins to remove what it supersedes.
@@ -181,7 +186,7 @@ class Retention:
         needed = self._ledger.needed_blobs(self._oldest_step(kept))
         spare = self._pinned - needed
         self._pinned -= spare
-        self._expected = None
+        self._expected = set()
         faults.point("run_checkpoints_removed")
         try:
             await self._release_older(kept)
@@ -246,10 +251,12 @@ class Retention:
     async def _release_older(self, kept: Iterable[RunCheckpoint]) -> None:
         """Unpin versions that nobody goes back to. Later ones than engines serve are on the way."""
         if self._version is not None:
-            needed = {self._expected, *(each.weight_version for each in kept)}
+            needed = {self._reference, *self._expected}
+            for each in kept:
+                needed |= {each.weight_version, each.reference_version}
             await asyncio.to_thread(self._unpin_weights, self._version, needed)
 
-    def _unpin_weights(self, served: int, needed: Collection[int | None]) -> None:
+    def _unpin_weights(self, served: int, needed: Collection[int]) -> None:
         for version, owners in self._weights.pins().items():
             if self._owner in owners and version < served and version not in needed:
                 self._weights.unpin(version, self._owner)

@@ -35,6 +35,7 @@ from sluice.loop.run_directory import (
     settings_digests,
 )
 from sluice.loop.teachers import Teachers
+from sluice.loop.trainer_run import Reference
 from sluice.loop.training import (
     Critic,
     StepReport,
@@ -154,6 +155,7 @@ class TrainingRun(PolicyRun):
         for address, vocabulary in (await self.workers.vocabularies()).items():
             check_same(f"tokenizer: the episode worker {address}", vocabulary, trainer.vocabulary)
         await self._check_lengths(trainer)
+        self._check_reference(trainer)
         if self.config.samples_least:
             await self.fleet.check_min_new_tokens(self.config.service_timeout_seconds)
         await self._teachers.check(self.trainer, self.report.note)
@@ -166,6 +168,16 @@ class TrainingRun(PolicyRun):
                     "that a crash may cost groups; set it to false, or weight_transport: store"
                 )
             await self.fleet.check_deterministic(self.config.service_timeout_seconds)
+
+    def _check_reference(self, trainer: trainer_pb.Trainer) -> None:
+        """Raises ConfigError for a trainer whose reference cannot be a version of weights."""
+        if not self.config.algorithm.reference_every:
+            return
+        why = trainer.fixed_reference
+        if not trainer.HasField("fixed_reference"):
+            why = "it is of an earlier release"
+        if why:
+            raise ConfigError(f"algorithm.reference_every: the trainer's reference stays: {why}")
 
     async def _check_lengths(self, trainer: trainer_pb.Trainer) -> None:
         """Notes trainers that may be given longer samples than they take. Raises ConfigError."""
@@ -192,6 +204,7 @@ class TrainingRun(PolicyRun):
         return super()._is_done() or self._evaluations.has_reached
 
     async def _begin_weights(self) -> None:
+        self._refer_to(Reference())
         await self._publish()
 
     async def _one_step(self) -> None:
@@ -238,11 +251,26 @@ class TrainingRun(PolicyRun):
             "prepare_seconds": committed.prepare_seconds,
             "pause_seconds": committed.pause_seconds,
         }
-        self._report_step(groups, trained, {**fleet, **seconds})
+        self._report_step(groups, trained, {**fleet, **self._reference_row(), **seconds})
+        await self._move_reference()
         every = self.config.checkpoint_every
         if every and self.step % every == 0:
             await self._save()
         await self._evaluate_in_between()
+
+    def _reference_row(self) -> dict[str, int]:
+        moves = self.config.algorithm.reference_every or self._reference.version
+        return {"reference_step": self._reference.step} if moves else {}
+
+    async def _move_reference(self) -> None:
+        """Has the KL be to the weights published last, where it is time for that.
+
+        They are pinned, and durable, before a run checkpoint names them.
+        """
+        every = self.config.algorithm.reference_every
+        if every and self.step % every == 0:
+            await self._settle_promise()
+            self._refer_to(Reference(self._weights.version, self.step))
 
     async def _hand_to_trainers(
         self, dispatcher: RolloutDispatcher, groups: Sequence[LedgerGroup]

@@ -33,6 +33,8 @@ RUN_CHECKPOINTS, LEDGER = "cuts", "ledger.sqlite"
 _WAYS_ON = "put a copy back, or begin another run_dir from a checkpoint (initial_checkpoint)"
 FORMAT, SEAL = 2, "manifest_digest"  # earlier releases wrote neither
 FORMAT_OF_CRITIC = 3  # with the step of a critic, which releases of format 2 do not know
+FORMAT_OF_REFERENCE = 4  # with a version of weights as the reference
+KNOWN_FORMATS = (FORMAT, FORMAT_OF_CRITIC, FORMAT_OF_REFERENCE)
 # what a sample and its part in the gradients depend on, besides the prompts
 _SHAPING = {
     "algorithm",
@@ -49,6 +51,7 @@ _SHAPING = {
 # settings that came after digests of them were kept, and what releases without them did
 _FORMER: dict[tuple[str, ...], Any] = {
     ("algorithm", "epochs"): 1,
+    ("algorithm", "reference_every"): 0,
     ("sampling", "stop"): [],
     ("sampling", "min_new_tokens"): 0,
     ("sampling", "ignore_eos"): False,
@@ -66,7 +69,9 @@ class RunCheckpoint:
 
     `step` is the loop's, `optimizer_step` the trainer's; `position` the ledger's next row. The
     weights are those published last: 0 and empty where none were yet. `settings` are digests of
-    those that shaped the run so far; `layouts` how the ranks of each trainer were laid out.
+    those that shaped the run so far; `layouts` how the ranks of each trainer were laid out. The
+    reference of the KL is a version of the weights, those after `reference_step`, or 0: that of
+    the trainer's settings.
     """
 
     step: int
@@ -80,6 +85,8 @@ class RunCheckpoint:
     critic_optimizer_step: int | None = None  # earlier releases did not write it
     settings: dict[str, str] = field(default_factory=dict)
     layouts: dict[str, dict[str, int]] = field(default_factory=dict)
+    reference_version: int = 0
+    reference_step: int = 0
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
@@ -92,6 +99,7 @@ def write_run_checkpoint(directory: Path, run_checkpoint: RunCheckpoint) -> None
     directory.mkdir(parents=True, exist_ok=True)
     has_step = run_checkpoint.critic_optimizer_step is not None
     number = FORMAT_OF_CRITIC if has_step else FORMAT
+    number = FORMAT_OF_REFERENCE if run_checkpoint.reference_version else number
     data = seal({"format": number, **document_of(run_checkpoint)}, SEAL)
     replace_file(_path(directory, run_checkpoint.step), data, temporary=directory)
 
@@ -101,6 +109,8 @@ def document_of(run_checkpoint: RunCheckpoint) -> dict[str, Any]:
     document = asdict(run_checkpoint)
     if run_checkpoint.critic_optimizer_step is None:
         del document["critic_optimizer_step"]
+    if not run_checkpoint.reference_version:
+        del document["reference_version"], document["reference_step"]
     return document
 
 
@@ -140,7 +150,7 @@ def _read(path: Path) -> RunCheckpoint | str:
             document = unseal(data, SEAL, path.name)
         elif "format" in document:
             return "it has lost its digest"
-        if document.pop("format", FORMAT) not in (FORMAT, FORMAT_OF_CRITIC):
+        if document.pop("format", FORMAT) not in KNOWN_FORMATS:
             raise RunDirectoryError(f"{path}: was written by a newer release of Sluice")
         run_checkpoint = RunCheckpoint(**document)
     except (

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from sluice import faults
@@ -56,6 +56,14 @@ logger = logging.getLogger(__name__)
 C = TypeVar("C", bound=CommonRunConfig)
 
 
+@dataclass(frozen=True)
+class Reference:
+    """The weights that a KL is to: a version, published after `step`; 0 is the settings' own."""
+
+    version: int = 0
+    step: int = 0
+
+
 class TrainerRun(ABC, Generic[C]):
     """A run of steps on a trainer: where it stands, and the run checkpoints it can go back to."""
 
@@ -74,6 +82,7 @@ class TrainerRun(ABC, Generic[C]):
         self.step = 0  # of the loop
         self.optimizer_step = 0  # of the trainer
         self._weights = sample_pb2.WeightVersion()  # published last
+        self._reference = Reference()
         self._settings: dict[str, str] = {}  # digests of those that shape the run
         self._run_checkpoints = config.run_dir / RUN_CHECKPOINTS
         self._recovery = TrainerRecovery(self.trainer, self._begin, config.service_timeout_seconds)
@@ -255,10 +264,21 @@ class TrainerRun(ABC, Generic[C]):
                 f"{run_checkpoint.checkpoint} is of optimizer step {loaded.step}, not "
                 f"{run_checkpoint.optimizer_step}"
             )
+        reference = Reference(run_checkpoint.reference_version, run_checkpoint.reference_step)
+        if reference.version and not await self._retention.has_weights(reference.version):
+            raise CheckpointLostError(
+                f"weight version {reference.version}, the reference of run checkpoint "
+                f"{run_checkpoint.step}, is gone"
+            )
+        self._refer_to(reference)
         group_count = self.ledger.roll_back(run_checkpoint.step)
         await self._retention.resume()
         self.step, self.optimizer_step = run_checkpoint.step, loaded.step
         return group_count
+
+    def _refer_to(self, reference: Reference) -> None:
+        self._reference = reference
+        self._retention.hold_reference(reference.version)
 
     async def _save(self) -> None:
         """Has a checkpoint of now saved beside the steps that follow, one at a time.
@@ -278,6 +298,8 @@ class TrainerRun(ABC, Generic[C]):
             seed=self.config.seed,
             settings=self._settings,
             layouts=await self._layouts(),
+            reference_version=self._reference.version,
+            reference_step=self._reference.step,
         )
         name = self._retention.new_checkpoint_id(self.step)
         self._retention.expect(run_checkpoint)

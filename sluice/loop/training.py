@@ -318,6 +318,7 @@ async def train_step(
     max_mismatch: float = 0.0,
     teach: Teach | None = None,
     looked_at: Sequence[LedgerGroup] = (),
+    reference_version: int = 0,
 ) -> StepReport:
     """Trains on finished groups: `epochs` x `mini_batches` optimizer steps over references alone.
 
@@ -329,7 +330,7 @@ async def train_step(
     with no step made, for groups of the trainer's own weights whose log-probs are further from
     the engines' than `max_mismatch` (0: any are near enough). `teach` gives rows what a
     teacher that is a trainer makes of them. The report has the columns of the groups
-    `looked_at`.
+    `looked_at`. `reference_version` is that of the weights that a KL is to, 0 the trainer's own.
     """
     batch_id = f"{name}-{new_request_id()[:8]}"  # a step tried again is another batch
     batch = await _upload(trainer, critic, groups, batch_id)
@@ -337,7 +338,7 @@ async def train_step(
     if teach is not None:
         await teach(trainer, batch.name, groups, algorithm.loss.temperature)
     needed = await _needed_columns(trainer, algorithm)
-    metrics = await _add_columns(trainer, algorithm, needed, batch, critic)
+    metrics = await _add_columns(trainer, algorithm, needed, batch, critic, reference_version)
     reports = []
     critic_steps: list[CriticStep] = []
     for part, share in enumerate(mini_batches(groups, algorithm, f"{seed}/{name}")):
@@ -402,7 +403,7 @@ async def measure_rows(
         metrics = {"loss": -told.mean, "tokens": float(told.token_count)}
     else:
         needed = await _needed_columns(trainer, algorithm)
-        metrics = await _add_columns(trainer, algorithm, needed, _StepRows(name=batch), None)
+        metrics = await _add_columns(trainer, algorithm, needed, _StepRows(name=batch), None, 0)
     await trainer.delete_batch(batch)
     return metrics
 
@@ -433,6 +434,7 @@ async def _add_columns(
     needed: set[str],
     batch: _StepRows,
     critic: Critic | None,
+    reference_version: int,
 ) -> dict[str, float]:
     temperature = algorithm.loss.temperature
     if "old_logprobs" in needed:
@@ -440,7 +442,12 @@ async def _add_columns(
             await trainer.compute_logprobs(batch.name, temperature=temperature)
     if "reference_logprobs" in needed:
         with trace.span(trace.TRAINER, "reference_logprobs"):
-            await trainer.compute_logprobs(batch.name, reference=True, temperature=temperature)
+            await trainer.compute_logprobs(
+                batch.name,
+                reference=True,
+                temperature=temperature,
+                reference_version=reference_version,
+            )
     if algorithm.is_supervised:
         return {}
     if critic is not None:

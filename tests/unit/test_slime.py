@@ -404,6 +404,15 @@ def test_parts_that_are_trained_are_carried_by_their_names_here() -> None:
     assert trainable(critic, "critic") == ({"deny": ["score.*"]}, "")
 
 
+def test_a_reference_that_moves_is_carried_where_there_is_a_kl() -> None:
+    run, _, left = imported("train.py --ref-update-interval 20 --use-kl-loss --kl-loss-coef 0.01")
+    assert run["algorithm"]["reference_every"] == 20
+    assert not any("ref-update" in line for line in left)
+    run, _, left = imported("train.py --ref-update-interval 20")
+    assert "reference_every" not in run["algorithm"]
+    assert "--ref-update-interval: has no effect without a KL" in left
+
+
 def test_the_ranks_of_an_engine_are_those_of_one_stage() -> None:
     """slime counts the GPUs of all stages; SGLang's tp_size is of one."""
 

@@ -103,8 +103,11 @@ class TrainerPasses:
         algorithms: Algorithms,
         turns: Turns,
         on_step: Callable[[Sequence[pb.CommandResult]], None],
+        find_reference: Callable[[int], str],
     ) -> None:
-        """`on_step` takes what the ranks answer to a step."""
+        """`on_step` takes what the ranks answer to a step. `find_reference` says where ranks read a
+        version from, and blocks."""
+        self._find_reference = find_reference
         self._on_step = on_step
         self._state, self._ranks, self._planner = state, ranks, planner
         self.algorithms = algorithms
@@ -120,20 +123,26 @@ class TrainerPasses:
         any_temperature: bool = False,
         adapter: str = "",
         top_count: int = 0,
+        reference_version: int = 0,
     ) -> PassScalars:
         """Add a column of log-probabilities to all rows of a batch.
 
-        And with `top_count` the likeliest tokens at each place.
+        And with `top_count` the likeliest tokens at each place. The reference is that of the
+        settings, or a version of the weights.
         """
         self._state.check_awake()
         batch = self._state.batch(name, adapter)
         if not any_temperature:
             check_temperature(batch, np.arange(batch.row_count), temperature)
+        directory = ""
+        if reference_version:
+            directory = await asyncio.to_thread(self._find_reference, reference_version)
         command = pb.LogprobsCommand(
             batch_id=batch.batch_id,
             model=model,  # type: ignore[arg-type]
             temperature=temperature,
             top_count=top_count,
+            reference_directory=directory,
         )
         message = pb.FollowResponse(compute_logprobs=command, adapter=adapter)
         columns = [COLUMN_OF_MODEL[model], *(top_columns(top_count) if top_count else ())]  # type: ignore[index]

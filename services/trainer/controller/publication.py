@@ -18,6 +18,7 @@ from services.trainer.controller.state import PolicyState, PublishedWeights, Tra
 from services.trainer.controller.transfer import Shipment, Target, WeightSender
 from services.trainer.errors import (
     MixedPublicationError,
+    ReferenceFixedError,
     TransferDisabledError,
     disk_errors,
 )
@@ -28,12 +29,13 @@ from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.client import RemoteError
 from sluice.durable import naming
 from sluice.place import is_bucket
+from sluice.runtime.errors import NotFoundError
 from sluice.runtime.idempotency import to_its_end
 from sluice.runtime.waits import Waits
 from sluice.weights.adapter import AdapterSpec, digest_base
 from sluice.weights.checkpoint import companion_files
 from sluice.weights.convert.fp8_layout import modules_kept, quantization_config
-from sluice.weights.errors import MixedKindsError, WeightStoreError
+from sluice.weights.errors import MixedKindsError, VersionNotFoundError, WeightStoreError
 from sluice.weights.manifest import DeltaFile, ShardFile, TensorEntry
 from sluice.weights.staging import Staging
 from sluice.weights.store import StoredVersion, WeightStore
@@ -76,6 +78,7 @@ class Publisher:
         self.turns = turns
         self._model, self._keep = Path(config.model), config.keep_versions
         self._config, self._lora = config.publish, config.lora
+        self._fixed_reference = config.fixed_reference
         self._base_digest = ""  # once it is known
         self._write_behind = config.transfer.write_behind
         self._is_shared = not is_bucket(config.weights_location)
@@ -94,6 +97,21 @@ class Publisher:
         """Return the number of the version that is being written behind, 0 while none is."""
         is_writing = self._writing is not None and not self._writing.done()
         return self._promised if is_writing else 0
+
+    def reference_directory(self, version: int) -> str:
+        """Find where ranks read a version from that is to be the reference; blocks.
+
+        Raises ReferenceFixedError and NotFoundError.
+        """
+        if self._fixed_reference:
+            raise ReferenceFixedError(self._fixed_reference)
+        try:
+            stored = self._store.get(version)
+        except VersionNotFoundError:
+            raise NotFoundError("weights", f"weights/{version}") from None
+        if stored.directory is None or stored.base is not None:  # of other settings than today's
+            raise ReferenceFixedError(f"weights/{version} is not whole in a directory")
+        return str(stored.directory.resolve())
 
     def durability(self) -> Callable[[], Awaitable[None]]:
         """Return what waits until the version that was promised last, by now, is durable.

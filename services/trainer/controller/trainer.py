@@ -61,11 +61,17 @@ class Trainer:
         self.batches = TrainerBatches(config, state, ranks, planner, turns)
         algorithms = Algorithms(config, ranks)
         self.profiles = TrainerProfiles(config.profiles, ranks, turns)
-        self.passes = TrainerPasses(
-            state, ranks, planner, algorithms, turns, on_step=self.profiles.note_step
-        )
         weights = WeightStore(config.weights_location, durable=config.durable)
         self.publisher = Publisher(config, weights, state, ranks, turns, waits)
+        self.passes = TrainerPasses(
+            state,
+            ranks,
+            planner,
+            algorithms,
+            turns,
+            on_step=self.profiles.note_step,
+            find_reference=self.publisher.reference_directory,
+        )
         self.checkpoints = TrainerCheckpoints(
             config, state, ranks, self.batches, self.publisher, turns
         )

@@ -169,6 +169,8 @@ class Executor:
         model, column = MODELS[command.model]
         micro_batches = self._table.micro_batches(command.batch_id, command.micro_batches)
         rows, options = self._table.rows(command.batch_id), {"temperature": command.temperature}
+        if model == "reference":
+            self._backend.use_reference(command.reference_directory)
         if count := command.top_count:
             named = self._backend.compute_top_logprobs(
                 micro_batches, model=model, count=count, **options

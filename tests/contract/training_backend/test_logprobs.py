@@ -125,6 +125,20 @@ def test_reference_model_stays_while_the_policy_moves(
         assert not torch.allclose(policy_before[row.sample_id], policy_after[row.sample_id])
 
 
+def test_another_reference_is_read_when_it_is_named(
+    start_backend: StartBackend, qwen3: Model, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = build_model(tmp_path_factory.mktemp("other"), "qwen3", seed=5)
+    rows, backend = ragged_rows()[:4], start_backend(qwen3)
+    for directory, model in (("", qwen3), (str(other.directory), other), ("", qwen3)):
+        backend.use_reference(directory)
+        found = backend.compute_logprobs([rows], model="reference", temperature=1.0)
+        oracle = Oracle(model.load())
+        for row in rows:
+            expected = oracle.logprobs(row).detach()
+            torch.testing.assert_close(found[row.sample_id], expected, atol=1e-5, rtol=0)
+
+
 def test_logits_are_in_memory_once_or_a_chunk_at_a_time(
     start_backend: StartBackend, tmp_path: Path
 ) -> None:

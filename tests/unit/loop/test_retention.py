@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -205,6 +206,24 @@ def slow_disk(monkeypatch):
     monkeypatch.setattr(shutil, "rmtree", wait_and_remove)
     yield door
     door.set()
+
+
+async def test_the_reference_of_the_run_and_of_run_checkpoints_is_pinned(world):
+    reference = await world.publish()
+    world.retention.hold_reference(reference)
+    newer = await world.publish()
+    named = await world.begin_run_checkpoint(1, newer)
+    await world.retention.record(replace(named, reference_version=reference, reference_step=0))
+    for _ in range(2):
+        served = await world.publish()
+    assert reference in world.weights.pins()
+    world.retention.hold_reference(served)  # one run checkpoint names the other yet
+    await world.publish()
+    assert {reference, served} <= world.weights.pins().keys()
+    for step in (2, 3):
+        await world.run_checkpoint(step, await world.publish())
+    await world.publish()
+    assert reference not in world.weights.pins() and served in world.weights.pins()
 
 
 async def test_a_version_published_while_old_run_checkpoint_go_stays_pinned(world, slow_disk):

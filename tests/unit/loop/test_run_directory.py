@@ -308,7 +308,7 @@ def test_a_run_checkpoint_under_the_name_of_another_is_none(cuts) -> None:
 
 def test_a_run_checkpoint_of_a_newer_release_is_refused(cuts, tmp_path, ledger) -> None:
     """Going back to the one before would throw away what that release has trained."""
-    document = {**asdict(RUN_CHECKPOINT), "format": 4, "moon": "full"}
+    document = {**asdict(RUN_CHECKPOINT), "format": 5, "moon": "full"}
     (cuts / "00000004.json").write_bytes(seal(document, "manifest_digest"))
     settings = config(tmp_path)
     with pytest.raises(RunDirectoryError, match=r"00000004\.json: was written by a newer release"):
@@ -343,6 +343,16 @@ def test_the_step_of_a_critic_is_of_a_format_that_earlier_releases_refuse(cuts) 
     formats = [json.loads(path.read_text())["format"] for path in sorted(cuts.iterdir())]
     assert formats == [2, 2, 3]
     assert "critic_optimizer_step" not in (cuts / "00000004.json").read_text()
+
+
+def test_a_reference_of_its_own_is_of_a_format_that_earlier_releases_refuse(cuts) -> None:
+    """They would go on with the reference that the run began with."""
+    moved = replace(RUN_CHECKPOINT, step=6, reference_version=9, reference_step=5)
+    write_run_checkpoint(cuts, moved)
+    assert latest_run_checkpoint(cuts) == moved
+    formats = [json.loads(path.read_text())["format"] for path in sorted(cuts.iterdir())]
+    assert formats == [2, 2, 4]
+    assert "reference" not in (cuts / "00000004.json").read_text()
 
 
 @pytest.mark.parametrize("role", ["trainer", "critic"])

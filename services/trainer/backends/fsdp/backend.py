@@ -94,6 +94,7 @@ class FsdpBackend(TrainingBackend):
         self._writers = dist.new_group(backend="gloo", timeout=timeout)  # of checkpoints
         self._policy = self._load(config.model, head=config.head)
         self._reference: ShardedModel | None = None
+        self._reference_directory = ""  # of the settings
         self.operations = self._policy.operations
         adamw = self.operations["adamw"]
         if config.lora is not None:
@@ -154,6 +155,11 @@ class FsdpBackend(TrainingBackend):
                     found.update((r.sample_id, part) for r, part in zip(rows, parts, strict=True))
             scorer.release()
         return found
+
+    def use_reference(self, directory: str) -> None:
+        if directory != self._reference_directory:
+            self._reference_directory = directory
+            self._reference = None
 
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
         return self._score(self._policy, micro_batches, Asked())
@@ -292,7 +298,8 @@ class FsdpBackend(TrainingBackend):
     def _load_reference(self) -> ShardedModel:
         """The frozen model, loaded on its first use."""
         if self._reference is None:
-            path = self._config.reference_model or self._config.model
+            config = self._config
+            path = self._reference_directory or config.reference_model or config.model
             self._reference = self._load(path)
             self._reference.model.requires_grad_(False)
         return self._reference

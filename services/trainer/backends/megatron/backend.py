@@ -99,6 +99,7 @@ class MegatronBackend(TrainingBackend):
             self._whole = Stepper(
                 self._policy, self._layout, config.optim, self._groups, self._scales
             )
+        self._reference_directory = ""  # of the settings
         self._passes_of = {"": self._create_passes()}  # each with its own records of routing
         self._passes = self._passes_of[""]
 
@@ -122,6 +123,11 @@ class MegatronBackend(TrainingBackend):
         with self._scorer(model) as passes:
             named = passes.name(batches, temperature=temperature, count=count)
         return share_named(batches, named, count, self._device)
+
+    def use_reference(self, directory: str) -> None:
+        if directory != self._reference_directory:
+            self._reference_directory = directory
+            self.release_spare()
 
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
         batches = self._pack(micro_batches)
@@ -254,7 +260,8 @@ class MegatronBackend(TrainingBackend):
     @cached_property
     def _reference(self) -> ChunkPasses:
         """A second, untrained model; made when it is first asked for."""
-        directory = self._config.reference_model or self._config.model
+        config = self._config
+        directory = self._reference_directory or config.reference_model or config.model
         source = read_model(Path(directory))
         policy = self._create_model(source, self._choose(source), trained=False)
         sees = policy.source.images is not None

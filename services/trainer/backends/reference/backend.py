@@ -68,6 +68,7 @@ class ReferenceBackend(TrainingBackend):
         self._policy = self._load(config.model, config.head)
         self.operations = self._policy.operations
         self._reference: ScoredModel | None = None
+        self._reference_directory = ""  # of the settings
         self._untrained: tuple[str, ...] | None = None  # of the source, once they were asked for
         world = dist.group.WORLD if mesh.world_size > 1 else None
         self._ranks = create_collectives(world, config.ranks.check_timeout) if world else None
@@ -117,6 +118,11 @@ class ReferenceBackend(TrainingBackend):
                 parts = named.split([row.response_length for row in rows])
                 found.update((row.sample_id, part) for row, part in zip(rows, parts, strict=True))
         return found
+
+    def use_reference(self, directory: str) -> None:
+        if directory != self._reference_directory:
+            self._reference_directory = directory
+            self._reference = None
 
     @torch.no_grad()
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
@@ -276,7 +282,8 @@ class ReferenceBackend(TrainingBackend):
     def _load_reference(self) -> ScoredModel:
         """The frozen model, loaded on its first use."""
         if self._reference is None:
-            path = self._config.reference_model or self._config.model
+            config = self._config
+            path = self._reference_directory or config.reference_model or config.model
             self._reference = self._load(path)
             self._reference.model.requires_grad_(False)
         return self._reference

@@ -62,7 +62,7 @@ class ParallelLayout(_message.Message):
     def __init__(self, data: _Optional[int] = ..., tensor: _Optional[int] = ..., pipeline: _Optional[int] = ..., context: _Optional[int] = ..., expert: _Optional[int] = ..., virtual_pipeline: _Optional[int] = ...) -> None: ...
 
 class Trainer(_message.Message):
-    __slots__ = ("state", "step", "weights", "part_ids", "layout", "ranks", "restart_count", "failure", "losses", "advantage_estimators", "batches", "backend", "skipped_count", "consecutive_skipped_count", "gradients_incomplete", "checkpoint", "head", "corrections", "kl_estimators", "user_modules", "vocabulary", "asleep", "write_behind", "promised_version", "adapters", "max_row_tokens", "trains_adapters", "profile")
+    __slots__ = ("state", "step", "weights", "part_ids", "layout", "ranks", "restart_count", "failure", "losses", "advantage_estimators", "batches", "backend", "skipped_count", "consecutive_skipped_count", "gradients_incomplete", "checkpoint", "head", "corrections", "kl_estimators", "user_modules", "vocabulary", "asleep", "write_behind", "promised_version", "adapters", "max_row_tokens", "trains_adapters", "profile", "fixed_reference")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Trainer.State]
@@ -101,6 +101,7 @@ class Trainer(_message.Message):
     MAX_ROW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRAINS_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
+    FIXED_REFERENCE_FIELD_NUMBER: _ClassVar[int]
     state: Trainer.State
     step: int
     weights: _sample_pb2.WeightVersion
@@ -129,7 +130,8 @@ class Trainer(_message.Message):
     max_row_tokens: int
     trains_adapters: bool
     profile: _profile_pb2.Profile
-    def __init__(self, state: _Optional[_Union[Trainer.State, str]] = ..., step: _Optional[int] = ..., weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., part_ids: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[ParallelLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., restart_count: _Optional[int] = ..., failure: _Optional[str] = ..., losses: _Optional[_Iterable[str]] = ..., advantage_estimators: _Optional[_Iterable[str]] = ..., batches: _Optional[_Iterable[str]] = ..., backend: _Optional[str] = ..., skipped_count: _Optional[int] = ..., consecutive_skipped_count: _Optional[int] = ..., gradients_incomplete: bool = ..., checkpoint: _Optional[str] = ..., head: _Optional[str] = ..., corrections: _Optional[_Iterable[str]] = ..., kl_estimators: _Optional[_Iterable[str]] = ..., user_modules: _Optional[_Iterable[str]] = ..., vocabulary: _Optional[str] = ..., asleep: bool = ..., write_behind: bool = ..., promised_version: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[TrainedAdapter, _Mapping]]] = ..., max_row_tokens: _Optional[int] = ..., trains_adapters: bool = ..., profile: _Optional[_Union[_profile_pb2.Profile, _Mapping]] = ...) -> None: ...
+    fixed_reference: str
+    def __init__(self, state: _Optional[_Union[Trainer.State, str]] = ..., step: _Optional[int] = ..., weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., part_ids: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[ParallelLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., restart_count: _Optional[int] = ..., failure: _Optional[str] = ..., losses: _Optional[_Iterable[str]] = ..., advantage_estimators: _Optional[_Iterable[str]] = ..., batches: _Optional[_Iterable[str]] = ..., backend: _Optional[str] = ..., skipped_count: _Optional[int] = ..., consecutive_skipped_count: _Optional[int] = ..., gradients_incomplete: bool = ..., checkpoint: _Optional[str] = ..., head: _Optional[str] = ..., corrections: _Optional[_Iterable[str]] = ..., kl_estimators: _Optional[_Iterable[str]] = ..., user_modules: _Optional[_Iterable[str]] = ..., vocabulary: _Optional[str] = ..., asleep: bool = ..., write_behind: bool = ..., promised_version: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[TrainedAdapter, _Mapping]]] = ..., max_row_tokens: _Optional[int] = ..., trains_adapters: bool = ..., profile: _Optional[_Union[_profile_pb2.Profile, _Mapping]] = ..., fixed_reference: _Optional[str] = ...) -> None: ...
 
 class TrainedAdapter(_message.Message):
     __slots__ = ("adapter", "rank", "alpha", "targets", "learning_rate", "step", "weights", "part_ids", "checkpoint", "skipped_count", "consecutive_skipped_count", "gradients_incomplete")
@@ -218,7 +220,7 @@ class DeleteBatchResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ComputeLogprobsRequest(_message.Message):
-    __slots__ = ("batch", "model", "temperature", "request_id", "allow_other_temperature", "adapter", "top_count")
+    __slots__ = ("batch", "model", "temperature", "request_id", "allow_other_temperature", "adapter", "top_count", "reference_version")
     class Model(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         MODEL_UNSPECIFIED: _ClassVar[ComputeLogprobsRequest.Model]
@@ -234,6 +236,7 @@ class ComputeLogprobsRequest(_message.Message):
     ALLOW_OTHER_TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     TOP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_VERSION_FIELD_NUMBER: _ClassVar[int]
     batch: str
     model: ComputeLogprobsRequest.Model
     temperature: float
@@ -241,7 +244,8 @@ class ComputeLogprobsRequest(_message.Message):
     allow_other_temperature: bool
     adapter: str
     top_count: int
-    def __init__(self, batch: _Optional[str] = ..., model: _Optional[_Union[ComputeLogprobsRequest.Model, str]] = ..., temperature: _Optional[float] = ..., request_id: _Optional[str] = ..., allow_other_temperature: bool = ..., adapter: _Optional[str] = ..., top_count: _Optional[int] = ...) -> None: ...
+    reference_version: int
+    def __init__(self, batch: _Optional[str] = ..., model: _Optional[_Union[ComputeLogprobsRequest.Model, str]] = ..., temperature: _Optional[float] = ..., request_id: _Optional[str] = ..., allow_other_temperature: bool = ..., adapter: _Optional[str] = ..., top_count: _Optional[int] = ..., reference_version: _Optional[int] = ...) -> None: ...
 
 class ComputeLogprobsResponse(_message.Message):
     __slots__ = ("column", "mean", "token_count", "rollout_mismatch_mean", "rollout_mismatch_max")

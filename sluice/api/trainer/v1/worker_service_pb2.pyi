@@ -377,18 +377,20 @@ class MicroBatchRows(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[int]] = ..., loss_weights: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class LogprobsCommand(_message.Message):
-    __slots__ = ("batch_id", "model", "temperature", "micro_batches", "top_count")
+    __slots__ = ("batch_id", "model", "temperature", "micro_batches", "top_count", "reference_directory")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
     TOP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     batch_id: str
     model: _trainer_service_pb2.ComputeLogprobsRequest.Model
     temperature: float
     micro_batches: _containers.RepeatedCompositeFieldContainer[MicroBatchRows]
     top_count: int
-    def __init__(self, batch_id: _Optional[str] = ..., model: _Optional[_Union[_trainer_service_pb2.ComputeLogprobsRequest.Model, str]] = ..., temperature: _Optional[float] = ..., micro_batches: _Optional[_Iterable[_Union[MicroBatchRows, _Mapping]]] = ..., top_count: _Optional[int] = ...) -> None: ...
+    reference_directory: str
+    def __init__(self, batch_id: _Optional[str] = ..., model: _Optional[_Union[_trainer_service_pb2.ComputeLogprobsRequest.Model, str]] = ..., temperature: _Optional[float] = ..., micro_batches: _Optional[_Iterable[_Union[MicroBatchRows, _Mapping]]] = ..., top_count: _Optional[int] = ..., reference_directory: _Optional[str] = ...) -> None: ...
 
 class ValuesCommand(_message.Message):
     __slots__ = ("batch_id", "micro_batches")
