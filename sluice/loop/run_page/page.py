@@ -35,7 +35,11 @@ MOST_IMAGE_BYTES = 24 << 20
 
 _PANELS = (
     ("learning", ("reward_mean", "response_length_mean", "loss", "entropy", "grad_norm")),
-    ("estimates", ("advantage_abs_mean", "silent_groups", "filtered_groups", "kl_reference_k3")),
+    ("estimates", ("advantage_abs_mean", "silent_groups", "filtered_groups", "kl_reference")),
+    (
+        "preferences",
+        ("preference_loss", "accuracy", "reward_margin", "held_out_loss", "held_out_accuracy"),
+    ),
     (
         "trust",
         ("rollout_mismatch", "ratio", "clipped_high", "clipped_low", "kl_old_k3", "staleness_mean"),
@@ -63,6 +67,10 @@ _LABELS = {
     "tokens_per_second": "trained on, whole step",
     "pause_seconds": "engines stand still",
     "silent_groups": "all rewards equal",
+    "kl_reference": "nats a token",
+    "preference_loss": "of a pair",
+    "accuracy": "share of pairs ranked as they are preferred",
+    "reward_margin": "of the chosen over the rejected",
     "grad_norm": "before clipping",
 }
 _NOT_CURVES = {"step", "time", "optimizer_step", "weight_version", "epoch"}

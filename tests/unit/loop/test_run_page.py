@@ -22,12 +22,14 @@ from sluice.config import ConfigError
 from sluice.loop.config import TraceConfig
 from sluice.loop.journal import RunJournal
 from sluice.loop.ledger import Ledger, LedgerGroup
+from sluice.loop.metrics import ROW_KEYS
 from sluice.loop.run_page.page import page_data, read_run, render_runs, tokenizer_of, write_run_page
 from sluice.loop.run_samples import SampleKeeper, kept_files, load_samples
 from sluice.samples.arrow import encode_group
 from sluice.samples.blobs import BlobReference, BlobStore
 from sluice.samples.sample import MediaSpan, Sample, VersionSpan
 
+MADE_HERE = {"tokens_per_second"}  # of a row's tokens and time
 HOSTILE = "</script><script>alert(1)</script><!-- \0 \u202e \ud800 &amp; " + "x" * 5000
 
 
@@ -380,3 +382,12 @@ def test_a_tokenizer_that_is_gone_is_said(tmp_path: Path) -> None:
     assert "give --tokenizer" in run.warnings[0]
     with pytest.raises(ConfigError, match="does not exist"):
         tokenizer_of(run, tmp_path)
+
+
+def test_panels_are_of_metrics_that_rows_have(tmp_path: Path) -> None:
+    """That of the KL asked for a name that nothing had, and stayed away."""
+    make_run(tmp_path / "run")
+    *panels, _ = data_of(tmp_path / "run")["panels"]  # the last is of everything else
+    names = {name.removeprefix("held_out_") for _, panel in panels for name in panel}
+    assert names - MADE_HERE <= ROW_KEYS.keys()
+    assert len(names) > 20
