@@ -59,7 +59,7 @@ def test_a_run_ends_at_a_gap_beyond_its_limit_and_before_its_first_step(stack):
     last = output.strip().splitlines()[-1]
     for named in ("max_mismatch 1e-12", "temperature", "weights", "tokenizer or model family"):
         assert named in last
-    assert "top_p or top_k cuts tokens off" in output
+    assert "top_p, top_k or min_new_tokens cuts tokens off" in output
 
 
 def test_a_run_that_takes_older_samples_for_its_own_says_so(stack):
