@@ -140,8 +140,8 @@ def compute_advantages(
 ) -> AdvantageColumns:
     """Computes the advantages of `rows` as `spec` says.
 
-    relative: `relative_scores` of these rows among all of their groups; without it the rows are
-    whole groups, and metrics have what the estimator tells of them.
+    relative: what `relate_siblings` gives these rows among all of their groups; without it the
+    rows are whole groups, and metrics have what the estimator tells of them.
     merge: given this rank's moments returns those of every rank; called exactly once when
     `spec.whitens` and never otherwise, also on a rank without rows, so it may be a collective.
     A row without trained tokens gets zeros, but its reward counts in its group. A group of one

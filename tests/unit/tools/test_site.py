@@ -91,6 +91,6 @@ def test_types_and_prose_are_for_people() -> None:
 def test_limits_and_words_come_from_their_pages() -> None:
     assert "Several adapters" in (ROOT / "docs" / "lora.md").read_text()
     limits = PAGES["limits.md"]
-    assert "The fsdp backend" in limits and "`--ref-update-interval`" in limits
+    assert "The fsdp backend" in limits and "`--reset-optimizer-states`" in limits
     assert "`--use-wandb`" not in limits  # which is there
     assert "| ledger |" in PAGES["glossary.md"] and "## Tests" not in PAGES["glossary.md"]

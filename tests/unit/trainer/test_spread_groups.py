@@ -95,7 +95,7 @@ def by_ranks(
             report_scores(table, spec, answer)
         results = [answer.advantages for answer in answers]
         width = spec.estimator.width
-        scores = SiblingTable.gather(batch, rows_of, results, width).relate(batch, spec)
+        scores, _ = SiblingTable.gather(batch, rows_of, results, width).relate(batch, spec)
         relative = [scores[rows].tolist() for rows in rows_of]
     command = pb.AdvantagesCommand(advantage=advantage_to_proto(spec))
     if spec.whitens:
