@@ -7,9 +7,12 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from tests.e2e.conftest import ENVIRONMENT, Stack
+import pytest
+
+from tests.e2e.conftest import ENVIRONMENT, Stack, Training
 from tests.e2e.test_waits import stopped
 from tests.patience import PATIENCE
 
@@ -22,10 +25,18 @@ def profiled(target: str | Path, *flags: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_run_at_work_and_one_that_stands_still(stack: Stack) -> None:
+@pytest.fixture
+def training(stack: Stack) -> Iterator[Training]:
+    """A run of more steps than a test waits for; it ends with the test, whatever came of that."""
     training = stack.train("profile", steps=500)
+    yield training
+    training.process.send_signal(signal.SIGINT)
+    training.process.communicate(timeout=PATIENCE)
+
+
+def test_a_run_at_work_and_one_that_stands_still(training: Training) -> None:
     training.wait_for_step(2)
-    code, told, wrong = profiled(training.run_dir, "--engines", "--passes", "3")
+    code, told, wrong = profiled(training.run_dir, "--steps", "2", "--engines", "--passes", "3")
     assert (code, wrong) == (0, "")
     files = [Path(line.partition(": ")[2]) for line in told.splitlines() if line[0] != " "]
     assert [file.name for file in files] == [
@@ -45,8 +56,6 @@ def test_a_run_at_work_and_one_that_stands_still(stack: Stack) -> None:
         assert code == 2
         assert "ranks: must be of 0 to 0" in wrong
     training.wait_for_step(training.rows()[-1]["step"] + 2)  # it goes on
-    training.process.send_signal(signal.SIGINT)
-    training.process.communicate(timeout=PATIENCE)
 
 
 def test_who_is_not_there_is_named() -> None:
