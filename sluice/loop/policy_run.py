@@ -22,6 +22,7 @@ from sluice.loop.training import (
     SavingCheckpoint,
     StepReport,
     Teach,
+    Work,
     train_step,
     wait_for_trainer,
 )
@@ -61,6 +62,19 @@ class PolicyRun(TrainerRun[RunConfig]):
     @abstractmethod
     async def train(self) -> None:
         """Trains until the end that the config names; where the trainer is lost, goes back."""
+
+    @abstractmethod
+    def _next_work(self) -> Work | None:
+        """What is to be done next; None where nothing is left."""
+
+    async def _do_work(self) -> None:
+        """All that is left, each in a span of the step that it is for."""
+        while (work := self._next_work()) is not None:
+            before = self.step
+            with trace.span(trace.LOOP, trace.STEP, f"step {before + 1}"):
+                await self._recovery.run(work)
+            if self.step > before:
+                self._trace.flush(self.step)
 
     async def close(self) -> None:
         self._trace.flush(self.step + 1)  # what came after the last step

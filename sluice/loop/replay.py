@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.config import ConfigError
-from sluice.loop import trace
 from sluice.loop.config import ReplayConfig, RunConfig
 from sluice.loop.ledger import Ledger, LedgerDamagedError, LedgerGroup, read_trained
 from sluice.loop.policy_run import PolicyRun
@@ -214,12 +213,7 @@ class ReplayRun(PolicyRun):
 
     async def train(self) -> None:
         """All steps that are left, a last run checkpoint, and the weights published."""
-        while (work := self._next_work()) is not None:
-            before = self.step
-            with trace.span(trace.LOOP, trace.STEP, f"step {before + 1}"):
-                await self._recovery.run(work)
-            if self.step > before:
-                self._trace.flush(self.step)
+        await self._do_work()
 
     def _next_work(self) -> Work | None:
         if not self._is_done():

@@ -113,12 +113,7 @@ class TrainingRun(PolicyRun):
             await self._settle_engines()
             if self._evaluations.is_before_training:
                 await self._evaluations.measure("before", 0, self.fleet.version)
-        while (work := self._next_work()) is not None:
-            before = self.step
-            with trace.span(trace.LOOP, trace.STEP, f"step {before + 1}"):
-                await self._recovery.run(work)
-            if self.step > before:
-                self._trace.flush(self.step)
+        await self._do_work()
         await self._settle_engines()
         await self._evaluations.measure("after", self.step, self.fleet.version)
 

@@ -35,7 +35,7 @@ class DpoSettings(PluginSettings):
 
 
 class _Answer(NamedTuple):
-    """An episode of a pair. advantage: what the settings make of the pair, for its tokens."""
+    """An episode of a pair. logprob: of all its tokens. reward: the implicit one, h of `Dpo`."""
 
     episode: int | str
     logprob: float

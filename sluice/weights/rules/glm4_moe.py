@@ -20,10 +20,8 @@ from sluice.weights.rules.common import (
 from sluice.weights.rules.rule import Family
 
 _QK_NORM = tuple(replace(rule, when=("qk_norm",)) for rule in QK_NORM)  # the large ones have them
-_LAYER = (
-    *(*NORMS, *ATTENTION, *_QK_NORM),
-    *(*GATED_MLP, *EXPERTS, *ROUTER_BIAS, *SHARED_EXPERTS),
-)
+_ATTENTION = (*NORMS, *ATTENTION, *_QK_NORM)
+_LAYER = (*_ATTENTION, *GATED_MLP, *EXPERTS, *ROUTER_BIAS, *SHARED_EXPERTS)
 
 GLM4_MOE = Family(
     name="glm4_moe",

@@ -51,8 +51,14 @@ with uncompiled():
 LFS = b"version https://git-lfs"  # how a pointer begins that stands for a file
 # Their attention is the plain one, of queries, keys, values and a scale.
 FAMILIES = (
-    *("deepseek_v3", "glm4", "glm4_moe", "glm4_moe_lite"),
-    *("llama", "qwen2", "qwen3", "qwen3_moe"),
+    "deepseek_v3",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
 )
 OWN_OPERATIONS = frozenset({"attention", "logprobs", "adamw"})  # beside those of layers
 
