@@ -152,12 +152,13 @@ def experts(text: dict[str, Any], kind: str) -> dict[str, Any]:
     dense = {*range(text.get("first_k_dense_replace", 0)), *text.get("mlp_only_layers", ())}
     sparse = [int(i not in dense) for i in range(text["num_hidden_layers"])]
     shared = text.get("shared_expert_intermediate_size") or (
-        text.get("n_shared_experts", 0) * text["moe_intermediate_size"]
+        text.get("n_shared_experts", 0) * text.get("moe_intermediate_size", 0)
     )
-    biased = kind.startswith("deepseek") or kind == "glm4_moe"
+    biased = kind.startswith("deepseek") or kind in ("glm4_moe", "minimax_m2")
+    width = text.get("moe_intermediate_size") or text["intermediate_size"]
     return {
         "num_moe_experts": count,
-        "moe_ffn_hidden_size": text["moe_intermediate_size"],
+        "moe_ffn_hidden_size": width,
         "moe_layer_freq": sparse if dense else 1,  # of all layers: Megatron's default
         "moe_router_topk": text["num_experts_per_tok"],
         "moe_router_dtype": "fp32",
@@ -169,8 +170,8 @@ def experts(text: dict[str, Any], kind: str) -> dict[str, Any]:
         "moe_router_score_function": "sigmoid" if biased else "softmax",
         "moe_router_enable_expert_bias": biased,
         "moe_router_topk_scaling_factor": text.get("routed_scaling_factor"),
-        "moe_router_num_groups": text["n_group"] if biased else None,
-        "moe_router_group_topk": text["topk_group"] if biased else None,
+        "moe_router_num_groups": text.get("n_group") if biased else None,
+        "moe_router_group_topk": text.get("topk_group") if biased else None,
     }
 
 
@@ -195,6 +196,8 @@ def layers(config: Any, text: dict[str, Any], kind: str) -> Any:
             spec.submodules.sharded_state_dict_keys_map = {}  # plain names, as they were written
         if kind.startswith(RECURRENT):
             _center(spec.submodules)
+        if kind == "minimax_m2":
+            spec.submodules.self_attention.module = _wide_norms()
         if kind.startswith(RECURRENT) and text["layer_types"][index] == "linear_attention":
             spec.submodules.self_attention = _delta_net()
         specs.append(spec)
@@ -234,6 +237,26 @@ class _ZeroCentered(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         shape = hidden.shape[-1:]
         return torch.nn.functional.rms_norm(hidden, shape, 1 + self.weight, self.eps)
+
+
+def _wide_norms() -> Any:
+    """Attention with a norm over all heads of queries, and one over those of keys."""
+    from megatron.core.transformer.attention import SelfAttention
+
+    class Attention(SelfAttention):
+        def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+            super().__init__(config, *args, **options)
+            heads = {"q_norm": config.num_attention_heads, "k_norm": config.num_query_groups}
+            for name, count in heads.items():
+                norm = torch.nn.RMSNorm(count * config.kv_channels, config.layernorm_epsilon)
+                setattr(self, name, norm)
+
+        def get_query_key_value_tensors(self, *args: Any, **options: Any) -> Any:
+            query, key, value = super().get_query_key_value_tensors(*args, **options)
+            query = self.q_norm(query.flatten(2)).view(query.shape)
+            return query, self.k_norm(key.flatten(2)).view(key.shape), value
+
+    return Attention
 
 
 def _delta_net() -> Any:

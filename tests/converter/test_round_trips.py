@@ -31,6 +31,7 @@ SPARSE = (
     "qwen3_30b",
     "qwen3_5_vl_moe",
     "glm4_moe",
+    "minimax_m2",
     "deepseek_v3",
     "deepseek_v3_direct",
 )

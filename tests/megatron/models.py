@@ -73,6 +73,13 @@ GLM4_MOE: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
     "pad_token_id": None,
 }
+MINIMAX_M2: dict[str, Any] = {
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "pad_token_id": None,
+}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 32}),
     "qwen3_tied": (
@@ -110,6 +117,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**LATENT, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8},
     ),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT),
+    "minimax_m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM", MINIMAX_M2),
     "deepseek_v3_yarn": (
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers.core_model_loading import revert_weight_conversion
 
 from services.trainer.backend import Mesh, Row
 from services.trainer.backends.reference.backend import ReferenceBackend
@@ -35,7 +37,7 @@ class Oracle:
         parameters = self._backend._optimizer.parameters
         found = {name: p.grad / normalizer for name, p in parameters.items() if p.grad is not None}
         self._backend.discard_gradients()
-        return split_experts(found)
+        return checkpoint_names(self._backend._policy.model, found)
 
     def step(self, rows: Sequence[Row], spec: LossSpec, normalizer: float) -> OracleStep:
         sums = self._backend.forward_backward([rows], spec)
@@ -47,23 +49,13 @@ class Oracle:
         for name, buffer in self._backend._policy.model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # part of a checkpoint
                 named[name] = buffer
-        return split_experts({name: p.detach().clone() for name, p in named.items()})
+        found = {name: p.detach().clone() for name, p in named.items()}
+        return checkpoint_names(self._backend._policy.model, found)
 
 
-def split_experts(tensors: Tensors) -> Tensors:
-    """Experts that transformers keeps in one tensor, under the names they have in checkpoints."""
-    found: Tensors = {}
-    for name, tensor in tensors.items():
-        if name.endswith("experts.gate_up_proj"):
-            for expert, both in enumerate(tensor):
-                stem = f"{name.removesuffix('gate_up_proj')}{expert}"
-                gate, up = both.chunk(2)
-                found |= {f"{stem}.gate_proj.weight": gate, f"{stem}.up_proj.weight": up}
-        elif name.endswith("experts.down_proj"):
-            for expert, down in enumerate(tensor):
-                found[f"{name.removesuffix('down_proj')}{expert}.down_proj.weight"] = down
-        else:
-            found[name] = tensor
+def checkpoint_names(model: Any, tensors: Tensors) -> Tensors:
+    """Tensors of a model under their names in checkpoints, where each expert has its own."""
+    found: Tensors = revert_weight_conversion(model, tensors)
     return found
 
 

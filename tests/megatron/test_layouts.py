@@ -94,6 +94,17 @@ LAYOUTS = [
         id="glm4-moe-groups-TP2+SPxPP2xEP2",
     ),
     pytest.param("glm4_moe_lite", 2, {"expert": 2}, id="glm4-moe-lite-EP2"),
+    pytest.param("minimax_m2", 1, {}, id="minimax-single"),
+    pytest.param(
+        "minimax_m2", 2, {"tensor": 2, "sequence_parallel": True}, id="minimax-TP2+SP", marks=fast
+    ),
+    pytest.param("minimax_m2", 2, {"expert": 2, "context": 2}, id="minimax-EP2xCP2"),
+    pytest.param(
+        "minimax_m2",
+        4,
+        {"tensor": 2, "sequence_parallel": True, "pipeline": 2, "expert": 2, "expert_tensor": 1},
+        id="minimax-TP2+SPxPP2xEP2",
+    ),
     pytest.param("deepseek_v3", 1, {}, id="deepseek-single"),
     pytest.param("deepseek_v3", 2, {"tensor": 2, "sequence_parallel": True}, id="deepseek-TP2+SP"),
     pytest.param("deepseek_v3", 2, {"expert": 2, "context": 2}, id="deepseek-EP2xCP2"),

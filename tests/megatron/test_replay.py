@@ -25,7 +25,7 @@ from tests.megatron.comparison import (
     relative_difference,
 )
 from tests.megatron.models import routed_rows
-from tests.megatron.oracle import split_experts
+from tests.megatron.oracle import checkpoint_names
 from tests.megatron.settings import NORMALIZER, SPEC
 from tests.rank_pool import Pool
 from tests.service.trainer.harness import ACTIVE, running_trainer, until
@@ -67,7 +67,8 @@ class ForcedModel:
             loss = compute_loss(pack_rows([row], SPEC, outputs, entropy), SPEC).loss
             (loss / NORMALIZER).backward()
         named = self.model.named_parameters()
-        return split_experts({n: p.grad for n, p in named if p.grad is not None})
+        found = {n: p.grad for n, p in named if p.grad is not None}
+        return checkpoint_names(self.model, found)
 
     def _route(self, router: Any, index: int) -> Any:
         def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -20,6 +20,7 @@ from tests.rank_pool import Pool
         ("glm4", {"tensor": 2}),
         ("glm4_moe", {"tensor": 2, "sequence_parallel": True}),
         ("deepseek_v3", {"tensor": 2, "sequence_parallel": True}),
+        ("minimax_m2", {"tensor": 2, "sequence_parallel": True}),
     ],
 )
 def test_any_wrong_rule_is_noticed(

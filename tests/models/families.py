@@ -124,7 +124,7 @@ CASES = [
         {**LOCAL_EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
     ),
     Case("lfm2", "LFM2", {"layer_types": ["conv", "full_attention"]}),
-    Case("minimax_m2", "MiniMax-M2", LOCAL_EXPERTS),
+    Case("minimax_m2", "MiniMax-M2", {**LOCAL_EXPERTS, "rotary_dim": 8}),
     Case(
         "ernie4_5_moe",
         "ERNIE 4.5 MoE",

@@ -50,7 +50,7 @@ OTHERS = [
     BY_NAME[name]
     for name in (
         *("llama", "llama-tied", "qwen2", "qwen3", "qwen3_moe"),
-        *("glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v3"),
+        *("glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "minimax_m2"),
     )
 ]
 fast = pytest.mark.fast
@@ -279,6 +279,7 @@ def test_layers_of_multi_token_prediction_go_through_bit_for_bit(
         (DENSE, 4, {"tensor": 4}, "2 key heads do not divide over 4"),
         (DENSE, 1, {"layer_spec": "transformer_engine"}, "layer_spec transformer_engine"),
         (NEXT, 2, {"tensor": 2}, "need sequence_parallel"),
+        (BY_NAME["minimax_m2"], 4, {**SCATTERED, "tensor": 4}, "2 key heads do not divide over 4"),
     ],
 )
 def test_a_layout_that_is_not_computed_is_refused(

@@ -174,7 +174,7 @@ ROUTER = WeightRule(
 )
 
 
-def _expert_layers(
+def expert_layers(
     first: tuple[SourceTensor, ...], second: SourceTensor, when: tuple[str, ...] = ()
 ) -> tuple[WeightRule, ...]:
     """Make the two layers of an expert: gate and up from `first`, down from `second`."""
@@ -218,11 +218,11 @@ _STACKED = (
     ),
     SourceTensor(f"{_HF}mlp.experts.down_proj", ("hidden", "moe_ffn"), stacked=True),
 )
-EXPERTS = (ROUTER, *_expert_layers(*_SINGLE))
+EXPERTS = (ROUTER, *expert_layers(*_SINGLE))
 EITHER_EXPERTS = (  # checkpoints with a tensor for each expert, or with one of all
     ROUTER,
-    *_expert_layers(*_SINGLE, ("!stacked_experts",)),
-    *_expert_layers(*_STACKED, ("stacked_experts",)),
+    *expert_layers(*_SINGLE, ("!stacked_experts",)),
+    *expert_layers(*_STACKED, ("stacked_experts",)),
 )
 
 ROUTER_BIAS = (

@@ -113,6 +113,7 @@ class Family:
     the number of layers. `spellings` are (pattern of `re`, replacement): other names of tensors.
     `full_precision` are names whose type is kept when a checkpoint's is changed.
     `prefix` stands before the names of the language model in a Megatron checkpoint.
+    `expert_width` is the key of the width of an expert.
     """
 
     name: str
@@ -127,3 +128,4 @@ class Family:
     spellings: tuple[tuple[str, str], ...] = ()
     full_precision: tuple[str, ...] = ()
     prefix: str = ""
+    expert_width: str = "moe_intermediate_size"

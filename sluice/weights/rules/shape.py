@@ -129,7 +129,7 @@ def read_shape(
         vocab=keys.count("vocab_size"),
         ffn=keys.count("intermediate_size", default=0 if experts else None),
         experts=experts,
-        moe_ffn=keys.count("moe_intermediate_size") if experts else 0,
+        moe_ffn=keys.count(family.expert_width) if experts else 0,
         sparse_layers=_sparse_layers(keys, layers, experts),
         linear_layers=_linear_layers(keys, layers),
         flags=frozenset(flags),

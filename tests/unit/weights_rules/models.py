@@ -277,6 +277,19 @@ HUGGING_FACE: dict[str, Described] = {  # name -> (config class, model class, ar
             "first_k_dense_replace": 1,
         },
     ),
+    "minimax_m2": (  # 48 heads on 8, norms over all of them; 256 experts in every layer
+        "MiniMaxM2Config",
+        "MiniMaxM2ForCausalLM",
+        {
+            **TEXT,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "rotary_dim": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "deepseek_v3": (  # 128 heads; the first 3 of 61 layers dense; 1 shared expert
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",

@@ -15,11 +15,16 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch.nn.attention.bias import causal_lower_right
 
+from services.trainer.backends.megatron.upstream import current_device
 from sluice.algo.collectives import Collectives, gather_tokens
 from sluice.algo.delta_rule import PackChunks
 from sluice.algo.layout import KeyRange
@@ -133,6 +138,47 @@ class GatedSelfAttention(SelfAttention):  # type: ignore[misc]
         sharing = gate.shape[2] // heads  # ranks of one key head
         own = parallel_state.get_tensor_model_parallel_rank() % sharing
         return query, key, value, gate.narrow(2, own * heads, heads)
+
+
+class HeadsNorm(torch.nn.Module):
+    """RMSNorm over all heads of a token, of which each tensor rank has a part.
+
+    Every rank has the whole weight and uses that of its heads, so that Megatron sums its gradient
+    over them, as it does of other norms under sequence parallelism.
+    """
+
+    def __init__(self, config: Any, heads: int) -> None:
+        super().__init__()
+        self.eps = config.layernorm_epsilon
+        size = heads * config.kv_channels
+        ones = torch.ones(size, dtype=config.params_dtype, device=current_device())
+        self.weight = torch.nn.Parameter(ones)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """[tokens, 1, heads of this rank, dim], the same of all of them."""
+        own = heads.flatten(2).float()
+        squares = own.square().sum(-1, keepdim=True)
+        # what is summed is of all ranks, and so is its gradient
+        squares = reduce_from_tensor_model_parallel_region(squares)
+        squares = copy_to_tensor_model_parallel_region(squares)
+        normed = own * torch.rsqrt(squares / len(self.weight) + self.eps)
+        first = parallel_state.get_tensor_model_parallel_rank() * own.shape[-1]
+        weight = self.weight.narrow(0, first, own.shape[-1])
+        return (weight * normed.to(heads.dtype)).view(heads.shape)
+
+
+class NormedSelfAttention(SelfAttention):  # type: ignore[misc]
+    """Megatron's attention with norms over all heads of queries, and of keys."""
+
+    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        self.q_norm = HeadsNorm(config, config.num_attention_heads)
+        self.k_norm = HeadsNorm(config, config.num_query_groups)
+
+    def get_query_key_value_tensors(self, *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        query, key, *rest = super().get_query_key_value_tensors(*args, **options)
+        return self.q_norm(query), self.k_norm(key), *rest
 
 
 class EnginePackAttention(MegatronModule):  # type: ignore[misc]

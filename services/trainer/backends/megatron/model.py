@@ -30,6 +30,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from services.trainer.backends.megatron.attention import (
     EnginePackAttention,
     GatedSelfAttention,
+    NormedSelfAttention,
     PackAttention,
 )
 from services.trainer.backends.megatron.config import MegatronConfig
@@ -230,6 +231,8 @@ def _adapt_layer(layer: Any, config: TransformerConfig, transformer_engine: bool
         fused = config.operations["attention"] == ENGINE
         plain = LatentPackAttention if latent else PackAttention
         attention.core_attention = EnginePackAttention if fused else plain
+    if config.wide_norms:
+        layer.self_attention.module = NormedSelfAttention
     if transformer_engine:
         return
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
@@ -452,6 +455,7 @@ def create_policy(
     options = core_options(operations, config)
     core = transformer_config(source, config, operations=options)
     core.operations = dict(operations)  # layers are built by it
+    core.wide_norms = source.wide_norms
     core.rotary_scaling = rotary.attention_scaling  # see upstream.py
     padded = source.padded_vocab(config)
     models = _build(source, core, config, rotary=rotary, padded_vocab=padded)

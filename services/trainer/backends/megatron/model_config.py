@@ -33,13 +33,14 @@ CRITIC = "ForTokenClassification"
 TOWER = "vision_model."  # before the names of the tower's parameters
 # whose layers this backend builds
 RECURRENT = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}  # gated delta nets in most of their layers
-PLAIN = {"deepseek_v3", "glm4", "glm4_moe", "llama", "qwen2", "qwen3", "qwen3_moe"}
+PLAIN = {"deepseek_v3", "glm4", "glm4_moe", "llama", "minimax_m2", "qwen2", "qwen3", "qwen3_moe"}
 SEEING = {"qwen2_5_vl", "qwen3_vl"}  # by the towers of `sluice.vision`
 FAMILIES = {*PLAIN, *RECURRENT, *SEEING}
 LATENT = {"deepseek_v3"}  # whose attention is over latents
-BIASED = {"deepseek_v3", "glm4_moe"}  # whose routers are sigmoids with a bias
-PREDICTING = {*BIASED, *RECURRENT}  # have a layer that does
+BIASED = {"deepseek_v3", "glm4_moe", "minimax_m2"}  # whose routers are sigmoids with a bias
+PREDICTING = {"deepseek_v3", "glm4_moe", *RECURRENT}  # have a layer that does
 SANDWICH = {"glm4"}  # norms before and behind attention and MLP, rotated by pairs
+WIDE_NORMS = {"minimax_m2"}  # over all heads of queries, and of keys
 
 
 class UnsupportedFeatureError(ValueError):
@@ -96,6 +97,11 @@ class ModelSource:
     def sandwich(self) -> bool:
         """Whether attention and MLP are normalised behind too."""
         return self.weights.family.name in SANDWICH
+
+    @property
+    def wide_norms(self) -> bool:
+        """Whether queries and keys are normalised over all of their heads at once."""
+        return self.weights.family.name in WIDE_NORMS
 
     @property
     def rotates_pairs(self) -> bool:
@@ -188,6 +194,11 @@ def transformer_config(
         raise LayoutError("latent attention with tensor > 1 needs sequence_parallel")
     if source.recurrent:
         _check_recurrent(shape, config)
+    if source.wide_norms and shape.kv_heads % config.tensor:
+        raise LayoutError(
+            f"norms over all heads: {shape.kv_heads} key heads do not divide over "
+            f"{config.tensor} tensor ranks"
+        )
     names = {binding.megatron for binding in source.weights.bindings()}
     kind = MLATransformerConfig if source.latent else TransformerConfig
     options: dict[str, Any] = {
@@ -224,14 +235,19 @@ def transformer_config(
 
 def _check_biased(hf_config: Any) -> None:
     """Refuse what Megatron's routers of sigmoids compute otherwise."""
-    if not hf_config.norm_topk_prob:
+    if not getattr(hf_config, "norm_topk_prob", True):
         raise UnsupportedFeatureError("sigmoid routers normalise: norm_topk_prob is false")
-    groups, chosen = hf_config.n_group, hf_config.topk_group
+    groups, chosen = _expert_groups(hf_config)
     if chosen < groups and hf_config.num_experts_per_tok // chosen != 2:
         raise UnsupportedFeatureError(
             f"groups of experts are chosen by their two best: {hf_config.num_experts_per_tok} "
             f"experts of {chosen} groups are not two a group"
         )
+
+
+def _expert_groups(hf_config: Any) -> tuple[int, int]:
+    """How many groups the experts are in, and of how many of those some are chosen."""
+    return getattr(hf_config, "n_group", 1), getattr(hf_config, "topk_group", 1)
 
 
 def _latent(hf_config: Any, latent: bool) -> dict[str, Any]:
@@ -376,16 +392,16 @@ def _softmax_router(source: ModelSource) -> dict[str, Any]:
 def _biased_router(source: ModelSource) -> dict[str, Any]:
     """Sigmoids with a bias that is a buffer and stays as it is (arXiv 2412.19437, 2.1.2)."""
     hf_config = source.hf_config
-    limited = hf_config.topk_group < hf_config.n_group
+    groups, chosen = _expert_groups(hf_config)
+    shared = source.shape.sizes.get("shared_experts", 0) * source.shape.moe_ffn
     return {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,
-        "moe_router_num_groups": hf_config.n_group if limited else None,
-        "moe_router_group_topk": hf_config.topk_group if limited else None,
-        "moe_router_topk_scaling_factor": hf_config.routed_scaling_factor,
-        "moe_shared_expert_intermediate_size": source.shape.sizes["shared_experts"]
-        * source.shape.moe_ffn,
+        "moe_router_num_groups": groups if chosen < groups else None,
+        "moe_router_group_topk": chosen if chosen < groups else None,
+        "moe_router_topk_scaling_factor": getattr(hf_config, "routed_scaling_factor", None),
+        "moe_shared_expert_intermediate_size": shared or None,
     }
 
 

@@ -56,6 +56,7 @@ FAMILIES = (
     "glm4_moe",
     "glm4_moe_lite",
     "llama",
+    "minimax_m2",
     "qwen2",
     "qwen3",
     "qwen3_moe",
