@@ -31,6 +31,10 @@ Models of `rope_type: longrope` (Phi-3 and 4 of 128k tokens) are refused by the 
 `UNSUPPORTED_MODEL`: once a row is longer than the first training all of its tokens have other
 angles, those that are cached too.
 
+Kimi K2 and MiMo name code of their own in their directories, which is never run: they run by that
+of DeepSeek-V3 and of Qwen2, which it repeats. Published versions keep their `config.json`. Kimi
+K2's directory has no `tokenizer.json`, which workers read.
+
 Families that see ([how](vision.md)) have four layers and a tower of three, and are shown images, in
 rollouts too; *demo* stands where these are those of `make demo-vision`.
 

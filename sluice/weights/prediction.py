@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-APART = re.compile(r"(?:model\.)?mtp\..+")
+APART = re.compile(r"(?:model\.)?mtp(?:_layers)?\..+")
 IN_STACK = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\..+")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,12 +51,22 @@ ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "f
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table. `of` says which variant of a family it is."""
+    """One line of the table. `of` says which variant of a family it is.
+
+    `runs`: the model_type whose code it runs by, which transformers knows, and its architecture's
+    name in its own words.
+    """
 
     model_type: str
     title: str
     settings: dict[str, Any] = field(default_factory=dict)
     of: str = ""
+    runs: tuple[str, str] = ()  # type: ignore[assignment]
+
+    @property
+    def known(self) -> str:
+        """The model_type that transformers knows."""
+        return self.runs[0] if self.runs else self.model_type
 
     @property
     def name(self) -> str:
@@ -90,6 +101,13 @@ CASES = [
         "deepseek_v2", "DeepSeek-V2", {**LATENT, **GROUPED, "topk_method": "group_limited_greedy"}
     ),
     Case("deepseek_v3", "DeepSeek-V3, R1", {**LATENT, **GROUPED}),
+    Case(
+        "kimi_k2",
+        "Kimi K2",
+        {**LATENT, **GROUPED, "n_group": 1},
+        runs=("deepseek_v3", "DeepseekV3ForCausalLM"),
+    ),
+    Case("mimo", "MiMo", runs=("qwen2", "MiMoForCausalLM")),
     Case("gemma", "Gemma"),
     Case("gemma2", "Gemma 2", ALTERNATING),
     Case("gemma3_text", "Gemma 3, text", ALTERNATING),
@@ -149,7 +167,7 @@ def build(case: Case, directory: Path) -> Model:
     """Write the model of a case. Whatever transformers raises for one that cannot be flies."""
     torch.manual_seed(0)
     settings = {**SIZES, "tie_word_embeddings": False, **case.settings}
-    config = AutoConfig.for_model(case.model_type, **settings)
+    config = AutoConfig.for_model(case.known, **settings)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
@@ -159,13 +177,26 @@ def build(case: Case, directory: Path) -> Model:
             if "correction_bias" in name:
                 buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.2)
     model.save_pretrained(directory)
-    return Model(directory)
+    if not case.runs:
+        return Model(directory)
+    rename_type(case, directory)
+    return Model(directory, config)
+
+
+def rename_type(case: Case, directory: Path) -> None:
+    """Have config.json say its own type, and where its own code would be."""
+    path = directory / "config.json"
+    said = {**json.loads(path.read_text()), "model_type": case.model_type}
+    said["architectures"] = [case.runs[1]]
+    said["auto_map"] = {"AutoConfig": "configuration_own.OwnConfig"}
+    path.write_text(json.dumps(said))
 
 
 MTP = {  # some of the names of layers of multi-token prediction, by case
     "qwen3_next": ("mtp.fc.weight", "mtp.layers.0.mlp.gate.weight", "mtp.norm.weight"),
     "deepseek_v3": ("model.layers.2.eh_proj.weight", "model.layers.2.enorm.weight"),
     "glm4_moe": ("model.layers.2.eh_proj.weight", "model.layers.2.shared_head.norm.weight"),
+    "mimo": ("model.mtp_layers.0.input_proj.weight", "model.mtp_layers.0.token_layernorm.weight"),
 }
 
 
@@ -181,4 +212,4 @@ def add_tensors(
         for index, name in enumerate(names)
     }
     save_file({**load_file(file), **more}, file, metadata={"format": "pt"})
-    return Model(directory), more
+    return Model(directory, model.config), more

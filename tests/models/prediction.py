@@ -23,25 +23,33 @@ from services.trainer.backend import Row
 from services.trainer.config import OptimConfig
 from tests.contract.training_backend.cases import Model, Oracle
 from tests.fsdp.jobs import NORMALIZER, OPTIM, rows_of
-from tests.models.families import Case, build
+from tests.models.families import Case, build, rename_type
 
 Tensors = dict[str, torch.Tensor]
 EXTRA = ("enorm", "hnorm", "eh_proj", "norm")
 NUMBERED_ON = ("deepseek_v3", "glm4_moe")  # the layer follows the last, with copies of the ends
+PLAIN_NORMS = (*NUMBERED_ON, "mimo")  # others have them around zero
 NAMES = {  # of those, and of the layer
-    True: (
+    "following": (
         "model.layers.{n}.enorm.weight",
         "model.layers.{n}.hnorm.weight",
         "model.layers.{n}.eh_proj.weight",
         "model.layers.{n}.shared_head.norm.weight",
         "model.layers.{n}.",
     ),
-    False: (
+    "apart": (
         "mtp.pre_fc_norm_embedding.weight",
         "mtp.pre_fc_norm_hidden.weight",
         "mtp.fc.weight",
         "mtp.norm.weight",
         "mtp.layers.0.",
+    ),
+    "mimo": (
+        "model.mtp_layers.0.token_layernorm.weight",
+        "model.mtp_layers.0.hidden_layernorm.weight",
+        "model.mtp_layers.0.input_proj.weight",
+        "model.mtp_layers.0.final_layernorm.weight",
+        "model.mtp_layers.0.",
     ),
 }
 COPIES = {
@@ -61,7 +69,8 @@ class Predicting:
 
     @property
     def names(self) -> tuple[str, ...]:
-        names = NAMES[self.case.model_type in NUMBERED_ON]
+        kind = "following" if self.case.model_type in NUMBERED_ON else "apart"
+        names = NAMES.get(self.case.model_type, NAMES[kind])
         return tuple(name.format(n=self.layers) for name in names)
 
     def stored(self, name: str) -> str:
@@ -81,7 +90,8 @@ def build_predicting(case: Case, directory: Path) -> Predicting:
     settings["num_hidden_layers"] = layers + 1
     if kinds := settings.get("layer_types"):
         settings["layer_types"] = [*kinds, "full_attention"]
-    whole = build(replace(case, settings=settings), directory / "whole").directory
+    plain = replace(case, settings=settings, model_type=case.known, runs=())
+    whole = build(plain, directory / "whole").directory
     made = Predicting(case, Model(directory / "model"), whole, layers)
     shutil.copytree(whole, made.model.directory)
     config = json.loads((whole / "config.json").read_text())
@@ -89,9 +99,11 @@ def build_predicting(case: Case, directory: Path) -> Predicting:
     if "layer_types" in config:
         config["layer_types"] = config["layer_types"][:layers]
     (made.model.directory / "config.json").write_text(json.dumps(config))
+    if case.runs:
+        rename_type(case, made.model.directory)
     tensors = {made.stored(n): t for n, t in load_file(whole / "model.safetensors").items()}
     size, generator = config["hidden_size"], torch.Generator().manual_seed(23)
-    centre = 1.0 if case.model_type in NUMBERED_ON else 0.0  # norms of others are around zero
+    centre = 1.0 if case.model_type in PLAIN_NORMS else 0.0  # norms of others are around zero
     for kind, name in zip(EXTRA, made.names, strict=False):
         shape = (size, 2 * size) if kind == "eh_proj" else (size,)
         drawn = torch.randn(shape, generator=generator) * 0.2
@@ -163,14 +175,17 @@ class PredictionOracle:
         with torch.no_grad():
             hidden = model.model(row.token_ids[None]).last_hidden_state[:, :-1]
             embedded = model.model.embed_tokens(row.token_ids[None, 1:])
-        both = torch.cat((self._norm("enorm", embedded), self._norm("hnorm", hidden)), dim=-1)
-        made = self.layer(inputs_embeds=linear(both, self.extra["eh_proj"])).last_hidden_state
+        both = [self._norm("enorm", embedded), self._norm("hnorm", hidden)]
+        if self.predicting.case.model_type == "mimo":
+            both.reverse()
+        joined = linear(torch.cat(both, dim=-1), self.extra["eh_proj"])
+        made = self.layer(inputs_embeds=joined).last_hidden_state
         logits = linear(self._norm("norm", made), model.lm_head.weight.detach())
         return logits[0].log_softmax(-1)
 
     def _norm(self, kind: str, hidden: torch.Tensor) -> torch.Tensor:
         config = self.policy.model.config
-        weight = self.extra[kind] + (0.0 if config.model_type in NUMBERED_ON else 1.0)
+        weight = self.extra[kind] + (0.0 if self.predicting.case.model_type in PLAIN_NORMS else 1.0)
         scale = hidden.square().mean(-1, keepdim=True) + config.rms_norm_eps
         return weight * hidden / scale.sqrt()
 

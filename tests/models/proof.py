@@ -182,7 +182,9 @@ def _reload(model: Model, out: Path) -> float:
         index = {n: f.name for f in published.glob("*.safetensors") for n in load_file(f)}
         text = json.dumps({"metadata": {}, "weight_map": index})
         (published / "model.safetensors.index.json").write_text(text)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        published, config=model.config, dtype=torch.float32
+    )
     oracle = Oracle(loaded.eval())
     rows = rows_of(0)
     expected = {row.sample_id: oracle.logprobs(row).detach() for row in rows}

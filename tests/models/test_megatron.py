@@ -50,7 +50,8 @@ OTHERS = [
     BY_NAME[name]
     for name in (
         *("llama", "llama-tied", "qwen2", "qwen3", "qwen3_moe"),
-        *("glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "minimax_m2"),
+        *("glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "kimi_k2", "mimo"),
+        "minimax_m2",
     )
 ]
 fast = pytest.mark.fast
@@ -162,9 +163,12 @@ def test_a_family_rolls_out_what_it_trains(
     assert answer["mismatch"] <= LOGPROB_TOLERANCE < answer["stale"] / 100
 
 
+@fast
 def test_every_family_is_here_or_sees() -> None:
     proven = {case.values[0].model_type.removesuffix("_text") for case in LAYOUTS}  # type: ignore[union-attr]
-    assert proven | {case.model_type for case in SEEING} == megatron_families()
+    of_another = {"glm4_moe_lite", "kimi_k2"}  # whose rules are those of deepseek_v3
+    found = (proven | {case.model_type for case in SEEING}) - of_another
+    assert found == megatron_families()
 
 
 @pytest.mark.parametrize(
@@ -240,7 +244,7 @@ def test_a_bfloat16_model_keeps_its_decays_wide(
     assert all(torch.equal(resumed[name], trained[name]) for name in trained)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("name", MTP)
 @pytest.mark.parametrize("world", [1, 2])
 def test_layers_of_multi_token_prediction_go_through_bit_for_bit(
     name: str, world: int, ranks: Pool, known: Known, tmp_path: Path
@@ -249,7 +253,7 @@ def test_layers_of_multi_token_prediction_go_through_bit_for_bit(
     case = BY_NAME[name]
     model, expected = known(case)
     with_more, more = add_tensors(model, MTP[name], tmp_path / "model")
-    layout = {"distributed_optimizer": False, "expert": world}
+    layout = {"distributed_optimizer": False, "pipeline" if name == "mimo" else "expert": world}
     out = tmp_path / "out"
     proof = prove(ranks, case, with_more, expected, out, world, layout=layout)  # and their names
     assert proof.logprob <= proof.logprob_limit

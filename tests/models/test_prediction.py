@@ -33,7 +33,7 @@ from tests.rank_pool import JobError, Pool
 
 BY_NAME = {case.name: case for case in CASES}
 DENSE, NEXT, LATENT = (BY_NAME[name] for name in ("qwen3_5_text", "qwen3_next", "deepseek_v3"))
-SPARSE, GLM = BY_NAME["qwen3_5_moe_text"], BY_NAME["glm4_moe"]
+SPARSE, GLM, MIMO = (BY_NAME[name] for name in ("qwen3_5_moe_text", "glm4_moe", "mimo"))
 DEEP_DENSE = replace(DENSE, settings={**DENSE.settings, **DEEP}, of="deep")
 TIED = replace(DENSE, settings={**DENSE.settings, "tie_word_embeddings": True}, of="tied")
 SCALE = 0.3
@@ -95,6 +95,8 @@ LAYOUTS = [
     pytest.param(LATENT, 4, {"context": 2, "pipeline": 2}, id="latent-CP2xPP2"),
     pytest.param(GLM, 2, SCATTERED, id="glm-TP2+SP"),
     pytest.param(GLM, 2, {"expert": 2, "context": 2}, id="glm-EP2xCP2"),
+    pytest.param(MIMO, 2, {"tensor": 2}, id="mimo-TP2"),
+    pytest.param(MIMO, 2, {"pipeline": 2}, id="mimo-PP2"),
     pytest.param(DENSE, 2, {"tensor": 2}, id="dense-TP2"),
     pytest.param(DENSE, 2, {"pipeline": 2}, id="dense-PP2", marks=fast),
     pytest.param(DENSE, 2, {"tensor": 2, "recompute": "full"}, id="dense-TP2-recompute"),
@@ -203,10 +205,11 @@ def test_its_scale_is_that_of_its_gradients(ranks: Pool, known: Known, tmp_path:
     assert gradient_difference(gradients, doubled) <= GRADIENT_TOLERANCE
 
 
+@pytest.mark.parametrize("case", [LATENT, MIMO], ids=lambda case: case.name)
 def test_a_checkpoint_goes_on_in_another_layout_and_becomes_the_model_again(
-    ranks: Pool, known: Known, tmp_path: Path
+    case: Any, ranks: Pool, known: Known, tmp_path: Path
 ) -> None:
-    predicting, _ = known(LATENT)
+    predicting, _ = known(case)
     before = run(ranks, predicting, 2, SCATTERED, tmp_path / "before")
     checkpoint = {"checkpoint": str(tmp_path / "before/checkpoint")}
     same = run(ranks, predicting, 2, SCATTERED, tmp_path / "same", **checkpoint)

@@ -22,7 +22,7 @@ WHOLE = ("glm4_moe", "mistral")  # their vocabularies: of others a rank has a ha
 CUT = [
     replace(case, settings={**case.settings, "vocab_size": 53 if case.name in WHOLE else 54})
     for case in CASES
-    if case.model_type in FAMILIES and case.model_type not in TENSOR_REFUSED
+    if case.known in FAMILIES and case.known not in TENSOR_REFUSED
 ]
 NORMS: dict[str, dict[str, Any]] = {  # which their plans do not tell of
     "glm4_moe": {"use_qk_norm": True, "num_experts_per_tok": 4},

@@ -17,7 +17,7 @@ from sluice.weights.convert.stored import Chunk, StoredKey, find_bytes, read_key
 from sluice.weights.errors import MissingTensorError, UncoveredTensorError, UnexpectedTensorError
 from sluice.weights.rules.common import PREDICTION
 from sluice.weights.rules.packing import Partition, row_runs, unpack
-from sluice.weights.rules.rule import Layers, Pack
+from sluice.weights.rules.rule import ALTERED, Layers
 from sluice.weights.rules.weight_map import Binding, TensorShapeError, WeightMap
 
 Pieces = tuple[FileRange, ...]
@@ -174,7 +174,7 @@ class TorchDistSource:
         for source in range(len(binding.sources)):
             own = sorted((r for r in runs if r.source == source), key=lambda run: run.start)
             parts = [self._rows(binding, place, run.row, run.row + run.rows) for run in own]
-            if binding.pack is Pack.SHIFTED or any(part is None for part in parts):
+            if binding.pack in ALTERED or any(part is None for part in parts):
                 return self._computed(binding, place)
             pieces.append(tuple(piece for part in parts for piece in part or ()))
         dtype = self._dtype(binding, place)

@@ -39,7 +39,7 @@ from sluice.weights.rules.packing import (
     share_shape,
     source_slices,
 )
-from sluice.weights.rules.rule import Pack, ShardAxis, Stage
+from sluice.weights.rules.rule import ALTERED, ShardAxis, Stage
 from sluice.weights.rules.weight_map import Binding, WeightMap
 
 
@@ -303,7 +303,7 @@ class ToTorchDist:
         alike = len({(source.stored, source.dtype) for source in sources}) == 1
         plain = (
             alike
-            and binding.pack is not Pack.SHIFTED
+            and binding.pack not in ALTERED
             and (binding.cut is not ShardAxis.COLUMNS or partition.size == 1)
         )
         if not plain or any(source.compute is not None for source in sources):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from sluice.weights.rules.rule import Layers, Pack, ShardAxis, SourceTensor, Stage, WeightRule
 
@@ -275,27 +276,36 @@ _WHEN_PREDICTS = {Layers.DENSE: ("predicts", "!experts"), Layers.SPARSE: ("predi
 
 
 def predicted(
-    layer: Iterable[WeightRule], hf: str, *, embedding: str, hidden: str, join: str, last: str
+    layer: Iterable[WeightRule],
+    hf: str,
+    *,
+    embedding: str,
+    hidden: str,
+    join: str,
+    last: str,
+    hidden_first: bool = False,
 ) -> tuple[WeightRule, ...]:
     """Make the rules of the layer of multi-token prediction, a `layer` with the HF prefix `hf`.
 
     The others are HF names: norms of the embedding and of the hidden state, the projection of
-    both, the norm behind the layer (arXiv 2412.19437, 2.2).
+    both, the norm behind the layer (arXiv 2412.19437, 2.2). `hidden_first`: the projection there
+    is of the hidden state and then of the embedding.
     """
+    pack = Pack.SWAPPED if hidden_first else Pack.ONE
 
-    def rule(megatron: str, name: str, *shape: str, cut: ShardAxis = ShardAxis.NONE) -> WeightRule:
+    def rule(megatron: str, name: str, *shape: str, **more: Any) -> WeightRule:
         return WeightRule(
             megatron=f"{PREDICTION}{megatron}.weight",
             sources=(SourceTensor(name, shape),),
             stage=Stage.FINAL,
-            cut=cut,
             when=("predicts",),
+            **more,
         )
 
     return (
         rule("enorm", embedding, "hidden"),
         rule("hnorm", hidden, "hidden"),
-        rule("eh_proj", join, "hidden", "2*hidden", cut=ShardAxis.ROWS),
+        rule("eh_proj", join, "hidden", "2*hidden", cut=ShardAxis.ROWS, pack=pack),
         *(_of_prediction(each, hf) for each in layer),
         rule("final_layernorm", last, "hidden"),
     )
@@ -340,10 +350,12 @@ def followed_by_next(layer: tuple[WeightRule, ...]) -> tuple[WeightRule, ...]:
         "model.embed_tokens.weight": f"{_NEXT}embed_tokens.weight",
         "lm_head.weight": f"{_NEXT}shared_head.head.weight",
     }
-    names = {
-        "embedding": f"{_NEXT}enorm.weight",
-        "hidden": f"{_NEXT}hnorm.weight",
-        "join": f"{_NEXT}eh_proj.weight",
-        "last": f"{_NEXT}shared_head.norm.weight",
-    }
-    return (*repeated(ENDS, copies), *layer, *predicted(layer, _NEXT, **names))
+    next_layer = predicted(
+        layer,
+        _NEXT,
+        embedding=f"{_NEXT}enorm.weight",
+        hidden=f"{_NEXT}hnorm.weight",
+        join=f"{_NEXT}eh_proj.weight",
+        last=f"{_NEXT}shared_head.norm.weight",
+    )
+    return (*repeated(ENDS, copies), *layer, *next_layer)

@@ -119,6 +119,8 @@ def pack(binding: Binding, parts: Sequence[torch.Tensor], partition: Partition) 
         if run.rows
     ]
     packed = pieces[0] if len(pieces) == 1 else torch.cat(pieces or [parts[0][:0]])
+    if binding.pack is Pack.SWAPPED:
+        return _swap(packed)
     if not binding.padded:
         return packed
     missing = partition.padded_vocab // partition.size - packed.shape[0]
@@ -147,6 +149,8 @@ def unpack(binding: Binding, shares: Sequence[torch.Tensor]) -> dict[str, torch.
     for source, pieces in zip(binding.sources, parts, strict=True):
         ordered = [piece for _, piece in sorted(pieces, key=lambda item: item[0])]
         whole[source.name] = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
+    if binding.pack is Pack.SWAPPED:
+        return {name: _swap(tensor) for name, tensor in whole.items()}
     return whole
 
 
@@ -257,6 +261,11 @@ def _shift(binding: Binding, tensor: torch.Tensor) -> torch.Tensor:
     if not (shifted + 1).equal(tensor):  # exact from 0.5 to 2, where a norm's weights are
         raise InexactTensorError(f"{binding.sources[0].name!r} less 1 cannot be stored exactly")
     return shifted
+
+
+def _swap(tensor: torch.Tensor) -> torch.Tensor:
+    """Exchange the halves of the columns."""
+    return tensor.roll(tensor.shape[1] // 2, dims=1)
 
 
 def _unshift(binding: Binding, tensor: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,10 @@ class Pack(StrEnum):
     SECTIONS = "sections"  # on every tensor-parallel rank: [its rows of each section]
     GROUPED_SECTIONS = "grouped_sections"  # the same; HF has the sections of one group together
     SHIFTED = "shifted"  # [source - 1]: a norm's weight, stored around zero
+    SWAPPED = "swapped"  # the second half of the source's columns, then the first
+
+
+ALTERED = (Pack.SHIFTED, Pack.SWAPPED)  # which no rows of a source are, byte for byte
 
 
 class ShardAxis(StrEnum):
@@ -96,7 +100,7 @@ class WeightRule:
     section_keys: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        plain = self.pack in (Pack.ONE, Pack.SHIFTED)
+        plain = self.pack in (Pack.ONE, *ALTERED)
         if self.cut is not ShardAxis.ROWS and (self.padded or not plain):
             raise ValueError(f"{self.megatron!r}: packed and padded tensors are cut by rows")
 

@@ -14,6 +14,7 @@ from sluice.weights.rules.deepseek_v3 import DEEPSEEK_V3
 from sluice.weights.rules.glm4 import GLM4
 from sluice.weights.rules.glm4_moe import GLM4_MOE
 from sluice.weights.rules.llama import LLAMA
+from sluice.weights.rules.mimo import MIMO
 from sluice.weights.rules.minimax_m2 import MINIMAX_M2
 from sluice.weights.rules.qwen2 import QWEN2
 from sluice.weights.rules.qwen2_5_vl import QWEN2_5_VL
@@ -46,6 +47,7 @@ FAMILIES = (
     GLM4_MOE,
     DEEPSEEK_V3,
     MINIMAX_M2,
+    MIMO,
 )
 
 

@@ -71,10 +71,12 @@ class Model:
     """A tiny random checkpoint of one family."""
 
     directory: Path
+    config: Any = None  # of transformers, where it does not know the directory's own type
 
     def load(self) -> PreTrainedModel:
         model: Any = AutoModelForCausalLM.from_pretrained(
             self.directory,
+            config=self.config,
             dtype=torch.float32,
             experts_implementation="eager",  # the other one knows no float64
         )

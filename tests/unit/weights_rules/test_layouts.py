@@ -116,6 +116,20 @@ def hf(weights: WeightMap, name: str) -> torch.Tensor:
     return numbers(name, weights.hf_tensors()[name])
 
 
+def test_mimo_joins_the_hidden_state_first() -> None:
+    config = {**cached_config("qwen2"), "architectures": ["MiMoForCausalLM"]}
+    family = family_of(config)
+    weights = WeightMap(family, read_shape(family, config, predicts=True))
+    binding = weights.binding("mtp.layers.0.eh_proj.weight")
+    joined = hf(weights, "model.mtp_layers.0.input_proj.weight")
+    size = joined.shape[0]
+    turned = torch.cat([joined[:, size:], joined[:, :size]], dim=1)
+    assert torch.equal(share(binding, Partition()), turned)
+    shares = [share(binding, Partition(rank, 2)) for rank in (0, 1)]
+    assert torch.equal(shares[1], turned[size // 2 :])
+    assert torch.equal(unpack(binding, shares)["model.mtp_layers.0.input_proj.weight"], joined)
+
+
 @pytest.mark.parametrize(
     ("name", "hf_prefix"), [("qwen2_5_vl", "visual."), ("qwen3_vl", "model.visual.")]
 )

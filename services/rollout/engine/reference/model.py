@@ -31,6 +31,7 @@ from sluice.algo.logprobs import float32_logits
 from sluice.fused_layers import adapt, choose_for, heads_of
 from sluice.fused_operations import attention_kernel
 from sluice.imports import uncompiled, unsymbolic
+from sluice.model_types import read_config
 from sluice.operations import UNASKED, OperationError, OperationsConfig, Usage, capability_of
 from sluice.priority import lower_priority
 from sluice.vision import VisionTower, rotary_positions
@@ -38,7 +39,6 @@ from sluice.weights.manifest import Manifest
 
 with uncompiled():
     from transformers import (
-        AutoConfig,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
         PretrainedConfig,
@@ -399,7 +399,7 @@ Owner = tuple[torch.nn.Module, str]
 def read_model_config(directory: Path) -> PretrainedConfig:
     """Reads config.json of a model directory; raises UnfitWeightsError."""
     try:
-        config = AutoConfig.from_pretrained(directory)
+        config = read_config(directory)
     except (ValueError, OSError, KeyError) as error:
         raise UnfitWeightsError(f"{directory.name!r} has no usable config: {error}") from error
     if getattr(config, "quantization_config", None) is not None:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from sluice.model_types import known_type
+
 # shared: a prompt of several rows stands in a pack once. rows: every row stands whole, as windows,
 # sinks and recurrent layers need it.
 Layout = Literal["shared", "rows"]
@@ -176,7 +178,7 @@ def learned_positions(config: Mapping[str, Any]) -> int:
 def shares_prompts(model: str) -> bool:
     """Tell whether rows of the model in a directory share their prompts; of unknown ones, no."""
     config = json.loads((Path(model) / "config.json").read_bytes())
-    return FAMILIES.get(config["model_type"]) == "shared" and not _has_window(config)
+    return FAMILIES.get(known_type(config["model_type"])) == "shared" and not _has_window(config)
 
 
 def keeps_rows_apart(model: str) -> bool:
@@ -186,7 +188,7 @@ def keeps_rows_apart(model: str) -> bool:
     except (OSError, ValueError):
         return False
     kind = config.get("model_type") if isinstance(config, dict) else None
-    return isinstance(kind, str) and FAMILIES.get(kind) == "rows"
+    return isinstance(kind, str) and FAMILIES.get(known_type(kind)) == "rows"
 
 
 def _has_window(config: Mapping[str, Any]) -> bool:

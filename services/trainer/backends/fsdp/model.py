@@ -24,7 +24,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     DistributedConfig,
@@ -74,6 +73,7 @@ from sluice.algo.logprobs import (
 )
 from sluice.fused_layers import adapt, choose_for, heads_of
 from sluice.imports import with_shards
+from sluice.model_types import read_config
 from sluice.operations import UNASKED, OperationsConfig, Usage
 from sluice.samples.images import ImageRules
 from sluice.vision import Patches, VisionTower
@@ -266,7 +266,7 @@ def load_model(
     nothing bounds them. All parameters take gradients, which may be changed until the first pass.
     Raises OSError or ValueError.
     """
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config = read_config(Path(path))
     layout = layout_of(config.to_dict(), unproven=settings.unproven)
     if settings.tensor > 1:
         check_tensor(config.model_type)

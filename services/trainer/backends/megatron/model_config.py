@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-from transformers import AutoConfig
 
 from services.trainer.backend import LayoutError
 from services.trainer.backends.megatron import upstream
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.upstream import on_cpu
 from services.trainer.config import Head
+from sluice.model_types import read_config
 from sluice.samples.images import ImageRules
 from sluice.weights.rules.packing import padded_rows
 from sluice.weights.rules.rule import Stage
@@ -33,12 +33,14 @@ CRITIC = "ForTokenClassification"
 TOWER = "vision_model."  # before the names of the tower's parameters
 # whose layers this backend builds
 RECURRENT = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}  # gated delta nets in most of their layers
-PLAIN = {"deepseek_v3", "glm4", "glm4_moe", "llama", "minimax_m2", "qwen2", "qwen3", "qwen3_moe"}
+PLAIN = {"deepseek_v3", "glm4", "glm4_moe", "llama", "mimo", "minimax_m2"} | {
+    *("qwen2", "qwen3", "qwen3_moe")
+}
 SEEING = {"qwen2_5_vl", "qwen3_vl"}  # by the towers of `sluice.vision`
 FAMILIES = {*PLAIN, *RECURRENT, *SEEING}
 LATENT = {"deepseek_v3"}  # whose attention is over latents
 BIASED = {"deepseek_v3", "glm4_moe", "minimax_m2"}  # whose routers are sigmoids with a bias
-PREDICTING = {"deepseek_v3", "glm4_moe", *RECURRENT}  # have a layer that does
+PREDICTING = {"deepseek_v3", "glm4_moe", "mimo", *RECURRENT}  # have a layer that does
 SANDWICH = {"glm4"}  # norms before and behind attention and MLP, rotated by pairs
 WIDE_NORMS = {"minimax_m2"}  # over all heads of queries, and of keys
 
@@ -139,7 +141,7 @@ def read_model(directory: Path, head: Head = "policy", *, predicts: bool = False
         raise UnsupportedFeatureError(
             f"models of family {family.name!r} are converted, not trained"
         )
-    whole_config = AutoConfig.from_pretrained(directory)
+    whole_config = read_config(directory)
     hf_config = whole_config.get_text_config()
     if hf_config.hidden_act != "silu":
         raise UnsupportedFeatureError(f"hidden_act {hf_config.hidden_act!r} is not silu")

@@ -29,13 +29,13 @@ from sluice.algo.logprobs import (
 from sluice.fused_layers import adapt, choose_for, heads_of
 from sluice.fused_operations import attention_kernel
 from sluice.imports import uncompiled, unsymbolic
+from sluice.model_types import read_config
 from sluice.operations import UNASKED, OperationsConfig, Usage
 from sluice.samples.images import ImageRules
 from sluice.vision import TEXT, Features, VisionTower
 
 with uncompiled():
     from transformers import (
-        AutoConfig,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
         AutoModelForTokenClassification,
@@ -94,7 +94,7 @@ class ScoredModel:
         where the directory, a language model's, has none, so that every rank starts alike.
         longest: tokens that a row may have; None where nothing bounds them.
         """
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = read_config(Path(path))
         known = (*FAMILIES, *vision.FAMILIES)
         if config.model_type not in known:
             raise ValueError(
@@ -245,6 +245,7 @@ def _load(path: str, config: PretrainedConfig, head: Head) -> Any:
         "dtype": torch.float32,
         "attn_implementation": {"text_config": IMPLEMENTATION} if seeing else IMPLEMENTATION,
         "local_files_only": True,
+        "config": config,
     }
     if head == "policy":
         kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
@@ -253,7 +254,7 @@ def _load(path: str, config: PretrainedConfig, head: Head) -> Any:
     if seeing:
         kind = _value_class(config)
     else:
-        kind, options["num_labels"] = AutoModelForTokenClassification, 1
+        kind, config.num_labels = AutoModelForTokenClassification, 1
     # a new head and an unused one are what is asked for
     with damage_named(Path(path)), errors_only(), unsymbolic():
         model, loading = kind.from_pretrained(path, output_loading_info=True, **options)
