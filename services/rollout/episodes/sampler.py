@@ -155,11 +155,12 @@ class PartialSamples:
             delta = delta._replace(index=index)
         asked = self._budget(index)
         whole = _append(self._open.pop(index, None), delta)
-        aborted = delta.finish_reason is FinishReason.ABORTED
-        if aborted or (
-            delta.finish_reason is FinishReason.LENGTH and len(delta.token_ids) == asked
-        ):
-            if len(whole.token_ids) < self._prompt.sampling.max_new_tokens:
+        sampling, aborted = self._prompt.sampling, delta.finish_reason is FinishReason.ABORTED
+        is_full = delta.finish_reason is FinishReason.LENGTH and len(delta.token_ids) == asked
+        # a stop string may stand at the end of a chunk that owes more tokens than it has
+        is_early = len(whole.token_ids) < sampling.min_new_tokens
+        if aborted or is_full or (is_early and delta.finish_reason is FinishReason.STOP):
+            if len(whole.token_ids) < sampling.max_new_tokens:
                 if whole.token_ids:
                     self._open[index] = whole._replace(finish_reason=None)
                 return not aborted

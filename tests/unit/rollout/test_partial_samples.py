@@ -113,6 +113,19 @@ def test_a_chunk_that_ends_in_a_stop_token_ends_the_sample():
     assert made.missing == []
 
 
+def test_a_stop_string_at_the_end_of_a_chunk_ends_no_sample_that_is_too_short():
+    made = partial_samples(budget=8, chunk=2, least=5)
+    for _ in range(2):
+        assert made.generation([0], dp_rank=0).sampling.min_new_tokens == 2
+        assert made.add(0, delta((7, 8), 1, FinishReason.STOP))
+        assert made.missing == [0]
+    assert made.generation([0], dp_rank=0).sampling.min_new_tokens == 1
+    made.add(0, delta((7,), 1, FinishReason.STOP))  # the fifth token may complete one
+    (whole,) = made.ended()
+    assert whole.token_ids == (7, 8, 7, 8, 7)
+    assert whole.finish_reason is FinishReason.STOP
+
+
 def test_an_engine_that_ends_before_the_chunk_is_full_has_no_more_room():
     made = partial_samples(budget=8, chunk=4)
     assert made.add(0, delta((7, 8), 1, FinishReason.LENGTH))
