@@ -28,6 +28,7 @@ RESERVED_ENV = frozenset(
     {"SLUICE_DEVICE", "SLUICE_FAULT", "SLUICE_FUSED_OPS", "SLUICE_SIDE_STREAMS"}
 )
 MAX_CONFIG_BYTES = 16 << 20  # somebody meant another file
+LONGEST_PATH, LONGEST_NAME = 4095, 255  # bytes
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 PLAIN_NAME_RULE = "a name has letters, digits, '_', '.' and '-', none of the last two first"
 
@@ -47,8 +48,9 @@ class WhatIsMeant(BaseModel):
     @classmethod
     def _is_meant(cls, value: Any, info: ValidationInfo) -> Any:
         wanted = cls.model_fields[str(info.field_name)].annotation
-        if "" in (value if isinstance(value, list | tuple) else [value]) and _takes_path(wanted):
-            raise ValueError("names no path; the working directory is '.'")
+        if _takes_path(wanted):
+            for each in value if isinstance(value, list | tuple) else [value]:
+                _refuse_no_path(each)
         return _refuse_truth(wanted, value)
 
 
@@ -97,6 +99,19 @@ def _takes_truth(annotation: Any) -> bool:
     if annotation in (bool, Any, object) or isinstance(annotation, bool):
         return True
     return any(map(_takes_truth, get_args(annotation)))
+
+
+def _refuse_no_path(value: Any) -> None:
+    if value == "":
+        raise ValueError("names no path; the working directory is '.'")
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
+    if not isinstance(text, str) or "://" in text:
+        return
+    if "\0" in text:
+        raise ValueError("can be no path: it holds a NUL")
+    data = text.encode(errors="surrogatepass")
+    if len(data) > LONGEST_PATH or max(map(len, data.split(b"/"))) > LONGEST_NAME:
+        raise ValueError("can be no path: it, or a name in it, is too long")
 
 
 def _takes_path(annotation: Any) -> bool:

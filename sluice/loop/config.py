@@ -749,7 +749,8 @@ class RunConfig(CommonRunConfig):
 
     @model_validator(mode="after")
     def _counts_have_an_effect(self) -> RunConfig:
-        if self.algorithm.mini_batches > self.groups_per_step:
+        # of a replay, the groups are not known yet
+        if self.replay is None and self.algorithm.mini_batches > self.groups_per_step:
             raise ValueError(
                 f"algorithm.mini_batches: {self.algorithm.mini_batches} cannot be made of "
                 f"groups_per_step {self.groups_per_step}"
@@ -762,7 +763,7 @@ class RunConfig(CommonRunConfig):
                         f"{where}samples_per_group: advantage dpo is of two answers to a prompt, "
                         f"not of {share.samples_per_group}"
                     )
-        if self.replay is None:  # its steps are not known yet
+        if self.replay is None:  # nor are its steps
             self.check_warmup()
         if self.stop_at_reward is None and "stop_window" in self.model_fields_set:
             raise ValueError("stop_window: has no effect without stop_at_reward")

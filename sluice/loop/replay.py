@@ -25,6 +25,7 @@ from sluice.loop.run_directory import (
     settings_digests,
 )
 from sluice.loop.run_page.page import SeenRun, read_run, tokenizer_places
+from sluice.loop.status import is_directory
 from sluice.loop.training import Critic, Work
 from sluice.place import Place, StoreCacheConfig
 from sluice.samples.blobs import (
@@ -44,10 +45,10 @@ if TYPE_CHECKING:
 _OF_ROLLOUTS = (
     "environment",
     "environment_schedule",
-    "environments",
     "filters",
     "group_attempts",
     "group_timeout_seconds",
+    "groups_per_step",
     "max_dropped_in_a_row",
     "max_filtered_in_a_row",
     "max_staleness",
@@ -75,9 +76,11 @@ class ReplayedRun:
     ) -> ReplayedRun:
         """Raises ConfigError for what cannot be replayed as a whole, naming the first step."""
         where = f"replay.run_dir: {config.run_dir}"
-        if config.run_dir.resolve() == own.resolve():
+        if is_directory(config.run_dir) and config.run_dir.resolve() == own.resolve():
             raise ConfigError(f"{where} is that of this run; give this one another")
         run = read_run(config.run_dir)
+        if (kind := run.start.get("kind", "train")) != "train":
+            raise ConfigError(f"{where} is of sluice {kind}: a replay is of what sluice train did")
         try:
             trained = read_trained(config.run_dir)
         except LedgerDamagedError as error:
@@ -112,6 +115,20 @@ class ReplayedRun:
             for reference in references_of(groups):
                 if not has_blob(self.run.store, reference, cache):
                     raise self.gone(step, reference.digest)
+
+    def check_mini_batches(self, count: int) -> None:
+        """Raises ConfigError for more of them than a step has groups: it would make fewer."""
+        for step, groups in enumerate(self.steps, self.first_step):
+            if count > len(groups):
+                raise ConfigError(
+                    f"algorithm.mini_batches: {count} cannot be made of the {len(groups)} groups "
+                    f"of step {step}"
+                )
+
+    @property
+    def environments(self) -> frozenset[str]:
+        """Those of its groups; empty where the run had but one."""
+        return frozenset(g.environment for groups in self.steps for g in groups if g.environment)
 
     def gone(self, step: int, digest: str) -> ConfigError:
         """What to say of a blob that is not there."""
@@ -159,6 +176,7 @@ def open_replay(config: RunConfig) -> tuple[RunConfig, ReplayedRun | None]:
     if not count:
         temperature = config.sampling.temperature
         source = ReplayedRun.read(config.replay, config.run_dir, temperature, config.store_cache)
+        source.check_mini_batches(config.algorithm.mini_batches)
         count = len(source.steps)
     config = config.model_copy(update={"steps": count})
     try:
@@ -209,6 +227,12 @@ class ReplayRun(PolicyRun):
             report.note(
                 f"replay: the groups are those of {config.replay.run_dir}; without effect: "
                 f"{', '.join(without)}"
+            )
+        if source is not None and (others := source.environments - config.environments.keys()):
+            report.note(
+                f"replay: {', '.join(sorted(others))}: environments of the groups that "
+                "`environments` does not name have no means of their own, and each group counts as "
+                f"samples_per_group {config.samples_per_group} in reward_mean"
             )
 
     async def train(self) -> None:

@@ -13,6 +13,7 @@ import xxhash
 from sluice.config import ConfigError
 from sluice.samples.messages import data_url
 
+TEXTS = ("prompt", "chosen", "rejected", "answer")  # columns that are never an image
 DEEPEST = 24  # lists and objects in each other: a message that holds them ends at 100 of its own
 
 
@@ -49,10 +50,25 @@ def _read_jsonl(path: Path) -> list[tuple[str, Any]]:
             if not line.strip():
                 continue
             try:
-                rows.append((f"{path}:{number}", json.loads(line)))
+                rows.append((f"{path}:{number}", json.loads(line, object_pairs_hook=_once)))
+            except _TwiceError as error:
+                raise PromptFileError(f"{path}:{number}: {error}") from None
             except (ValueError, RecursionError) as error:  # neither JSON nor UTF-8
                 raise PromptFileError(f"{path}:{number}: not JSON: {error}") from None
     return rows
+
+
+class _TwiceError(ValueError):
+    """A key that stands twice in an object: which one is meant nobody can tell."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in found if keys.count(key) > 1)
+        raise _TwiceError(f"{twice[:80]!r} stands more than once in an object")
+    return found
 
 
 def _read_parquet(path: Path) -> list[tuple[str, Any]]:
@@ -64,6 +80,9 @@ def _read_parquet(path: Path) -> list[tuple[str, Any]]:
     # what is damaged may also be no text, or no date
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise PromptFileError(f"{path}: not Parquet: {error}") from None
+    for key in TEXTS:  # a column has one type; bytes would be learned as the data URL they become
+        if any(isinstance(row.get(key), bytes) for row in rows):
+            raise PromptFileError(f"{path}: column {key!r} is of bytes; write it as strings")
     return [
         (f"{path}: row {number}", {key: _as_json(value) for key, value in row.items()})
         for number, row in enumerate(rows, 1)

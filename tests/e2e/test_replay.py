@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
-from sluice.loop.journal import read_journal
+from sluice.loop.journal import RunJournal, read_journal
 from sluice.loop.ledger import Ledger
 from tests.e2e.conftest import Stack, Training, start_stack, stop_stack
 from tests.patience import PATIENCE
@@ -103,7 +103,7 @@ def test_a_replay_has_the_weights_of_the_run_to_the_bit(
             assert mine[name] == theirs[name]
         assert mine["staleness_max"] == theirs["staleness_max"] == 0
     notes = " ".join(event["text"] for event in read_journal(again.run_dir) if "text" in event)
-    assert "without effect: environment, prompts" in notes
+    assert "without effect: environment, groups_per_step, prompts" in notes
     assert "other weights" not in notes
     for command in ("status", "report", "trace", "samples"):
         told = command_of(command, str(again.run_dir))
@@ -162,11 +162,18 @@ def test_what_cannot_be_replayed_as_a_whole_is_refused_before_the_first_step(
 ) -> None:
     run, _ = source
     where = str(run.run_dir)
+    loop, pairs = tmp_path / "loop", tmp_path / "pairs"
+    loop.symlink_to(loop)
+    pairs.mkdir()
+    RunJournal(pairs).start("dpo", 3, {})
     bad: list[tuple[dict[str, Any], str]] = [
         ({"replay": {"run_dir": where, "last_step": 6}}, "no groups of step 6; it has trained 5"),
         ({"replay": {"run_dir": where, "first_step": 9}}, "no groups of step 9"),
         ({"replay": {"run_dir": str(tmp_path / "none")}}, "is no run directory"),
         ({"sampling": {"max_new_tokens": 5, "temperature": 0.5}}, "sampled at 1"),
+        ({"algorithm": {"mini_batches": 5}}, "5 cannot be made of the 4 groups of step 1"),
+        ({"replay": {"run_dir": str(loop)}}, "is no run directory"),
+        ({"replay": {"run_dir": str(pairs)}}, "is of sluice dpo"),
     ]
     for number, (changes, why) in enumerate(bad):
         assert why in refused(used, run, f"bad{number}", **changes)

@@ -287,6 +287,21 @@ def test_a_value_that_no_call_carries_is_named_before_the_run(tmp_path, value, m
     assert "prompts.jsonl:2: " in str(refusal.value)
 
 
+def test_a_text_of_bytes_in_a_parquet_file_is_named(tmp_path):
+    """It would be asked, and learned, as the data URL that bytes become."""
+    path = tmp_path / "prompts.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": [None, b"1="]}), path)
+    with pytest.raises(PromptFileError, match="column 'prompt' is of bytes; write it as strings"):
+        load_prompts(PromptsConfig(file=path), seed=0)
+
+
+def test_a_key_that_a_row_gives_twice_is_named(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "1="}\n{"prompt": "2=", "settings": {"a": 1, "a": 2}}\n')
+    with pytest.raises(PromptFileError, match=r"prompts\.jsonl:2: 'a' stands more than once"):
+        load_prompts(PromptsConfig(file=path), seed=0)
+
+
 def test_a_type_of_parquet_that_no_call_carries_is_named(tmp_path):
     path = tmp_path / "prompts.parquet"
     rows = [{"prompt": "a", "when": datetime.datetime(2026, 1, 1)}]

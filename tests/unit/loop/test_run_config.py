@@ -117,6 +117,16 @@ def test_the_loss_has_the_temperature_of_the_sampling(temperature):
         (
             {
                 "replay": {"run_dir": "r"},
+                "algorithm": {
+                    "loss": {"name": "ppo_clip", "clip_low": 0.2, "kl_coefficient": 0.1},
+                    "reference_every": 2,
+                },
+            },
+            r"algorithm\.reference_every: is not for replay",
+        ),
+        (
+            {
+                "replay": {"run_dir": "r"},
                 "teachers": {"big": {"address": "a:1"}},
                 "algorithm": {"advantage": {"name": "distillation"}},
             },
