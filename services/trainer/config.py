@@ -493,6 +493,8 @@ class TrainerConfig(ProcessConfig):
             raise ValueError("lora is not for megatron.dtype float16, whose losses are scaled")
         if self.megatron.distributed_optimizer != MegatronConfig().distributed_optimizer:
             raise ValueError("megatron.distributed_optimizer has no effect with lora; leave it out")
+        if self.megatron.optimizer_offload:
+            raise ValueError("megatron.optimizer_offload has no effect with lora; leave it out")
         document = json.loads((Path(self.model) / "config.json").read_bytes())
         if "vision_config" in document:
             raise ValueError("lora is not for a model that sees: its tower has layers of like name")

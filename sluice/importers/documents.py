@@ -82,6 +82,13 @@ def number(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    value = number(text)
+    if not 0 <= value <= 1:
+        raise NotCarriedError(f"{text!r} is not from 0 to 1")
+    return value
+
+
 def plain_text(text: str) -> str:
     if "$" in text:
         raise NotCarriedError(f"{text!r} is known to the shell alone")

@@ -221,6 +221,8 @@ def _sizes(into: Imported) -> None:
     megatron = into.trainer.setdefault("megatron", {})
     if "recompute_layers" in facts and megatron.get("recompute") == "full":
         megatron["recompute_layers"] = facts["recompute_layers"]
+    if facts.get("offloads"):
+        megatron["optimizer_offload"] = facts.get("offload_fraction", 1.0)
     if facts.get("predicts"):
         megatron["mtp_loss_scaling_factor"] = facts.get("prediction_scale", 0.1)
     if "fp8" in facts:

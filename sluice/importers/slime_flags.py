@@ -22,6 +22,7 @@ from sluice.importers.documents import (
     plain_text,
     set_at,
     set_true,
+    share,
     switch,
     unneeded,
     untaken,
@@ -374,9 +375,23 @@ FLAGS: dict[str, Flag] = {
     "adam-beta2": fact("beta2", number, "trainer: optim.betas"),
     "adam-eps": key_of("trainer", "optim.epsilon", number),
     "clip-grad": key_of("trainer", "optim.max_grad_norm", number),
-    "optimizer-cpu-offload": absent("distributed_optimizer spreads the state over data ranks"),
-    "overlap-cpu-optimizer-d2h-h2d": absent("see optimizer-cpu-offload"),
-    "use-precision-aware-optimizer": absent("the optimizer's state is float32"),
+    "optimizer-cpu-offload": switch(
+        "offloads", "trainer: megatron.optimizer_offload", "steps stay the device's"
+    ),
+    "optimizer-offload-fraction": fact(
+        "offload_fraction", share, "trainer: megatron.optimizer_offload"
+    ),
+    "overlap-cpu-optimizer-d2h-h2d": unneeded("copies run beside steps"),
+    "use-torch-optimizer-for-cpu-offload": unneeded("steps stay the device's"),
+    "no-pin-cpu-grads": unneeded("gradients stay on the device"),
+    "no-pin-cpu-params": absent("host memory of optimizer_offload is pinned"),
+    "use-precision-aware-optimizer": unneeded(
+        "masters and moments are float32, and optimizer_offload takes masters along"
+    ),
+    "main-grads-dtype": absent("gradients are summed in float32"),
+    "main-params-dtype": absent("masters are float32"),
+    "exp-avg-dtype": absent("moments are float32"),
+    "exp-avg-sq-dtype": absent("moments are float32"),
     "use-distributed-optimizer": _ALWAYS,
     "use-stateless-adam": absent("AdamW is the optimizer"),
     "reset-optimizer-states": absent("the optimizer's state stays from step to step"),

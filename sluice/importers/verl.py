@@ -349,6 +349,8 @@ def _trainer(into: Imported) -> None:
         megatron.pop("expert_tensor", None)
     if "recompute_layers" in facts and megatron.get("recompute") == "full":
         megatron["recompute_layers"] = facts["recompute_layers"]
+    if facts.get("offloads") and "lora" not in trainer:  # whose state is small
+        megatron["optimizer_offload"] = facts.get("offload_fraction", 0.0)
     if facts.get("predicts"):
         megatron["mtp_loss_scaling_factor"] = facts.get("prediction_scale", 0.1)
 

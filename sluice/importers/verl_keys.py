@@ -25,6 +25,7 @@ from sluice.importers.documents import (
     plain_value,
     read_yaml,
     set_at,
+    share,
     unneeded,
     whole,
 )
@@ -229,6 +230,7 @@ _SLEEP = unneeded("with placement: colocated who waits has given its memory away
 _LOGGED = unneeded("`sluice samples` has them")
 _STORE = unneeded("checkpoints and weights are in the store of the run")
 _ACTOR, _ROLLOUT, _LOSS = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.loss"
+_OVERRIDE = f"{_ACTOR}.optim.override_optimizer_config"
 _TRANSFORMER = f"{_ACTOR}.megatron.override_transformer_config"
 
 KEYS: dict[str, Flag] = {
@@ -588,9 +590,18 @@ KEYS: dict[str, Flag] = {
     f"{_ACTOR}.megatron.dist_checkpointing_path": by_hand(
         "the model is a Hugging Face directory; `sluice convert` makes one of torch_dist"
     ),
-    f"{_ACTOR}.optim.override_optimizer_config.": absent(
-        "AdamW is the optimizer, on the device of its weights"
+    f"{_OVERRIDE}.optimizer_cpu_offload": fact(
+        "offloads", truth, "trainer: megatron.optimizer_offload", "steps stay the device's"
     ),
+    f"{_OVERRIDE}.optimizer_offload_fraction": fact(
+        "offload_fraction", share, "trainer: megatron.optimizer_offload"
+    ),
+    f"{_OVERRIDE}.overlap_cpu_optimizer_d2h_h2d": unneeded("copies run beside steps"),
+    f"{_OVERRIDE}.use_torch_optimizer_for_cpu_offload": unneeded("steps stay the device's"),
+    f"{_OVERRIDE}.use_precision_aware_optimizer": unneeded(
+        "masters and moments are float32, and optimizer_offload takes masters along"
+    ),
+    f"{_OVERRIDE}.": absent("AdamW is the optimizer, with state of float32"),
 }
 # of whole families: by the beginning of the name, as those of KEYS that end in a dot
 FAMILIES: dict[str, Flag] = {

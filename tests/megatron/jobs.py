@@ -22,6 +22,7 @@ from services.trainer.backends.megatron import (
     checkpoint,
     model,
     model_config,
+    offloaded_adamw,
     parallel,
     stepping,
 )
@@ -38,6 +39,7 @@ from services.trainer.backends.megatron.weights import (
 from services.trainer.backends.reference.backend import ReferenceBackend
 from services.trainer.config import RanksConfig, TrainerConfig
 from services.trainer.errors import RoutingMissingError
+from services.trainer.parking import FileParking, ParkedTensors
 from services.trainer.rank import FAILURES, executor
 from sluice import platform
 from sluice.algo.collectives import CollectiveMismatchError
@@ -51,6 +53,7 @@ from tests.megatron.models import make_rows, micro_batches, routed_rows, taught_
 from tests.megatron.mutants import exchanged, mutants
 from tests.megatron.settings import NAMED, NORMALIZER, OPTIM, SPEC, STEPS, TAUGHT
 from tests.rank_pool import JOB_SECONDS
+from tests.two_memories import two_memories
 
 KINDS = ("logprobs", "ids", "top")
 
@@ -129,6 +132,36 @@ def copied_beside(rank: int, world: int, arguments: dict[str, Any]) -> dict[str,
     with unittest.mock.patch.object(platform, "current", lambda: device):
         answer = parity(rank, world, arguments)
     return {**answer, "journal": device.journal}
+
+
+def offloaded(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Steps with a schedule of learning rates in small blocks, a sleep among them; the weights.
+
+    `host` are bytes of pinned memory, `device` those that sleep takes from the device, `trained`
+    the elements of this rank's parameters.
+    """
+    out = Path(arguments["out"])
+    device = lazy_device()
+    with (
+        two_memories(device) as host,
+        unittest.mock.patch.object(offloaded_adamw, "BLOCK_BYTES", 1 << 16),
+    ):
+        backend = open_backend(rank, world, arguments)
+        trained = [t.parameter for t in backend._policy.tensors if t.parameter.requires_grad]
+        found: dict[str, Any] = {"host": host.nbytes, "steps": []}
+        for step in range(STEPS):
+            if step == 2:
+                held = backend.held_tensors()
+                parked = ParkedTensors.park(held.state, held.gradients, FileParking(out))
+                found["device"] = parked.nbytes
+                parked.restore()
+            loss, rate = gather_gradients(backend, step), 1e-3 * (step + 1)
+            with host.watched():
+                outcome = backend.step(normalizer=NORMALIZER, learning_rate=rate)
+            found["steps"].append([loss, outcome.grad_norm, outcome.skipped_reason])
+        save_export(backend, out / f"weights-{rank}.safetensors")
+        backend.close()
+    return {**found, "trained": sum(parameter.numel() for parameter in trained)}
 
 
 def taught(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from tests.megatron.models import build_checkpoint, make_rows
 pytestmark = pytest.mark.fast
 HOST = torch.device("cpu")
 UNASKED = OperationsConfig()
+OFFLOAD = {"optimizer_offload": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ REFUSED = [
     ({"overlap_grad_reduce": True}, "overlap_grad_reduce: gradients are summed .* once a step"),
     ({"tp_comm_overlap": True}, "tp_comm_overlap: .* packs differ in length"),
     ({"use_precision_aware_optimizer": True}, "use_precision_aware_optimizer: its masters"),
-    ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload: .*fsdp.cpu_offload"),
+    ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload: optimizer_offload says"),
     ({"cpu_offloading": True}, "cpu_offloading: .*recompute"),
     ({"cp_comm_type": "p2p"}, "cp_comm_type has no effect with context 1"),
     ({"overlap_param_gather": True}, "overlap_param_gather: .*have not proven equal"),
@@ -85,6 +86,7 @@ def test_settings_that_would_do_nothing_are_refused_with_the_reason(
         ({"context": 2, "cp_comm_type": "a2a"}, {}, LayoutError, "and torch_sdpa runs"),
         ({}, {"attention": "transformer_engine"}, OperationError, "it is for cuda, not cpu"),
         ({}, {"adamw": "torch_fused"}, OperationError, "Megatron takes torch_foreach"),
+        (OFFLOAD, {"adamw": "apex"}, OperationError, "optimizer_offload steps by torch_foreach"),
         ({}, {"without": ("torch_foreach",)}, OperationError, "Megatron takes torch_foreach"),
         ({}, {"experts": "loop"}, OperationError, "experts: loop has no effect on this model"),
         ({}, {"swiglu": "liger"}, OperationError, "it is not for models of megatron"),

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
+from sluice import faults
 from sluice.algo.spec import AdvantageSpec
+from sluice.client import RemoteError
 from tests.service.trainer.harness import (
     ACTIVE,
     check_full_disk,
@@ -25,6 +27,7 @@ SETTINGS = {
     "megatron": {"tensor": 2, "dtype": "float32"},
     "ranks": {"count": 2, "heartbeat_seconds": 0.5, "restart_backoff": 0.1},
 }
+BFLOAT16 = {"tensor": 2, "dtype": "bfloat16"}
 
 
 async def test_a_rank_killed_in_mid_step_costs_no_number(tmp_path: Path) -> None:
@@ -46,13 +49,39 @@ async def test_a_rank_killed_in_mid_step_costs_no_number(tmp_path: Path) -> None
             assert await train_step(client, batch) == expected
 
 
-@pytest.mark.parametrize("settings", [{}, {"distributed_optimizer": False}], ids=["cut", "whole"])
-async def test_ranks_that_sleep_make_the_same_steps(
-    tmp_path: Path, settings: dict[str, bool]
-) -> None:
+async def test_a_rank_killed_while_it_saves_leaves_the_former(tmp_path: Path) -> None:
     model = build_tiny_qwen3(tmp_path / "model", 0)
-    values = SETTINGS | {"megatron": {"tensor": 2, "dtype": "bfloat16", **settings}}
+    values = {**SETTINGS, "megatron": {**BFLOAT16, "optimizer_offload": 0.5}}
     with running_trainer(tmp_path / "trainer", model, **values) as running:
         async with running.client() as client:
             await until(client, lambda now: now.state == ACTIVE)
-            await check_steps(client, least=8.9)  # 2 bytes, a gradient, a master and two moments
+            batch = await upload(client, "kill", make_groups("kill", seed=8))
+            await train_step(client, batch)
+            await client.save_checkpoint("former")
+            expected = await train_step(client, batch)
+            faults.arm(tmp_path / "trainer/faults", "rank0.chunk", 40)
+            with pytest.raises(RemoteError):
+                await client.save_checkpoint("torn")
+            again = await until(client, lambda now: now.state == ACTIVE and now.restart_count == 1)
+            assert again.step == 1
+            await client.compute_advantages(batch, AdvantageSpec(name="grpo"))
+            assert await train_step(client, batch) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "least"),
+    [
+        pytest.param({}, 8.9, id="cut"),  # 2 bytes, a gradient, a master and two moments
+        pytest.param({"distributed_optimizer": False}, 8.9, id="whole"),
+        pytest.param({"optimizer_offload": 0.5}, 5.9, id="half-offloaded"),
+    ],
+)
+async def test_ranks_that_sleep_make_the_same_steps(
+    tmp_path: Path, settings: dict[str, bool], least: float
+) -> None:
+    model = build_tiny_qwen3(tmp_path / "model", 0)
+    values = SETTINGS | {"megatron": {**BFLOAT16, **settings}}
+    with running_trainer(tmp_path / "trainer", model, **values) as running:
+        async with running.client() as client:
+            await until(client, lambda now: now.state == ACTIVE)
+            await check_steps(client, least=least)

@@ -306,6 +306,8 @@ def test_a_critic_is_clipped_and_averaged_as_that_of_the_script(model: Path) -> 
         ("--global-batch-size 7 --rollout-batch-size 3 --n-samples-per-prompt 3", "--global-batch"),
         ("--over-sampling-batch-size 1 --rollout-batch-size 3", "--over-sampling-batch-size"),
         ("--rollout-top-k x", "--rollout-top-k"),
+        ("--optimizer-offload-fraction 1.5", "--optimizer-offload-fraction: '1.5' is not from 0"),
+        ("--exp-avg-dtype bf16", "--exp-avg-dtype: "),
         ("--recompute-method block", "--recompute-method: 'block'"),
         ("--hidden-dropout 0.1", "--hidden-dropout: 0.1"),
         ("--moe-aux-loss-coeff 0.01", "--moe-aux-loss-coeff: 0.01"),
@@ -560,6 +562,26 @@ def test_eight_bits_are_carried(flags: str, expected: dict, model: Path) -> None
     assert {name: megatron[name] for name in megatron if "fp8" in name} == expected
     assert not [line for line in left if "fp8" in line]
     assert [line for line in left if "engine.sglang.prefill" in line], "which is there"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d", 1.0),
+        ("--optimizer-cpu-offload --optimizer-offload-fraction 0.75", 0.75),
+        ("--optimizer-offload-fraction 0.75", None),  # of nothing that is offloaded
+        ("--use-precision-aware-optimizer", None),
+    ],
+)
+def test_optimizer_state_on_the_host_is_carried(
+    flags: str, expected: float | None, model: Path
+) -> None:
+    script = SCRIPT.replace("--brand-new-flag 7", f"{flags} --use-precision-aware-optimizer")
+    run, services, left = imported(script, HELD_OUT="/held")
+    assert_loads(run, services, model)
+    megatron = services["services"]["trainer"]["config"]["megatron"]
+    assert megatron.get("optimizer_offload") == expected
+    assert not [line for line in left if "optimizer" in line]
 
 
 def test_the_page_lists_every_flag() -> None:

@@ -23,6 +23,8 @@ from tests.unit.imported_stack import assert_loads, run_command
 
 ROOT = Path(__file__).parent.parent.parent
 ACTOR = "actor_rollout_ref.actor"
+OVERRIDE = f"{ACTOR}.optim.override_optimizer_config"
+OFFLOADED = f"+{OVERRIDE}.optimizer_cpu_offload=True +{OVERRIDE}.use_precision_aware_optimizer=True"
 RUN = "python3 -m verl.trainer.main_ppo "
 SCRIPT = r"""
 set -x
@@ -344,6 +346,23 @@ def test_the_asynchronous_trainer_has_its_own_defaults(model: Path) -> None:
             "trainer.lora.alpha",
             32.0,
         ),
+        (f"{OFFLOADED} {ACTOR}.strategy=megatron", "trainer.megatron.optimizer_offload", 0.0),
+        (
+            f"{OFFLOADED} +{OVERRIDE}.optimizer_offload_fraction=0.5 {ACTOR}.strategy=megatron",
+            "trainer.megatron.optimizer_offload",
+            0.5,
+        ),
+        (
+            f"{OFFLOADED} +{OVERRIDE}.optimizer_offload_fraction=0.5 {ACTOR}.strategy=megatron "
+            "actor_rollout_ref.model.lora.rank=8",
+            "trainer.megatron.optimizer_offload",
+            None,
+        ),
+        (
+            f"+{OVERRIDE}.optimizer_offload_fraction=0.5 {ACTOR}.strategy=megatron",
+            "trainer.megatron.optimizer_offload",
+            None,
+        ),
         ("actor_rollout_ref.model.lora_rank=8", "trainer.lora.alpha", 16.0),
         ("+actor_rollout_ref.ref.model.path=/other", "trainer.reference_model", "/other"),
         ("+actor_rollout_ref.ref.model.path=/other", "critic.reference_model", None),
@@ -375,6 +394,8 @@ def test_values_are_those_that_verl_would_train_with(
         (f"+{ACTOR}.megatron.override_transformer_config.fp8=hybrid", "by hand"),
         (f"+{ACTOR}.megatron.override_transformer_config.attention_dropout=0.1", "dropped out"),
         (f"+{ACTOR}.megatron.override_ddp_config.grad_reduce_in_fp32=False", "by hand"),
+        (f"+{OVERRIDE}.optimizer_offload_fraction=-1", "is not from 0 to 1"),
+        (f"+{OVERRIDE}.exp_avg_dtype=bf16", "state of float32"),
         ("critic.optim.betas=[0.9,0.95]", "the critic's config.optim"),
         ("critic.model.lora_rank=8", "a critic trains whole"),
         ("critic.model.override_config.x=1", "by hand"),

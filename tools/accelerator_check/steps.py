@@ -61,6 +61,7 @@ STEPS = (  # the most telling first
     CheckStep("parity-fsdp", "parity", 60, ("fsdp",), FSDP),
     CheckStep("parity-lora", "parity", 60, ("reference", "lora"), REFERENCE),
     CheckStep("fp8", "fp8", 60, (), MEGATRON),
+    CheckStep("offload", "offload", 60, (), MEGATRON),
     CheckStep("streams", "streams", 90, (), REFERENCE),
     CheckStep("graphs", "graphs", 90, (), ENGINE),
     CheckStep("sleep", "sleep", 75, (), (*REFERENCE, *ENGINE)),

@@ -18,8 +18,7 @@ _REFUSED = {  # options of Megatron that would do nothing here, or go wrong
     " packs differ in length",
     "use_precision_aware_optimizer": "its masters lie inside Transformer Engine's optimizer,"
     " where checkpoints of this backend do not reach",
-    "optimizer_cpu_offload": "checkpoints of this backend do not reach into Megatron's optimizer"
-    " for it; fsdp.cpu_offload keeps optimizer state on the host",
+    "optimizer_cpu_offload": "optimizer_offload says how much of its state waits on the host",
     "cpu_offloading": "fsdp.cpu_offload keeps weights and optimizer state on the host, and"
     " recompute saves activations",
 }
@@ -39,6 +38,8 @@ class MegatronConfig(Config):
     cp_comm_type: how Transformer Engine's attention exchanges keys and values over context ranks,
     beside its computation; all other attention gathers them first.
     fp8: products in 8 bits, of Transformer Engine's layers; e4m3, or hybrid with gradients in e5m2.
+    optimizer_offload: share of the optimizer's state, float32 masters among it, that waits in
+    pinned memory of the host and crosses to the device to be stepped: 0 to 1, of every rank's own.
     """
 
     tensor: int = Field(1, ge=1)
@@ -57,6 +58,7 @@ class MegatronConfig(Config):
     fp8: Literal["hybrid", "e4m3"] | None = None
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
     distributed_optimizer: bool = True  # spreads optimizer state over data ranks
+    optimizer_offload: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
     recompute: Literal["none", "selective", "full"] = "none"  # selective: core attention
     recompute_layers: int = Field(1, ge=1)  # layers per recomputed block, with full
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
@@ -110,6 +112,8 @@ class MegatronConfig(Config):
             raise ValueError("virtual_pipeline has no effect with pipeline 1; leave it out")
         if (self.first_stage_layers or self.last_stage_layers) and self.pipeline == 1:
             raise ValueError("layers of a stage have no effect with pipeline 1; leave them out")
+        if self.optimizer_offload and not self.distributed_optimizer:
+            raise ValueError("optimizer_offload needs distributed_optimizer")
         if self.cp_layout != "zigzag" and self.context == 1:
             raise ValueError("cp_layout has no effect with context 1; leave it out")
         if self.recompute != "full" and self.recompute_layers != 1:

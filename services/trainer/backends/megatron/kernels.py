@@ -57,7 +57,8 @@ def choose_operations(
     if (obstacle := _attention_obstacle(source, config)) and chosen["attention"] == ENGINE:
         usage = Usage(**{**vars(usage), "engine_obstacle": obstacle})
         chosen |= choose(OperationsConfig(attention=asked.attention), usage, {"attention"})
-    chosen["adamw"] = _adamw(asked, usage, adapters=adapters)
+    offloads = config.optimizer_offload > 0
+    chosen["adamw"] = _adamw(asked, usage, adapters=adapters, offloads=offloads)
     if config.cp_comm_type is not None and chosen["attention"] != ENGINE:
         raise LayoutError(
             f"cp_comm_type {config.cp_comm_type} is of Transformer Engine's attention, and "
@@ -112,14 +113,16 @@ def _check_exchange(source: ModelSource, config: MegatronConfig) -> None:
         )
 
 
-def _adamw(asked: OperationsConfig, usage: Usage, *, adapters: bool) -> str:
-    """Megatron takes what is installed, whatever is asked for."""
+def _adamw(asked: OperationsConfig, usage: Usage, *, adapters: bool, offloads: bool) -> str:
+    """Megatron takes what is installed, whatever is asked for; what offloads is torch's."""
     if adapters:
         host = Usage(device_type=usage.device_type, capability=usage.capability)
         return choose(OperationsConfig(adamw=asked.adamw), host, {"adamw"})["adamw"]
-    found = upstream.optimizer_name()
+    found, why = upstream.optimizer_name(), "Megatron takes {} as it is installed"
+    if offloads:
+        found, why = "torch_foreach", "megatron.optimizer_offload steps by {}"
     if asked.adamw not in (AUTO, found) or found in asked.without:
-        raise OperationError(f"operations.adamw: Megatron takes {found} as it is installed")
+        raise OperationError(f"operations.adamw: {why.format(found)}")
     return found
 
 

@@ -59,6 +59,7 @@ class Stepper:
     ) -> None:
         self._chunks: list[Any] = list(policy.chunks)
         self._settings, self._groups = settings, groups
+        self._offloads = config.optimizer_offload > 0
         core = policy.config
         options = OptimizerConfig(
             optimizer="adam",
@@ -74,13 +75,16 @@ class Stepper:
             use_distributed_optimizer=config.distributed_optimizer,
             initial_loss_scale=FLOAT16_SCALE,
             hysteresis=1,
+            optimizer_cpu_offload=self._offloads,
+            optimizer_offload_fraction=config.optimizer_offload,
         )
-        self.optimizer: Any = get_megatron_optimizer(
-            options,
-            self._chunks,
-            get_standard_config_overrides(options) | _own_rates(scales),
-            use_gloo_process_groups=False,
-        )
+        with upstream.own_offloading(options):
+            self.optimizer: Any = get_megatron_optimizer(
+                options,
+                self._chunks,
+                get_standard_config_overrides(options) | _own_rates(scales),
+                use_gloo_process_groups=False,
+            )
         for group in self.optimizer.param_groups:  # left to Megatron's scheduler, not used here
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         upstream.start_state(self.optimizer)
@@ -157,14 +161,7 @@ class Stepper:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 state += [] if buffer.param_data is None else [buffer.param_data]
                 gradients.append(buffer.grad_data)
-        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            if part.is_stub_optimizer:
-                continue
-            for group in part.optimizer.param_groups:
-                state += group["params"]
-            for kept in part.optimizer.state.values():
-                state += [value for value in kept.values() if isinstance(value, torch.Tensor)]
-        return HeldTensors(state, gradients)
+        return HeldTensors([*state, *upstream.held_state(self.optimizer)], gradients)
 
     def _clip(self, norm: float) -> None:
         if not self._settings.max_grad_norm:
@@ -172,4 +169,5 @@ class Stepper:
         for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             parameters = [] if part.is_stub_optimizer else part.get_parameters()
             if parameters:
-                clip_grad_by_total_norm_fp32(parameters, self._settings.max_grad_norm, norm, False)
+                limit = self._settings.max_grad_norm
+                clip_grad_by_total_norm_fp32(parameters, limit, norm, self._offloads)

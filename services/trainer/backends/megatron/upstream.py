@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from services.trainer.backends.megatron import cpu
+from services.trainer.backends.megatron.offloaded_adamw import OffloadedAdamW
 from sluice import platform
 
 
@@ -84,6 +85,27 @@ def rotary_scaling(config: Any) -> float:
     return float(getattr(config, "rotary_scaling", 1.0))
 
 
+@contextmanager
+def own_offloading(options: Any) -> Iterator[None]:
+    """Optimizers made meanwhile have OffloadedAdamW where Megatron has a class of its own.
+
+    Where `options` are to offload, float32 copies are left to it: Megatron's own option for that,
+    use_precision_aware_optimizer, compares a release of Transformer Engine that may be missing.
+    """
+    if options.optimizer_cpu_offload:
+        options.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    names = ("megatron.core.optimizer", "megatron.core.optimizer.distrib_optimizer")
+    modules = [vars(importlib.import_module(name)) for name in names]
+    before = [module["HybridDeviceOptimizer"] for module in modules]
+    for module in modules:
+        module["HybridDeviceOptimizer"] = OffloadedAdamW
+    try:
+        yield
+    finally:
+        for module, own in zip(modules, before, strict=True):
+            module["HybridDeviceOptimizer"] = own
+
+
 @dataclass(frozen=True)
 class OptimizerShare:
     """Elements of a parameter that this rank updates, from `begin` on: `main` in their order.
@@ -101,6 +123,9 @@ class OptimizerShare:
 def optimizer_shares(optimizer: Any) -> Iterator[OptimizerShare]:
     """Yield what this rank's optimizers hold; copies in float32 of other parameters among it."""
     for part in _parts(optimizer):
+        if isinstance(part.optimizer, OffloadedAdamW):
+            yield from _offloaded_shares(part)
+            continue
         states = part.optimizer.state
         if hasattr(part, "model_param_group_index_map"):  # a DistributedOptimizer
             for parameter, main in _spread_parameters(part):
@@ -147,13 +172,26 @@ def _spread_parameters(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
     Where some parameters are narrow and others float32, its own table has them in another order
     than the groups that it says they are in.
     """
+    offloaded = isinstance(part.optimizer, OffloadedAdamW)  # which has the float32 copies
     pairs = (
-        (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+        (
+            part.model_float16_groups,
+            part.shard_float16_groups if offloaded else part.shard_fp32_from_float16_groups,
+        ),
         (part.model_fp32_groups, part.shard_fp32_groups),
     )
     for models, mains in pairs:
         for parameters, updated in zip(models, mains, strict=True):
             yield from zip(parameters, updated, strict=True)
+
+
+def _offloaded_shares(part: Any) -> Iterator[OptimizerShare]:
+    """What an OffloadedAdamW holds: several shares of a parameter that lies in several blocks."""
+    owned = {id(updated): parameter for parameter, updated in _spread_parameters(part)}
+    for kept in part.optimizer.kept():
+        parameter = owned[id(kept.owner)]
+        begin = part._get_model_param_range_map(parameter)["param"].start + kept.begin
+        yield OptimizerShare(parameter, kept.main, kept.moments, begin, spread=True)
 
 
 def _copied_parameters(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -169,10 +207,24 @@ def _parts(optimizer: Any) -> list[Any]:
     return [part for part in parts if not part.is_stub_optimizer]
 
 
+def held_state(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Yield what optimizers hold on the device: copies of parameters, and moments."""
+    for part in _parts(optimizer):
+        if isinstance(part.optimizer, OffloadedAdamW):
+            yield from part.optimizer.on_device()
+            continue
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for kept in part.optimizer.state.values():
+            yield from (value for value in kept.values() if isinstance(value, torch.Tensor))
+
+
 def set_step(optimizer: Any, step: int) -> None:
     """Give every parameter of torch's Adam its own `step`, and groups of others theirs."""
     for part in _parts(optimizer):
-        if isinstance(part.optimizer, torch.optim.Adam):
+        if isinstance(part.optimizer, OffloadedAdamW):
+            part.optimizer.steps = step
+        elif isinstance(part.optimizer, torch.optim.Adam):
             for state in part.optimizer.state.values():
                 state["step"] = torch.tensor(float(step))
         else:
@@ -192,6 +244,8 @@ def start_state(optimizer: Any) -> None:
     What a checkpoint is read into is there from the start, then, and no step adds memory.
     """
     for part in _parts(optimizer):
+        if isinstance(part.optimizer, OffloadedAdamW):
+            part.optimizer.start()
         if not isinstance(part.optimizer, torch.optim.Adam):
             continue
         for group in part.optimizer.param_groups:
