@@ -32,8 +32,8 @@ Models of `rope_type: longrope` (Phi-3 and 4 of 128k tokens) are refused by the 
 angles, those that are cached too.
 
 Kimi K2 and MiMo name code of their own in their directories, which is never run: they run by that
-of DeepSeek-V3 and of Qwen2, which it repeats. Published versions keep their `config.json`. Kimi
-K2's directory has no `tokenizer.json`, which workers read.
+of DeepSeek-V3 and of Qwen2, which it repeats. Published versions keep their `config.json`. The
+`tiktoken.model` of Kimi and Moonlight is read as their code would, where no `tokenizer.json` is.
 
 Families that see ([how](vision.md)) have four layers and a tower of three, and are shown images, in
 rollouts too; *demo* stands where these are those of `make demo-vision`.

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from sluice.config import ConfigError
 from sluice.samples.chat_template import ChatTemplate, NoChatTemplateError
+from sluice.samples.tiktoken_model import FILE, read_tiktoken
 
 # Of Hermes and Qwen models, in some of which they are special tokens.
 CALL_MARKS = ("<tool_call>", "</tool_call>")
@@ -37,11 +38,14 @@ class TextTokenizer:
     def __init__(self, directory: Path) -> None:
         """Raises ConfigError when the directory holds no fast tokenizer, or a broken template."""
         path = directory / "tokenizer.json"
-        if not path.is_file():
+        if not path.is_file() and not (directory / FILE).is_file():
             raise ConfigError(f"tokenizer: {path} does not exist")
         try:
-            self._tokenizer = _with_calls(Tokenizer.from_buffer(path.read_bytes()))
             settings = _read_json(directory / "tokenizer_config.json")
+            if path.is_file():
+                self._tokenizer = _with_calls(Tokenizer.from_buffer(path.read_bytes()))
+            else:
+                self._tokenizer = _with_calls(read_tiktoken(directory, settings))
             self._special = _special_tokens(settings)
             self._template = _chat_template(directory, settings, self._special)
             self.stop_tokens = self._stop_tokens(directory)
