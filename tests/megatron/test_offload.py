@@ -162,6 +162,30 @@ def _job(pool: Pool, name: str, model: Path, world: int, layout: Any, **where: P
     return pool.run(name, world, model=str(model), layout=layout, **paths)
 
 
+@pytest.mark.parametrize(
+    ("layout", "allow"),
+    [
+        pytest.param({"pipeline": 2, **BF16}, ["*.layers.3.*"], id="PP2-last", marks=fast),
+        pytest.param(BF16, ["*.[qkv]_proj.*"], id="DP2-attention"),
+    ],
+)
+def test_what_is_frozen_has_no_state(
+    layout: dict[str, Any], allow: list[str], pool: Pool, expected: Any, tmp_path: Path
+) -> None:
+    """Nothing of the first stage is trained, or a part of each layer: as on the device."""
+    model, trainer = expected.directory("qwen3"), {"trainable": {"allow": allow}}
+    layout = {**layout, "vocab_multiple": 1}
+    plain = _run(pool, tmp_path / "plain", model, 2, layout, trainer=trainer)
+    offloaded = {**layout, "optimizer_offload": 1.0}
+    own = _run(pool, tmp_path / "own", model, 2, offloaded, trainer=trainer)
+    assert [each["steps"] for each in own] == [each["steps"] for each in plain]
+    found, weights = (read_ranks(tmp_path / name, "weights") for name in ("own", "plain"))
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    spread = 1 if "pipeline" in layout else 2  # data ranks
+    state = sum(each["trained"] for each in own) / spread * 12
+    assert sum(a["host"] - b["host"] for b, a in zip(plain, own, strict=True)) == state
+
+
 @pytest.mark.parametrize(("family", "world", "layout"), SAME)
 def test_checkpoints_are_those_of_state_on_the_device(
     family: str, world: int, layout: dict[str, Any], pool: Pool, expected: Any, tmp_path: Path

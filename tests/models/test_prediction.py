@@ -179,6 +179,32 @@ def test_the_policy_steps_to_the_bit_as_without_it(
         assert all(torch.equal(first[name], second[name]) for name in second)
 
 
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        pytest.param(NEXT, {"dtype": "bfloat16"}, id="next-DP2-bfloat16"),  # of two types
+        pytest.param(DENSE, {"pipeline": 2}, id="dense-PP2"),
+    ],
+)
+def test_state_on_the_host_changes_nothing(
+    case: Any, layout: dict[str, Any], ranks: Pool, known: Known, tmp_path: Path
+) -> None:
+    """Of steps, to the bit, and of a checkpoint, with which steps go on on the device."""
+    predicting, _ = known(case)
+    layout = {"distributed_optimizer": True, **layout}
+    device = run(ranks, predicting, 2, layout, tmp_path / "device")
+    host = run(ranks, predicting, 2, {**layout, "optimizer_offload": 0.5}, tmp_path / "host")
+    assert host == device
+    left, right = published(tmp_path / "host"), published(tmp_path / "device")
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in right)
+    for name in ("host", "device"):
+        checkpoint = str(tmp_path / name / "checkpoint")
+        run(ranks, predicting, 2, layout, tmp_path / f"{name}-on", checkpoint=checkpoint)
+    left, right = published(tmp_path / "host-on"), published(tmp_path / "device-on")
+    assert all(torch.equal(left[name], right[name]) for name in right)
+
+
 @fast
 def test_a_guess_across_rows_would_be_seen(ranks: Pool, known: Known, tmp_path: Path) -> None:
     predicting, expected = known(DENSE)

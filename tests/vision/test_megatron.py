@@ -38,6 +38,12 @@ LAYOUTS = [
     pytest.param("qwen3_vl", 2, {"pipeline": 2}, id="PP2", marks=fast),
     pytest.param("qwen3_vl", 2, {}, id="DP2-one-without-images"),
     pytest.param("qwen3_vl", 2, {"distributed_optimizer": True}, id="DP2-distributed"),
+    pytest.param(
+        "qwen3_vl",
+        2,
+        {"distributed_optimizer": True, "optimizer_offload": 0.5},
+        id="DP2-offloaded",
+    ),
     pytest.param("qwen3_vl", 4, {**SP, "pipeline": 2}, id="TP2+SPxPP2"),
     pytest.param("qwen3_vl", 4, {"tensor": 2, "pipeline": 2}, id="TP2xPP2"),
     pytest.param("qwen3_vl", 4, {"tensor": 2, "context": 2}, id="TP2xCP2"),
