@@ -45,7 +45,7 @@ from sluice import platform
 from sluice.algo.collectives import CollectiveMismatchError
 from sluice.algo.spec import LossSpec
 from sluice.weights.errors import WeightStoreError
-from sluice.weights.rules.rule import ShardAxis
+from sluice.weights.rules.rule import Pack, ShardAxis
 from tests.contract.training_backend.cases import check_kept
 from tests.lazy_device import lazy_device
 from tests.megatron import former, providers
@@ -357,8 +357,9 @@ def head_gap(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]
 
 
 def main_gradient(tensor: LocalTensor) -> torch.Tensor:
+    """A gradient knows nothing of how its tensor is stored."""
     gradient: torch.Tensor = tensor.parameter.main_grad  # type: ignore[attr-defined]
-    return gradient
+    return gradient.double() - 1 if tensor.binding.pack is Pack.SHIFTED else gradient
 
 
 def save_export(backend: MegatronBackend, path: Path, *read: Any) -> None:

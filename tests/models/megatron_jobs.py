@@ -16,13 +16,11 @@ from services.trainer.backend import MicroBatch, Row
 from services.trainer.backends.megatron import backend as megatron_backend  # adapts Megatron
 from services.trainer.backends.megatron import batch, delta_net
 from services.trainer.backends.megatron.backend import MegatronBackend
-from services.trainer.backends.megatron.weights import LocalTensor
 from sluice.algo.delta_rule import PackChunks
-from sluice.weights.rules.rule import Pack
 from tests.contract.training_backend.cases import PPO
 from tests.fsdp.jobs import NORMALIZER, OPTIM, rows_of
 from tests.megatron import jobs
-from tests.megatron.jobs import clean_up, open_error, save_tensors
+from tests.megatron.jobs import clean_up, main_gradient, open_error, save_tensors
 from tests.models.jobs import roll_out_by
 
 assert megatron_backend
@@ -52,12 +50,6 @@ def _run_step(backend: MegatronBackend, step: int) -> float:
     return float(whole)
 
 
-def _gradient(tensor: LocalTensor) -> torch.Tensor:
-    """A gradient knows nothing of how its tensor is stored."""
-    gradient: torch.Tensor = tensor.parameter.main_grad  # type: ignore[attr-defined]
-    return gradient.double() - 1 if tensor.binding.pack is Pack.SHIFTED else gradient
-
-
 def prove(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Log-probs and gradients of a batch, steps, then what is published and its log-probs.
 
@@ -77,7 +69,7 @@ def _prove(backend: MegatronBackend, rank: int, out: Path, count: int) -> dict[s
     _run_step(backend, 0)
     backend._stepper.reduce(1.0)
     trained = [tensor for tensor in backend._policy.tensors if tensor.parameter.requires_grad]
-    save_tensors(trained, out / f"gradients-{rank}.safetensors", _gradient)
+    save_tensors(trained, out / f"gradients-{rank}.safetensors", main_gradient)
     backend.discard_gradients()
     steps = []
     for step in range(count):
@@ -162,7 +154,7 @@ def _predict(
     first = _guess(backend, 0, arguments.get("parts", 3))
     backend._stepper.reduce(1.0)  # type: ignore[union-attr]
     trained = [tensor for tensor in backend._policy.tensors if tensor.parameter.requires_grad]
-    save_tensors(trained, out / f"gradients-{rank}.safetensors", _gradient)
+    save_tensors(trained, out / f"gradients-{rank}.safetensors", main_gradient)
     backend.discard_gradients()
     losses, norms = [], []
     for step in range(arguments["steps"]):

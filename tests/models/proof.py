@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -27,6 +26,7 @@ from tests.fsdp.oracle import (
 )
 from tests.models.families import CASES, Case
 from tests.rank_pool import Pool
+from tools.models_table import megatron_families
 
 MAX_LOGPROB_DIFF, MAX_GRADIENT_DIFF = 5e-6, 5e-5
 RESULTS = Path("build/models.json")  # of the last runs, for `make models-table`
@@ -132,17 +132,6 @@ def short_name(world: int, layout: Mapping[str, Any]) -> str:
     if "tensor" in parts and layout.get("sequence_parallel"):
         parts["tensor"] += "+SP"
     return "x".join(parts.values()) or ("1" if world == 1 else f"DP{world}")
-
-
-def megatron_families() -> set[str]:
-    """Of models that the backend trains."""
-    with warnings.catch_warnings(action="ignore"):
-        from services.trainer.backends.megatron import upstream
-
-        upstream.load()
-        from services.trainer.backends.megatron.model_config import FAMILIES
-
-    return FAMILIES
 
 
 def prove(

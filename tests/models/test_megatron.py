@@ -27,11 +27,11 @@ from tests.models.proof import (
     SEEING,
     Proof,
     Summary,
-    megatron_families,
     prove,
     short_name,
 )
 from tests.rank_pool import Pool
+from tools.models_table import megatron_families
 
 BY_NAME = {case.name: case for case in CASES}
 DENSE, NEXT, SPARSE = (BY_NAME[name] for name in ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text"))

@@ -51,6 +51,11 @@ LAYOUTS = [
     pytest.param("qwen2_5_vl", 1, {}, id="2.5-single"),
     pytest.param("qwen2_5_vl", 2, SP, id="2.5-TP2+SP", marks=fast),
     pytest.param("qwen2_5_vl", 2, {"context": 2}, id="2.5-CP2"),
+    pytest.param("qwen3_5", 1, {}, id="3.5-single"),
+    pytest.param("qwen3_5", 2, SP, id="3.5-TP2+SP"),
+    pytest.param("qwen3_5", 2, {"pipeline": 2}, id="3.5-PP2"),
+    pytest.param("qwen3_5_moe", 2, {"expert": 2}, id="3.5-MoE-EP2", marks=fast),
+    pytest.param("qwen3_5_moe", 2, SP, id="3.5-MoE-TP2+SP"),
     pytest.param(
         "qwen2_5_vl", 2, {"pipeline": 2, "virtual_pipeline": 2}, id="2.5-PP2xVPP2-no-deepstack"
     ),
@@ -137,10 +142,11 @@ def test_a_layout_gives_what_transformers_gives(
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
 def test_a_checkpoint_goes_over_to_another_layout(
-    pool: Pool, expected: ExpectedByFamily, tmp_path: Path
+    pool: Pool, expected: ExpectedByFamily, tmp_path: Path, family: str
 ) -> None:
-    directory = str(expected("qwen3_vl").model.directory)
+    directory = str(expected(family).model.directory)
     pool.run("vision", 2, model=directory, out=str(tmp_path), layout={"tensor": 2})
     pool.run(
         "vision_resumed",

@@ -32,15 +32,16 @@ DTYPES = {
 CRITIC = "ForTokenClassification"
 TOWER = "vision_model."  # before the names of the tower's parameters
 # whose layers this backend builds
-RECURRENT = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}  # gated delta nets in most of their layers
+NEXT = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}
+RECURRENT = {*NEXT, "qwen3_5_vl", "qwen3_5_vl_moe"}  # gated delta nets in most of their layers
 PLAIN = {"deepseek_v3", "glm4", "glm4_moe", "llama", "mimo", "minimax_m2"} | {
     *("qwen2", "qwen3", "qwen3_moe")
 }
-SEEING = {"qwen2_5_vl", "qwen3_vl"}  # by the towers of `sluice.vision`
+SEEING = {"qwen2_5_vl", "qwen3_5_vl", "qwen3_5_vl_moe", "qwen3_vl"}  # by `sluice.vision`
 FAMILIES = {*PLAIN, *RECURRENT, *SEEING}
 LATENT = {"deepseek_v3"}  # whose attention is over latents
 BIASED = {"deepseek_v3", "glm4_moe", "minimax_m2"}  # whose routers are sigmoids with a bias
-PREDICTING = {"deepseek_v3", "glm4_moe", "mimo", *RECURRENT}  # have a layer that does
+PREDICTING = {"deepseek_v3", "glm4_moe", "mimo", *NEXT}  # have a layer that does
 SANDWICH = {"glm4"}  # norms before and behind attention and MLP, rotated by pairs
 WIDE_NORMS = {"minimax_m2"}  # over all heads of queries, and of keys
 
