@@ -32,7 +32,9 @@ class InitConfig(ProcessConfig):
     run_dir: Path = Field(Path("runs/first"), description="Of the run, and of its services.")
     max_new_tokens: int = Field(256, gt=0, le=1 << 20)
     engine: Literal["reference", "sglang"] = "reference"
-    backend: Literal["reference", "megatron"] = "reference"
+    backend: Literal["reference", "fsdp", "megatron"] = Field(
+        "reference", description="Of the trainer; docs/models.md has what each trains."
+    )
 
 
 async def init(arguments: Sequence[str]) -> None:
@@ -86,7 +88,7 @@ def files_for(model: Path, task: str, config: InitConfig, output: Path) -> dict[
         )
     run_dir = str(config.run_dir.absolute())
     sglang = "\n        backend: sglang" if config.engine == "sglang" else ""
-    megatron = "\n      backend: megatron" if config.backend == "megatron" else ""
+    backend = f"\n      backend: {config.backend}" if config.backend != "reference" else ""
     texts = {
         "services.yaml": f"""\
 # `sluice up {output / "services.yaml"}`: the services as processes of this machine, until Ctrl-C.
@@ -98,7 +100,7 @@ services:
   trainer:
     kind: trainer
     config:
-      model: {_quoted(absolute)}{megatron}
+      model: {_quoted(absolute)}{backend}
       optim: {{learning_rate: 1.0e-6}}      # 1e-3 for a model that knows nothing yet
       ranks: {{count: 1}}                   # processes, on an accelerator each where there are some
       max_tokens_per_micro_batch: {max(length, 8192)}     # less, where memory runs out

@@ -98,7 +98,8 @@ class ScoredModel:
         known = (*FAMILIES, *vision.FAMILIES)
         if config.model_type not in known:
             raise ValueError(
-                f"model_type {config.model_type} is unknown here; known: {', '.join(known)}"
+                f"model_type {config.model_type} is unknown here; known: {', '.join(known)}. "
+                "Others are trained with `backend: fsdp` or `megatron`: docs/models.md"
             )
         check_lengths(config.to_dict(), longest)
         disable_progress_bar()
