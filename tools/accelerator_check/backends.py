@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +20,8 @@ from sluice.config import parse_config
 @contextmanager
 def alone(directory: Path) -> Iterator[None]:
     """A process group of this process alone, over the device's own collectives."""
-    meeting = directory / "group"
-    meeting.unlink(missing_ok=True)
+    # a former group's file is removed when nothing holds its store any more, whenever that is
+    meeting = Path(tempfile.mkdtemp(dir=directory)) / "group"
     dist.init_process_group(
         platform.current().collective, init_method=f"file://{meeting}", rank=0, world_size=1
     )

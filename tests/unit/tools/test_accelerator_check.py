@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import math
@@ -9,11 +10,14 @@ import sys
 import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.patience import PATIENCE
+from tools.accelerator_check.backends import alone
 from tools.accelerator_check.packages import WheelError, missing, third_party, unpack
 from tools.accelerator_check.report import CheckReport
 from tools.accelerator_check.runner import CheckResult, StepRunner
@@ -191,3 +195,16 @@ def test_work_keeps_figures_notes_and_failures(tmp_path: Path) -> None:
         "notes": ["read from the page cache"],
         "failures": ["too slow"],
     }
+
+
+def test_groups_of_one_folder_leave_each_other_alone(tmp_path: Path) -> None:
+    """The store of one that has ended goes whenever nothing holds it any more."""
+    with alone(tmp_path):
+        former = [dist.distributed_c10d._get_default_store()]
+    with alone(tmp_path):
+        store = dist.distributed_c10d._get_default_store()
+        store.set_timeout(timedelta(seconds=5))
+        store.set("known", "1")
+        former.clear()
+        gc.collect()
+        assert store.get("known") == b"1"
