@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -197,18 +196,18 @@ class _Buffer:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._memory = torch.empty(size, dtype=torch.float32, device=device)
+        self.state = self._memory  # of the block whose turn it is
         self._copied: Any = None  # an event
 
-    def bring(self, block: Block) -> torch.Tensor:
+    def bring(self, block: Block) -> None:
         """Begin to fill it, once its last block has left; `settle` waits for the end."""
         self.settle()
-        state = self._memory[: block.state.numel()].view_as(block.state)
-        self._copied = _begin_copy(state, block.state)
-        return state
+        self.state = self._memory[: block.state.numel()].view_as(block.state)
+        self._copied = _begin_copy(self.state, block.state)
 
-    def leave(self, block: Block, state: torch.Tensor) -> None:
+    def leave(self, block: Block) -> None:
         """Begin to empty it, behind what the device has been given to do."""
-        self._copied = _begin_copy(block.state, state)
+        self._copied = _begin_copy(block.state, self.state)
 
     def settle(self) -> None:
         """Have the host wait for the last copy."""
@@ -234,13 +233,13 @@ def _on_device(blocks: Iterable[Block]) -> Iterator[tuple[Block, torch.Tensor]]:
     device = waiting[0].stretches[0].owner.device
     size = max(block.state.numel() for block in waiting)
     buffers = [_Buffer(size, device) for _ in waiting[:BUFFERS]]
-    taking = [partial(buffers[n % BUFFERS].bring, block) for n, block in enumerate(waiting)]
-    state = taking[0]()
-    for number, block in enumerate(waiting):
-        ahead = taking[number + 1]() if number + 1 < len(waiting) else state
-        buffers[number % BUFFERS].settle()
-        yield block, state
-        buffers[number % BUFFERS].leave(block, state)
-        state = ahead
+    turns = [buffers[number % BUFFERS] for number in range(len(waiting))]
+    turns[0].bring(waiting[0])
+    for number, (buffer, block) in enumerate(zip(turns, waiting, strict=True), 1):
+        if number < len(waiting):
+            turns[number].bring(waiting[number])
+        buffer.settle()
+        yield block, buffer.state
+        buffer.leave(block)
     for buffer in buffers:
         buffer.settle()
