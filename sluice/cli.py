@@ -35,6 +35,7 @@ from sluice.loop.claims import BEATS, TAKEOVER_SECONDS
 from sluice.loop.config import (
     CommonRunConfig,
     DpoConfig,
+    RewardModelRunConfig,
     RowsRunConfig,
     RunConfig,
     SftConfig,
@@ -96,6 +97,7 @@ USAGE = {
     "eval": "sluice eval RUN.yaml [--key value ...]",
     "sft": "sluice sft RUN.yaml [--up SERVICES.yaml] [--key value ...]",
     "dpo": "sluice dpo RUN.yaml [--up SERVICES.yaml] [--key value ...]",
+    "reward-model": "sluice reward-model RUN.yaml [--up SERVICES.yaml] [--key value ...]",
     "convert": "sluice convert SRC DST [--to hf|torch_dist] [--origin DIR] [--key value ...]",
     "verify": "sluice verify FIRST SECOND [--model DIR] [--key value ...]",
     "status": STATUS_USAGE,
@@ -121,6 +123,7 @@ SUMMARY = {
     "eval": "score the data sets of a run on the weights that are served now",
     "sft": "supervised training on the trainer of `sluice up`, or of --up",
     "dpo": "training on preferences, pairs of a chosen and a rejected answer, likewise",
+    "reward-model": "training of a reward model on the same pairs, likewise",
     "convert": "a checkpoint from Hugging Face to torch_dist, back, or to another type",
     "verify": "are two checkpoints equal, tensor by tensor?",
     "status": "how a run and its services do: steps, rewards, health, who waits on whom",
@@ -274,6 +277,11 @@ async def sft(arguments: Sequence[str]) -> None:
 async def dpo(arguments: Sequence[str]) -> None:
     """Training on preferences; with `--up` over services that live as long as the run."""
     await _train_on_rows(DpoConfig, arguments)
+
+
+async def reward_model(arguments: Sequence[str]) -> None:
+    """Training of a reward model; with `--up` over services that live as long as the run."""
+    await _train_on_rows(RewardModelRunConfig, arguments)
 
 
 async def _train_on_rows(cls: type[RowsRunConfig], arguments: Sequence[str]) -> None:
@@ -562,6 +570,7 @@ async def completion(arguments: Sequence[str]) -> None:
         "eval": ScoredRunConfig,
         "sft": SftConfig,
         "dpo": DpoConfig,
+        "reward-model": RewardModelRunConfig,
         "waits": WaitsConfig,
         "status": StatusConfig,
         "report": ReportConfig,
@@ -574,6 +583,7 @@ async def completion(arguments: Sequence[str]) -> None:
         "train": ("--up",),
         "sft": ("--up",),
         "dpo": ("--up",),
+        "reward-model": ("--up",),
         "status": ("--json", "--once"),
         "logs": ("--follow", "--since", "--address"),
         "trace": ("--steps", "--otlp", "-o"),
@@ -611,6 +621,7 @@ def main() -> int:
         "eval": evaluate,
         "sft": sft,
         "dpo": dpo,
+        "reward-model": reward_model,
         "convert": convert,
         "verify": verify,
         "status": status,

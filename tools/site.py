@@ -27,7 +27,7 @@ from services.rollout.config import RolloutConfig
 from services.rollout.reward_model.config import RewardModelConfig
 from services.router.config import RouterConfig
 from services.trainer.config import TrainerConfig
-from sluice.loop.config import DpoConfig, RunConfig, SftConfig
+from sluice.loop.config import DpoConfig, RewardModelRunConfig, RunConfig, SftConfig
 from sluice.stack import UpConfig
 from tools.gen_protos import copy_googleapis
 
@@ -37,6 +37,7 @@ CONFIGS: dict[str, tuple[type[BaseModel], str]] = {
     "run": (RunConfig, "run.yaml of `sluice train` and `sluice eval`"),
     "sft": (SftConfig, "sft.yaml of `sluice sft`"),
     "dpo": (DpoConfig, "dpo.yaml of `sluice dpo`"),
+    "reward_model_run": (RewardModelRunConfig, "reward_model.yaml of `sluice reward-model`"),
     "up": (UpConfig, "services.yaml of `sluice up`"),
     "trainer": (TrainerConfig, "trainer.yaml, or `config` of a trainer in services.yaml"),
     "rollout": (RolloutConfig, "rollout.yaml, or `config` of a rollout in services.yaml"),

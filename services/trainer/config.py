@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from services.trainer.backends.fsdp.config import FsdpConfig
 from services.trainer.backends.megatron.config import MegatronConfig
 from sluice.address import plain_host, split_address
+from sluice.algo.surrogate import LossHead
 from sluice.balance.planner import OversizePolicy
 from sluice.config import PLAIN_NAME, Config, ProcessConfig
 from sluice.operations import OperationsConfig
@@ -28,10 +29,11 @@ from sluice.place import (
 from sluice.profiler import DIRECTORY as PROFILES
 from sluice.runtime.server import LAST_PORT, ServerConfig
 from sluice.weights.adapter import DEFAULT_TARGETS, MAX_ALPHA, MAX_RANK, MIN_ALPHA, AdapterSpec
+from sluice.weights.classifier import reward_model_config
 from sluice.weights.convert.options import ScaleFormat
 from sluice.weights.errors import InvalidAdapterError
 
-Head = Literal["policy", "value"]
+Head = Literal["policy", "value", "reward"]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 _Pattern = Annotated[str, Field(min_length=1)]
 MAX_LEARNING_RATE = 1e5  # far above, what AdamW makes of weights is no float32
@@ -287,8 +289,8 @@ class TrainerConfig(ProcessConfig):
     store: root of `weights/`, `blobs/` and `checkpoints/`, shared by all services and ranks: a
     directory, or s3://bucket/prefix.
     weights: where versions of weights are in place of `<store>/weights`, e.g. s3://bucket/prefix.
-    name: tells trainers apart that share a store. A critic keeps weights and checkpoints below
-    `critics/<name>/` of the store, so that no engine takes them for a policy's.
+    name: tells trainers apart that share a store. A critic, or a reward model, keeps weights and
+    checkpoints below `critics/<name>/` of the store, so that no engine takes them for a policy's.
     """
 
     model: str
@@ -298,7 +300,10 @@ class TrainerConfig(ProcessConfig):
     name: str = Field("trainer", pattern=f"^{PLAIN_NAME.pattern}$")
     reference_model: str | None = None
     backend: Literal["reference", "fsdp", "megatron"] = "reference"
-    head: Head = Field("policy", description="Logits, or one value a token: a critic.")
+    head: Head = Field(
+        "policy",
+        description="Logits; one value a token: a critic; that of the last: a reward model.",
+    )
     seed: int = Field(0, ge=0, le=MAX_SEED)
     optim: OptimConfig = OptimConfig()
     trainable: TrainableConfig = TrainableConfig()
@@ -346,6 +351,11 @@ class TrainerConfig(ProcessConfig):
     server: ServerConfig = ServerConfig()
 
     @property
+    def loss_head(self) -> LossHead:
+        """What losses are of."""
+        return "policy" if self.head == "policy" else "value"
+
+    @property
     def highest_rate(self) -> float:
         """Above, a step takes more of some part's weights by decay than there is of them."""
         scales = self.vision.scales(self.optim.learning_rate)
@@ -355,7 +365,7 @@ class TrainerConfig(ProcessConfig):
     def fixed_reference(self) -> str:
         """Why no version of the weights can be the reference; empty where one can."""
         if self.head != "policy":
-            return "a critic has no reference"
+            return f"a trainer of head {self.head} has no reference"
         if self.lora is not None:
             return "lora: the reference is the model without adapters"
         if self.publish.delta:
@@ -411,7 +421,13 @@ class TrainerConfig(ProcessConfig):
         if self.head == "policy":
             return self
         if self.reference_model is not None:
-            raise ValueError("reference_model has no effect with head value; leave it out")
+            raise ValueError(f"reference_model has no effect with head {self.head}; leave it out")
+        if self.head == "reward":
+            reward_model_config(json.loads((Path(self.model) / "config.json").read_bytes()))
+            if self.oversize_policy is OversizePolicy.TRUNCATE:
+                raise ValueError(
+                    "oversize_policy truncate is not for head reward: the end of a text is scored"
+                )
         return self
 
     @model_validator(mode="after")
@@ -430,8 +446,8 @@ class TrainerConfig(ProcessConfig):
             "fsdp": self.fsdp.dtype != "float32",
             "megatron": self.megatron.dtype != "float32",
         }[backend]
-        if not self.float32_head and (not narrow or self.head == "value"):
-            what = "head value" if narrow else "a float32 model"
+        if not self.float32_head and (not narrow or self.head != "policy"):
+            what = f"head {self.head}" if narrow else "a float32 model"
             raise ValueError(f"float32_head has no effect with {what}; leave it out")
         return self
 
@@ -439,7 +455,10 @@ class TrainerConfig(ProcessConfig):
     def _check_prediction(self) -> Self:
         if not self.megatron.mtp_loss_scaling_factor:
             return self
-        for name, is_set in (("head value", self.head == "value"), ("lora", self.lora is not None)):
+        for name, is_set in (
+            (f"head {self.head}", self.head != "policy"),
+            ("lora", self.lora is not None),
+        ):
             if is_set:
                 raise ValueError(
                     f"megatron.mtp_loss_scaling_factor has no effect with {name}; leave it out"
@@ -474,7 +493,7 @@ class TrainerConfig(ProcessConfig):
         if self.lora is None:
             return self
         if self.head != "policy":
-            raise ValueError("lora is not for head value: a critic's new head would not learn")
+            raise ValueError(f"lora is not for head {self.head}: a new head would not learn")
         if self.reference_model is not None:
             raise ValueError(
                 "reference_model has no effect with lora, whose reference is the model without "
@@ -511,7 +530,7 @@ class TrainerConfig(ProcessConfig):
             )
         if self.head != "policy":
             raise ValueError(
-                "publish.quantization has no effect with head value, which no engine serves"
+                f"publish.quantization has no effect with head {self.head}, which no engine serves"
             )
         if self.transfer.enabled:
             raise ValueError(

@@ -54,9 +54,11 @@ from sluice.samples.sample import MOST_TOP, TEMPERATURES, is_temperature
 MAX_PROFILED_STEPS = 100
 ALLOCATION_SECONDS = 0.5  # that an answer waits for the number of a version
 MAX_RESPONSE_BYTES = 1 << 20  # of one message of a stream, unless a row alone is larger
+VALUE_LOSSES = ("value", "linear_value")
 LOSSES: dict[Head, tuple[str, ...]] = {
-    "policy": tuple(name for name in SHIPPED["loss"] if name != "value"),
-    "value": ("value",),
+    "policy": tuple(name for name in SHIPPED["loss"] if name not in VALUE_LOSSES),
+    "value": VALUE_LOSSES,
+    "reward": VALUE_LOSSES,
 }
 OVERSIZE = {
     pb.OVERSIZE_POLICY_UNSPECIFIED: None,
@@ -161,7 +163,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     async def ComputeLogprobs(
         self, request: pb.ComputeLogprobsRequest, context: grpc.aio.ServicerContext
     ) -> pb.ComputeLogprobsResponse:
-        self._need_head("policy", "log-probabilities")
+        self._need_head(("policy",), "log-probabilities")
         if request.model not in COLUMN_OF_MODEL:
             raise InvalidFieldError("model", f"{request.model} is unknown")
         temperature = request.temperature if request.HasField("temperature") else 1.0
@@ -192,7 +194,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     async def ComputeValues(
         self, request: pb.ComputeValuesRequest, context: grpc.aio.ServicerContext
     ) -> pb.ComputeValuesResponse:
-        self._need_head("value", "values")
+        self._need_head(("value", "reward"), "values")
 
         async def run() -> pb.ComputeValuesResponse:
             scalars = await self._trainer.passes.compute_values(request.batch)
@@ -530,10 +532,11 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             )
         return loss
 
-    def _need_head(self, head: Head, what: str) -> None:
+    def _need_head(self, heads: Sequence[Head], what: str) -> None:
         own = self._trainer.config.head
-        if own != head:
-            raise WrongHeadError(f"{what} need a trainer of head {head}, this is {own}", head=own)
+        if own not in heads:
+            needed = " or ".join(heads)
+            raise WrongHeadError(f"{what} need a trainer of head {needed}, this is {own}", head=own)
 
 
 def _update_of(
@@ -688,6 +691,7 @@ def describe(trainer: Trainer) -> pb.Trainer:
         gradients_incomplete=bool(state.ledger.broken),
         checkpoint=state.checkpoint,
         head=trainer.config.head,
+        name=trainer.config.name,
         vocabulary=trainer.vocabulary,
         asleep=state.asleep is not None,
         write_behind=trainer.config.transfer.write_behind,

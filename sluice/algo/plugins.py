@@ -43,6 +43,7 @@ SHIPPED: Mapping[Kind, Mapping[str, str]] = {
         "topk_reverse_kl": f"{_SURROGATES}.distillation:TopReverseKl",
         "topk_jsd": f"{_SURROGATES}.distillation:TopJsd",
         "value": f"{_SURROGATES}.value:ValueLoss",
+        "linear_value": f"{_SURROGATES}.value:LinearValue",
     },
     "advantage": {
         "grpo": f"{_ESTIMATORS}.groups:Grpo",
@@ -53,6 +54,7 @@ SHIPPED: Mapping[Kind, Mapping[str, str]] = {
         "gpg": f"{_ESTIMATORS}.groups:GpgAdvantage",
         "gdpo": f"{_ESTIMATORS}.groups:Gdpo",
         "dpo": f"{_ESTIMATORS}.pairs:Dpo",
+        "bradley_terry": f"{_ESTIMATORS}.pairs:BradleyTerry",
         "reinforce_plus_plus": f"{_ESTIMATORS}.tokens:ReinforcePlusPlus",
         "reinforce_plus_plus_baseline": f"{_ESTIMATORS}.tokens:ReinforcePlusPlusBaseline",
         "gae": f"{_ESTIMATORS}.tokens:Gae",

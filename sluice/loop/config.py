@@ -1,4 +1,4 @@
-"""The configurations of `sluice train`, `sluice sft` and `sluice dpo`."""
+"""The configurations of `sluice train`, and of those that train on rows: `sluice sft` and so on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import (
 )
 
 from sluice.address import ServerAddress
-from sluice.algo.estimators.pairs import DpoSettings
+from sluice.algo.estimators.pairs import BradleyTerrySettings, DpoSettings
 from sluice.algo.spec import AdvantageSpec, LossSpec, known_columns
 from sluice.config import PLAIN_NAME, PLAIN_NAME_RULE, Config, ProcessConfig
 from sluice.loop.trackers import TrackersConfig
@@ -203,15 +203,21 @@ class AlgorithmConfig(Config):
     @model_validator(mode="after")
     def _preferences_are_of_these_weights(self) -> AlgorithmConfig:
         """The derivative of a pair's loss is of the weights that its log-probs were computed by."""
-        if self.advantage.name != "dpo":
+        name, of_values = self.advantage.name, self.loss.name == "linear_value"
+        if of_values != (name == "bradley_terry"):
+            raise ValueError(
+                f"loss.name: {self.loss.name} is not for advantage {name}: linear_value and "
+                "bradley_terry go together"
+            )
+        if name not in ("dpo", "bradley_terry"):
             return self
-        for name in ("mini_batches", "epochs"):
-            if getattr(self, name) > 1:
+        for key in ("mini_batches", "epochs"):
+            if getattr(self, key) > 1:
                 raise ValueError(
-                    f"{name}: advantage dpo takes one optimizer step a batch, whose log-probs its "
+                    f"{key}: advantage {name} takes one optimizer step a batch, which its "
                     "advantages are of; leave it at 1"
                 )
-        if self.loss.name != "reinforce":
+        if name == "dpo" and self.loss.name != "reinforce":
             raise ValueError(
                 f"loss.name: {self.loss.name} has no effect with advantage dpo that reinforce has "
                 "not: within one optimizer step no ratio leaves 1"
@@ -659,6 +665,11 @@ class RunConfig(CommonRunConfig):
 
     @model_validator(mode="after")
     def _gae_has_a_critic(self) -> RunConfig:
+        if self.algorithm.advantage.name == "bradley_terry":
+            raise ValueError(
+                "algorithm.advantage.name: bradley_terry is of a reward model, which `sluice "
+                "reward-model` trains"
+            )
         needs = "values" in self.algorithm.columns
         if needs and self.critic is None:
             raise ValueError("critic: the advantage gae needs one")
@@ -830,8 +841,9 @@ class RunConfig(CommonRunConfig):
 class RowsConfig(Config):
     """A JSONL or Parquet file, whose rows are of conversations or of preferences.
 
-    `sluice sft` takes `messages` (and `tools`), or `prompt` and `answer`; `sluice dpo` `chosen` and
-    `rejected`, both as texts or both as messages, with their `prompt` or without.
+    `sluice sft` takes `messages` (and `tools`), or `prompt` and `answer`; `sluice dpo` and `sluice
+    reward-model` `chosen` and `rejected`, both as texts or both as messages, with their `prompt` or
+    without, and the latter a `margin`.
     """
 
     file: Path
@@ -849,6 +861,7 @@ class RowsRunConfig(CommonRunConfig):
     """What the runs on rows of a file share."""
 
     kind: ClassVar[str]
+    head: ClassVar[str] = "policy"  # of the trainer
 
     tokenizer: Path = Field(description="Model directory with tokenizer and chat template.")
     template: dict[str, JsonValue] = Field(
@@ -923,6 +936,32 @@ class DpoConfig(RowsRunConfig):
             advantage=AdvantageSpec(name="dpo", settings=settings),
             # a sum of tokens, and over two answers a pair the mean of pairs
             loss=LossSpec(name="reinforce", aggregation="constant", constant_length=0.5),
+        )
+
+    @property
+    def shape(self) -> dict[str, JsonValue]:
+        return {"preference": self.preference.model_dump(mode="json", exclude_defaults=True)}
+
+
+class RewardModelRunConfig(RowsRunConfig):
+    """Training of a reward model on preferences. Flags override the file, e.g. `--epochs 3`.
+
+    A step is one optimizer step on the mean loss of `rows_per_step` pairs, on a trainer with
+    `head: reward`.
+    """
+
+    kind = "reward-model"
+    head = "reward"
+
+    preference: BradleyTerrySettings = BradleyTerrySettings()
+
+    @property
+    def algorithm(self) -> AlgorithmConfig:
+        settings = self.preference.model_dump(exclude_defaults=True)
+        return AlgorithmConfig(
+            advantage=AdvantageSpec(name="bradley_terry", settings=settings),
+            # one trained token an answer, and over two answers a pair the mean of pairs
+            loss=LossSpec(name="linear_value", aggregation="constant", constant_length=0.5),
         )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,10 @@ from sluice.samples.conversations import (
     agreement,
     mask_answer,
 )
+from sluice.samples.sample import LARGEST_NUMBER
 
 PAIR = ("chosen", "rejected")
+SAME = "chosen and rejected are the same tokens: none is preferred"
 
 
 class PairRows(TrainingRows):
@@ -67,7 +69,7 @@ class PairRows(TrainingRows):
             answers = [[mask_answer(self._tokenizer, prompt, text)] for text in texts]
         chosen, rejected = answers
         if len(chosen) == len(rejected) and all(map(_are_equal, chosen, rejected)):
-            raise ConversationError("chosen and rejected are the same tokens: none is preferred")
+            raise ConversationError(SAME)
         for episode, sequences in enumerate(answers):
             for sequence in sequences:
                 yield sequence, {"reward": 1.0 - episode, "episode": float(episode)}
@@ -95,6 +97,49 @@ class PairRows(TrainingRows):
             if any(not (each.get("content") or each.get("tool_calls")) for each in answers):
                 raise ConversationError(f"an answer of {key} is empty")
         return common, *whole
+
+
+class ScoredPairRows(PairRows):
+    """The same rows as a reward model reads them: each answer is one text with what it answers.
+
+    What is trained is a token behind the text, since the value in front of that is of the text's
+    last token. Which one it is does not matter. A row may have a `margin`.
+    """
+
+    def _check(self, where: str, row: Mapping[str, Any]) -> None:
+        super()._check(where, row)
+        margin = row.get("margin")
+        is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
+        if margin is not None and not (is_number and abs(margin) <= LARGEST_NUMBER):
+            raise PromptFileError(f"{where}: margin must be a number, up to {LARGEST_NUMBER:g}")
+
+    def _learned(self, row: Mapping[str, Any]) -> Iterable[tuple[MaskedTokens, dict[str, float]]]:
+        chosen, rejected = (self._tokenizer.encode(t, special=True) for t in self._texts(row))
+        if not chosen or not rejected:
+            raise ConversationError("a text has no tokens")
+        if chosen == rejected:
+            raise ConversationError(SAME)
+        margin = row.get("margin") or 0.0
+        for episode, ids in enumerate((chosen, rejected)):
+            sequence = MaskedTokens(
+                token_ids=np.array([*ids, ids[-1]], np.int32),
+                prompt_length=len(ids),
+                loss_mask=np.ones(1, np.bool_),
+            )
+            columns = {"reward": 1.0 - episode, "episode": float(episode), "margin": float(margin)}
+            yield sequence, columns
+
+    def _texts(self, row: Mapping[str, Any]) -> Iterator[str]:
+        """Those of chosen and rejected, as the reward `reward_model` of a run writes them."""
+        if not self._is_chat(row):
+            prompt, *answers = _split_text(row)
+            yield from (prompt + answer for answer in answers)
+            return
+        _, *conversations = self._split_chat(row)
+        render, tools = self._tokenizer.chat_template.render, row.get("tools") or None
+        for messages in conversations:
+            text = render(messages, opening=False, tools=tools, options=self._options)
+            yield self._tokenizer.without_first(text)
 
 
 def _split_text(row: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -16,13 +16,15 @@ from sluice.client import RemoteError
 from sluice.config import ConfigError
 from sluice.loop.config import RowsConfig, RowsRunConfig
 from sluice.loop.ledger import LedgerGroup
-from sluice.loop.pairs import PairRows
+from sluice.loop.pairs import PairRows, ScoredPairRows
 from sluice.loop.report import RunReport
+from sluice.loop.retention import CRITICS
 from sluice.loop.row_files import PromptFileError
 from sluice.loop.rows import ConversationRows, StepRows, TrainingRows
 from sluice.loop.run_directory import RunCheckpoint, checked_run_checkpoint, digest_of
 from sluice.loop.trainer_run import TrainerRun
 from sluice.loop.training import StepReport, measure_rows, train_step
+from sluice.place import within
 from sluice.samples.blobs import open_blobs
 from sluice.samples.tokenizer import TextTokenizer
 from sluice.samples.vocabulary import check_same, vocabulary_digest
@@ -32,12 +34,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_OF_PAIRS = (
+    "loss {loss:.4f}  accuracy {accuracy:.3f}  margin {reward_margin:.3f}  lr {learning_rate:.1e}"
+)
 LINES = {
     "sft": "loss {loss:.4f}  tokens {tokens:.0f}  lr {learning_rate:.1e}",
-    "dpo": "loss {loss:.4f}  accuracy {accuracy:.3f}  margin {reward_margin:.3f}  "
-    "lr {learning_rate:.1e}",
+    "dpo": _OF_PAIRS,
+    "reward-model": _OF_PAIRS,
 }
-ROWS: dict[str, type[TrainingRows]] = {"sft": ConversationRows, "dpo": PairRows}
+ROWS: dict[str, type[TrainingRows]] = {
+    "sft": ConversationRows,
+    "dpo": PairRows,
+    "reward-model": ScoredPairRows,
+}
 # What a policy gradient tells that stands for the gradient of preferences.
 _OF_REWARDS = ("reward_mean", "silent_groups", "advantage", "advantage_abs_mean", "policy_loss")
 HELD_OUT = "held_out_"
@@ -67,6 +76,14 @@ class RowsRun(TrainerRun[RowsRunConfig]):
         self._published = False
 
     async def _check_services(self, trainer: trainer_pb.Trainer) -> None:
+        if trainer.head != self.config.head:
+            raise ConfigError(
+                f"trainer: the one at {self.config.trainer} has head: {trainer.head}, and "
+                f"`sluice {self.config.kind}` needs head: {self.config.head}"
+            )
+        if trainer.head != "policy":
+            own = within(self.config.store_place, CRITICS, trainer.name)
+            self._weights_location = str(within(own, "weights"))
         check_same(
             f"tokenizer: {self.config.tokenizer}",
             vocabulary_digest(self.config.tokenizer),

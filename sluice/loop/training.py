@@ -450,6 +450,8 @@ async def _add_columns(
             )
     if algorithm.is_supervised:
         return {}
+    if critic is None and "values" in needed:  # of the trainer itself, whose head gives them
+        await trainer.compute_values(batch.name)
     if critic is not None:
         with trace.span(trace.CRITIC, "values"):
             await critic.give_values(batch.critic_name, trainer, batch.name)

@@ -165,6 +165,7 @@ COLUMNS: Mapping[str, Column] = {
         _token("returns", np.float32, "targets of the critic"),
         _sample("reward", "what the estimator sees"),
         _sample("raw_reward", "what the environment gave, before shaping"),
+        _sample("margin", "by which the chosen of two answers is to be ahead"),
         _sample("weight", "factor of the sample's loss"),
         _sample("episode", "index of its episode in the group; several samples may share one"),
         _sample("temperature", "of rollout_logprobs, and so of what trains on them; -1 is several"),

@@ -85,6 +85,15 @@ class TextTokenizer:
         text = template.render(messages, tools=tools or None, options=options)
         return self.encode(text, special=False)
 
+    def without_first(self, text: str) -> str:
+        """A text less a first token that a template writes and `encode` of special ones adds."""
+        first = self._special.get("bos_token")
+        if not first or not text.startswith(first):
+            return text
+        ids = self.encode("", special=True)
+        is_added = ids[:1] == self.encode(first, special=False)
+        return text[len(first) :] if is_added else text
+
     @property
     def chat_template(self) -> ChatTemplate:
         """Raises NoChatTemplateError."""

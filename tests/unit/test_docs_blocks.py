@@ -20,7 +20,7 @@ from services.rollout.reward_model.config import RewardModelConfig
 from services.router.config import RouterConfig
 from services.trainer.config import TrainerConfig
 from sluice.config import models_of
-from sluice.loop.config import DpoConfig, RunConfig, SftConfig
+from sluice.loop.config import DpoConfig, RewardModelRunConfig, RunConfig, SftConfig
 from sluice.stack import UpConfig
 
 ROOT = Path(__file__).parent.parent.parent
@@ -35,7 +35,7 @@ KINDS: dict[str, type[BaseModel]] = {
     "reward_model": RewardModelConfig,
     "gateway": GatewayConfig,
 }
-FILES = [RunConfig, SftConfig, DpoConfig, UpConfig, *KINDS.values()]
+FILES = [RunConfig, SftConfig, DpoConfig, RewardModelRunConfig, UpConfig, *KINDS.values()]
 INSIDE = ("sglang", "trainer")  # shown without what they stand in, `engine` and `services`
 FOREIGN = ("rule_files", "x-mine")  # Prometheus, compose
 

@@ -57,7 +57,7 @@ class Algorithms:
             )
         else:
             traits = loss_traits(spec)
-        if traits.head != self._config.head:
+        if traits.head != self._config.loss_head:
             raise InvalidFieldError(
                 "loss.name", f"{spec.name} has no effect on a trainer of head {self._config.head}"
             )

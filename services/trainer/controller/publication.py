@@ -34,6 +34,7 @@ from sluice.runtime.idempotency import to_its_end
 from sluice.runtime.waits import Waits
 from sluice.weights.adapter import AdapterSpec, digest_base
 from sluice.weights.checkpoint import companion_files
+from sluice.weights.classifier import reward_model_config
 from sluice.weights.convert.fp8_layout import modules_kept, quantization_config
 from sluice.weights.errors import MixedKindsError, VersionNotFoundError, WeightStoreError
 from sluice.weights.manifest import DeltaFile, ShardFile, TensorEntry
@@ -79,6 +80,7 @@ class Publisher:
         self._model, self._keep = Path(config.model), config.keep_versions
         self._config, self._lora = config.publish, config.lora
         self._fixed_reference = config.fixed_reference
+        self._is_reward_model = config.head == "reward"
         self._base_digest = ""  # once it is known
         self._write_behind = config.transfer.write_behind
         self._is_shared = not is_bucket(config.weights_location)
@@ -329,15 +331,19 @@ class Publisher:
             raise
 
     def _companions(self, staging: Staging, shards: Sequence[ShardFile]) -> list[Path]:
-        """Return the model's, `config.json` saying how weights are quantised if they are."""
+        """Return the model's, `config.json` saying what the weights are if they are other ones:
+        quantised, or a reward model's."""
         found, scale_format = companion_files(self._model), self._config.scale_format
-        if scale_format is None:
+        if scale_format is None and not self._is_reward_model:
             return found
         own = staging.directory / CONFIG
         document = json.loads((self._model / CONFIG).read_bytes())
-        layout = {n: (t.dtype, t.shape) for shard in shards for n, t in shard.tensors.items()}
-        kept = modules_kept(layout)
-        document["quantization_config"] = quantization_config(kept, scale_format)
+        if self._is_reward_model:
+            document = reward_model_config(document)
+        if scale_format is not None:
+            layout = {n: (t.dtype, t.shape) for shard in shards for n, t in shard.tensors.items()}
+            kept = modules_kept(layout)
+            document["quantization_config"] = quantization_config(kept, scale_format)
         with naming(own):
             own.write_text(json.dumps(document, indent=2) + "\n")
         return [own, *(path for path in found if path.name != CONFIG)]

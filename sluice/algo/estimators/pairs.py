@@ -43,6 +43,32 @@ class _Answer(NamedTuple):
     length: int
 
 
+def _find_pair(
+    name: str, group: Sequence[Sibling]
+) -> tuple[tuple[int | str, list[Sibling]], tuple[int | str, list[Sibling]]] | None:
+    """The episodes of (chosen, rejected) and their samples; None where neither is preferred.
+
+    Raises PluginSettingError.
+    """
+    preferences = episode_means(group)
+    if len(preferences) != 2:
+        raise PluginSettingError(
+            "name", f"{name} is of two answers to a prompt, and a group has {len(preferences)}"
+        )
+    chosen, rejected = sorted(preferences, key=lambda episode: -preferences[episode])
+    if preferences[chosen] == preferences[rejected]:
+        return None
+    own = {each: [s for s in group if s.episode == each] for each in (chosen, rejected)}
+    return (chosen, own[chosen]), (rejected, own[rejected])
+
+
+def _logistic(z: float) -> tuple[float, float]:
+    """(-log sigmoid(z), minus its derivative) of any z."""
+    small = math.exp(-abs(z))
+    wide = small / (1 + small)  # of the side that z is on
+    return math.log1p(small) + max(-z, 0.0), wide if z >= 0 else 1 - wide
+
+
 class Dpo(Estimator):
     """The gradient of DPO as a policy gradient (arXiv 2305.18290).
 
@@ -109,18 +135,10 @@ class Dpo(Estimator):
 
     def _pair(self, group: Sequence[Sibling]) -> tuple[_Answer, _Answer] | None:
         """(chosen, rejected); None where neither is preferred. Raises PluginSettingError."""
-        preferences = episode_means(group)
-        if len(preferences) != 2:
-            raise PluginSettingError(
-                "name", f"dpo is of two answers to a prompt, and a group has {len(preferences)}"
-            )
-        chosen, rejected = sorted(preferences, key=lambda episode: -preferences[episode])
-        if preferences[chosen] == preferences[rejected]:
-            return None
-        return self._answer(chosen, group), self._answer(rejected, group)
+        pair = _find_pair("dpo", group)
+        return None if pair is None else (self._answer(*pair[0]), self._answer(*pair[1]))
 
-    def _answer(self, episode: int | str, group: Sequence[Sibling]) -> _Answer:
-        own = [each for each in group if each.episode == episode]
+    def _answer(self, episode: int | str, own: Sequence[Sibling]) -> _Answer:
         length = sum(each.length for each in own)
         logprob = math.fsum(each.scores[1] for each in own)
         gain = logprob - math.fsum(each.scores[2] for each in own if self.settings.reference)
@@ -137,8 +155,86 @@ class Dpo(Estimator):
             beyond = (difference - 0.5) / settings.beta
             return beyond * beyond, -2 * beyond / settings.beta
         z, wrong = difference - settings.margin, settings.label_smoothing
-        small = math.exp(-abs(z))
-        away, wide = math.log1p(small), small / (1 + small)  # of the side that z is on
-        right, left = (wide, 1 - wide) if z >= 0 else (1 - wide, wide)  # sigmoid(-z), sigmoid(z)
-        loss = (1 - wrong) * (away + max(-z, 0.0)) + wrong * (away + max(z, 0.0))
-        return loss, (1 - wrong) * right - wrong * left
+        (loss, pull), (other, back) = _logistic(z), _logistic(-z)
+        return (1 - wrong) * loss + wrong * other, (1 - wrong) * pull - wrong * back
+
+
+class BradleyTerrySettings(PluginSettings):
+    """What is asked of rewards beside their difference."""
+
+    centering: float = Field(
+        0.0, ge=0, description="Of the squared sum of both rewards, added to the loss."
+    )
+
+
+class _Scored(NamedTuple):
+    """A pair. loss: of it. pulls: minus its derivatives by the rewards of chosen and rejected."""
+
+    chosen: int | str
+    rewards: tuple[float, float]
+    loss: float
+    pulls: tuple[float, float]
+
+
+class BradleyTerry(Estimator):
+    """The gradient of a reward model's loss, for the loss `linear_value`.
+
+    The reward r of an answer is the sum of its samples' values: of the one trained token behind a
+    text. The loss of a pair is -log sigmoid(r_chosen - r_rejected - margin) (arXiv 2203.02155; the
+    margin, a column, as in arXiv 2307.09288) + centering (r_chosen + r_rejected)^2 (arXiv
+    2312.09244). Its derivatives by the two values are known before a pass that starts from the same
+    weights: less those are the advantages. By a sum over tokens and a mean over pairs (aggregation
+    `constant` of length 0.5) that is exact where a batch has one optimizer step. Groups whose two
+    answers have one column `reward` have advantage 0.
+    """
+
+    settings_type = BradleyTerrySettings
+    compares_siblings = True
+    reads_kl = False
+
+    @property
+    def needed_columns(self) -> tuple[str, ...]:
+        return self.summed_columns
+
+    @property
+    def summed_columns(self) -> tuple[str, ...]:
+        return ("values",)
+
+    @property
+    def width(self) -> int:
+        return 3
+
+    def scores(self, reward: float, columns: Mapping[str, float]) -> tuple[float, ...]:
+        return reward, columns["values"], columns.get("margin", 0.0)
+
+    def relate(self, group: Sequence[Sibling]) -> list[float]:
+        pair = self._pair(group)
+        if pair is None:
+            return [0.0] * len(group)
+        return [pair.pulls[each.episode != pair.chosen] for each in group]
+
+    def measure(self, group: Sequence[Sibling]) -> Mapping[str, float]:
+        pair = self._pair(group)
+        if pair is None:
+            return {}
+        chosen, rejected = pair.rewards
+        return {
+            "preference_loss": pair.loss,
+            "accuracy": float(chosen > rejected),
+            "reward_chosen": chosen,
+            "reward_rejected": rejected,
+            "reward_margin": chosen - rejected,
+        }
+
+    def _pair(self, group: Sequence[Sibling]) -> _Scored | None:
+        """None where neither is preferred. Raises PluginSettingError."""
+        pair = _find_pair("bradley_terry", group)
+        if pair is None:
+            return None
+        (episode, preferred), (_, other) = pair
+        chosen, rejected = (math.fsum(s.scores[1] for s in own) for own in (preferred, other))
+        loss, pull = _logistic(chosen - rejected - preferred[0].scores[2])
+        total, centering = chosen + rejected, self.settings.centering
+        loss += centering * total * total
+        back = 2 * centering * total
+        return _Scored(episode, (chosen, rejected), loss, (pull - back, -pull - back))

@@ -1,4 +1,4 @@
-"""The loss of a critic."""
+"""Losses of values: a critic's, and one that has the gradient of any."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pydantic import Field
 
 from sluice.algo.plugins import PluginSettings
 from sluice.algo.surrogate import Loss, Tokens
+from sluice.algo.surrogates.reinforce import Reinforce
 
 if TYPE_CHECKING:
     import torch
@@ -45,3 +46,9 @@ class ValueLoss(Loss):
         tokens.record("value", values_T)
         tokens.record("return", returns_T)
         return loss_T
+
+
+class LinearValue(Reinforce):
+    """-A v: where advantages are the derivatives of a loss by values, less those, its gradient."""
+
+    head = "value"

@@ -23,6 +23,7 @@ from sluice.weights.checkpoint import (
     load_json,
     shard_paths,
 )
+from sluice.weights.classifier import CRITIC, REWARD_MODEL
 from sluice.weights.convert import fp8, fp8_layout
 from sluice.weights.convert.hf import (
     CONFIG,
@@ -165,7 +166,6 @@ def _stored(
             yield f"{name}[{index}]", content.rows(index, index + 1)
 
 
-CRITIC = "ForTokenClassification"
 STACKED = ".experts.gate_up_proj"
 
 
@@ -180,10 +180,15 @@ def read_weights(
     """
     family = family_of(config)
     architectures = config["architectures"]
-    critic = isinstance(architectures, list) and str(architectures[0]).endswith(CRITIC)
+    architecture = str(architectures[0]) if isinstance(architectures, list) else ""
     stacked = any(name.endswith(STACKED) for name in _names(checkpoint))
     shape = read_shape(
-        family, config, value_head=critic, stacked_experts=stacked, predicts=predicts
+        family,
+        config,
+        value_head=architecture.endswith((CRITIC, REWARD_MODEL)),
+        value_bias=architecture.endswith(CRITIC),
+        stacked_experts=stacked,
+        predicts=predicts,
     )
     return WeightMap(family, shape)
 

@@ -54,7 +54,7 @@ ENDS = (
         alias=True,
         when=("tied", "!value_head"),
     ),
-    WeightRule(  # the name of transformers' *ForTokenClassification
+    WeightRule(  # as in transformers' *ForTokenClassification and *ForSequenceClassification
         megatron="output_layer.weight",
         sources=(SourceTensor("score.weight", ("one", "hidden")),),
         stage=Stage.HEAD,
@@ -64,7 +64,7 @@ ENDS = (
         megatron="output_layer.bias",
         sources=(SourceTensor("score.bias", ("one",)),),
         stage=Stage.HEAD,
-        when=("value_head",),
+        when=("value_bias",),
     ),
 )
 

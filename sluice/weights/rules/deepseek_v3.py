@@ -65,7 +65,11 @@ _LAYER = (*NORMS, *LATENT_ATTENTION, *GATED_MLP, *EXPERTS, *ROUTER_BIAS, *SHARED
 
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
-    architectures=("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
+    architectures=(
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3ForSequenceClassification",
+        "Glm4MoeLiteForCausalLM",
+    ),
     rules=followed_by_next(_LAYER),
     defaults={"n_shared_experts": 1, "q_lora_rank": None},
     flags={"q_latent": "has:q_lora_rank"},

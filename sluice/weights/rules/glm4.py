@@ -32,7 +32,7 @@ _AFTER = tuple(
 
 GLM4 = Family(
     name="glm4",
-    architectures=("Glm4ForCausalLM",),
+    architectures=("Glm4ForCausalLM", "Glm4ForSequenceClassification"),
     rules=(*ENDS, *NORMS, *_AFTER, *ATTENTION, *map(_fused, GATED_MLP)),
     defaults={"head_dim": 128},
     flags={"attention_bias": "attention_bias"},

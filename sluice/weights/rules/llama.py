@@ -7,7 +7,11 @@ from sluice.weights.rules.rule import Family
 
 LLAMA = Family(
     name="llama",
-    architectures=("LlamaForCausalLM", "LlamaForTokenClassification"),
+    architectures=(
+        "LlamaForCausalLM",
+        "LlamaForTokenClassification",
+        "LlamaForSequenceClassification",
+    ),
     rules=(*ENDS, *NORMS, *ATTENTION, *GATED_MLP),
     flags={
         "attention_bias": "attention_bias",

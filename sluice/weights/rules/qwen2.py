@@ -7,7 +7,11 @@ from sluice.weights.rules.rule import Family
 
 QWEN2 = Family(
     name="qwen2",
-    architectures=("Qwen2ForCausalLM", "Qwen2ForTokenClassification"),
+    architectures=(
+        "Qwen2ForCausalLM",
+        "Qwen2ForTokenClassification",
+        "Qwen2ForSequenceClassification",
+    ),
     rules=(*ENDS, *NORMS, *ATTENTION, *GATED_MLP),
     flags={"attention_bias": True},
 )

@@ -7,7 +7,11 @@ from sluice.weights.rules.rule import Family
 
 QWEN3 = Family(
     name="qwen3",
-    architectures=("Qwen3ForCausalLM", "Qwen3ForTokenClassification"),
+    architectures=(
+        "Qwen3ForCausalLM",
+        "Qwen3ForTokenClassification",
+        "Qwen3ForSequenceClassification",
+    ),
     rules=(*ENDS, *NORMS, *ATTENTION, *QK_NORM, *GATED_MLP),
     defaults={"head_dim": 128},
     flags={"attention_bias": "attention_bias", "output_bias": "attention_bias"},

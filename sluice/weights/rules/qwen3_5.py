@@ -165,7 +165,11 @@ _PRECISE = ("*.linear_attn.A_log", "*.linear_attn.norm.weight")
 
 QWEN3_NEXT = Family(
     name="qwen3_next",
-    architectures=("Qwen3NextForCausalLM", "Qwen3NextForTokenClassification"),
+    architectures=(
+        "Qwen3NextForCausalLM",
+        "Qwen3NextForTokenClassification",
+        "Qwen3NextForSequenceClassification",
+    ),
     rules=(
         *_ATTENTION,
         _BY_KEY_HEAD,

@@ -7,7 +7,11 @@ from sluice.weights.rules.rule import Family
 
 QWEN3_MOE = Family(
     name="qwen3_moe",
-    architectures=("Qwen3MoeForCausalLM", "Qwen3MoeForTokenClassification"),
+    architectures=(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeForTokenClassification",
+        "Qwen3MoeForSequenceClassification",
+    ),
     rules=(*ENDS, *NORMS, *ATTENTION, *QK_NORM, *GATED_MLP, *EXPERTS),
     flags={"attention_bias": "attention_bias", "output_bias": "attention_bias"},
 )

@@ -171,7 +171,8 @@ async def test_each_trainer_does_its_own(
     batch = "batches/own"
     assert (await client.get()).head == "policy"
     described = await critic.get()
-    assert (described.head, list(described.losses)) == ("value", ["value"])
+    assert (described.head, list(described.losses)) == ("value", ["value", "linear_value"])
+    assert described.name == "critic"
     error = await refusal(client.compute_values(batch))
     assert_is(error, PRECONDITION, "WRONG_HEAD", head="policy")
     error = await refusal(critic.compute_logprobs(batch))

@@ -122,6 +122,7 @@ FORMULAS = {
         lambda x, i, t: 0.15 * old_ratio(x, t).log().square() - advantage(x, t) * x.outputs[t],
     ),
     "sft": ({"name": "sft"}, lambda x, i, t: -x.outputs[t]),
+    "linear_value": ({"name": "linear_value"}, lambda x, i, t: -advantage(x, t) * x.outputs[t]),
     "value": (
         {"name": "value"},
         lambda x, i, t: 0.5 * (x.outputs[t] - column(x, "returns", t)) ** 2,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from sluice.algo.advantages import AdvantageRow, InvalidAdvantageError, compute_advantages
+from sluice.algo.plugins import PluginSettingError
 from sluice.algo.spec import AdvantageSpec
 
 
@@ -136,3 +137,74 @@ def test_a_log_prob_that_is_no_number_is_named():
 def test_a_setting_that_is_none_is_refused_by_name(own, named):
     with pytest.raises((ValidationError, ValueError), match=named):
         AdvantageSpec(name="dpo", settings=own)
+
+
+def scored(group, reward, values, margin=None, episode=None):
+    """An answer whose reward is the sum of `values`."""
+    return AdvantageRow(
+        sample_id=f"{group}/{reward}/{episode}",
+        group_id=group,
+        loss_mask=torch.ones(len(values), dtype=torch.bool),
+        rewards={"reward": reward} | ({} if margin is None else {"margin": margin}),
+        columns={"values": torch.as_tensor(values, dtype=torch.float64)},
+        episode=episode,
+    )
+
+
+def ranked(rows, **own):
+    return compute_advantages(rows, AdvantageSpec(name="bradley_terry", settings=own))
+
+
+rewards = st.floats(-40, 40)
+
+
+@given(
+    st.lists(st.tuples(rewards, rewards, st.none() | st.floats(-5, 5)), min_size=1, max_size=4),
+    st.sampled_from([0.0, 0.01, 0.5]),
+    st.randoms(),
+)
+@settings(max_examples=60, deadline=None)
+def test_pulls_of_a_reward_model_are_the_derivative_by_autograd(pairs, centering, random):
+    """Whatever order the rows come in."""
+    rows, leaves, losses = [], [], []
+    for index, (*values, margin) in enumerate(pairs):
+        own = [torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in values]
+        good, bad = own
+        loss = -F.logsigmoid(good - bad - (margin or 0.0))
+        losses.append(loss + centering * (good + bad) ** 2)
+        leaves += own
+        for label, value in zip((1.0, 0.0), values, strict=True):
+            rows.append(scored(str(index), label, [value], margin))
+    sum(losses).backward()
+    order = random.sample(range(len(rows)), len(rows))
+    answer = ranked([rows[i] for i in order], centering=centering)
+    for place, advantages in zip(order, answer.advantages, strict=True):
+        assert advantages.tolist() == pytest.approx(
+            [-leaves[place].grad.item()], rel=1e-5, abs=1e-30
+        )
+    total, count = answer.metrics["preference_loss"]
+    assert count == len(pairs)
+    assert total == pytest.approx(sum(losses).item(), rel=1e-9, abs=1e-12)
+    right = sum(good > bad for good, bad, _ in pairs)
+    assert answer.metrics["accuracy"] == (right, len(pairs))
+
+
+@pytest.mark.parametrize("gap", [1e5, -1e5, 1e20, -1e20])
+def test_no_difference_of_rewards_is_too_large(gap):
+    answer = ranked([scored("a", 1.0, [gap]), scored("a", 0.0, [0.0])])
+    good, bad = (each.item() for each in answer.advantages)
+    assert good == -bad == (1.0 if gap < 0 else 0.0)
+    assert answer.metrics["preference_loss"][0] == pytest.approx(max(-gap, 0.0))
+
+
+def test_of_answers_of_one_reward_a_reward_model_learns_nothing():
+    rows = [scored("a", 0.5, [3.0], episode=i) for i in range(2)]
+    pair = [scored("b", 1.0, [2.0]), scored("b", 0.0, [2.0])]
+    answer = ranked([*rows, *pair], centering=0.1)
+    assert [each.item() for each in answer.advantages] == pytest.approx([0, 0, -0.3, -1.3])
+    assert answer.metrics["preference_loss"] == pytest.approx((math.log(2) + 1.6, 1.0))
+
+
+def test_groups_that_are_no_pairs_are_refused_by_name():
+    with pytest.raises(PluginSettingError, match=r"bradley_terry is of two answers .* has 3"):
+        ranked([scored("a", float(i), [0.0], episode=i) for i in range(3)])

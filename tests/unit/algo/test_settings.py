@@ -18,7 +18,7 @@ from tests.unit.algo.loss_inputs import COLUMNS
 from tests.unit.algo.test_corrections import measure
 
 TOP = ("topk_forward_kl", "topk_reverse_kl", "topk_jsd")
-WITHOUT_RATIO = ("sft", "cross_entropy", "value", *TOP)
+WITHOUT_RATIO = ("sft", "cross_entropy", "value", "linear_value", *TOP)
 NEEDED = {
     "ppo_clip": {"clip_low": 0.2},
     "gspo": {"clip_low": 0.05},
@@ -83,6 +83,7 @@ OWN_ADVANTAGE_VALUES = {
     "remax": {"baseline": "raw_reward"},
     "pass_at_k": {"k": 2, "threshold": 5.0},
     "gdpo": {"rewards": {"reward": 1.0}},
+    "bradley_terry": {"centering": 0.3},
     "dpo": {
         "beta": 0.3,
         "form": "ipo",

@@ -21,6 +21,8 @@ TIS = ImportanceSpec(high=2.0)
         ({"name": "ppo_clip", "clip_low": 0.2, "constant_length": 9.0}, "constant_length"),
         ({"name": "ppo_clip", "clip_low": 0.2, "importance": TIS}, "importance"),
         ({"name": "value", "temperature": 0.7}, "temperature"),
+        ({"name": "linear_value", "temperature": 0.7}, "temperature"),
+        ({"name": "linear_value", "kl_coefficient": 0.1}, "kl_coefficient"),
         ({"name": "value", "entropy_coefficient": 0.1}, "entropy_coefficient"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sluice.config import ConfigError, parse_config
-from sluice.loop.config import AlgorithmConfig, DpoConfig, RunConfig
+from sluice.loop.config import AlgorithmConfig, DpoConfig, RewardModelRunConfig, RunConfig
 
 ROWS: dict[str, Any] = {
     "run_dir": "run",
@@ -70,3 +70,38 @@ def test_a_run_that_samples_pairs_samples_two() -> None:
     parse_config(RunConfig, {**RUN, "algorithm": ONLINE})
     with pytest.raises(ConfigError, match=r"samples_per_group: .* two answers .* not of 4"):
         parse_config(RunConfig, {**RUN, "algorithm": ONLINE, "samples_per_group": 4})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"preference": {"centering": -0.1}}, r"preference\.centering"),
+        ({"preference": {"centering": float("nan")}}, r"preference\.centering"),
+        ({"preference": {"beta": 0.1}}, r"preference\.beta"),
+        ({"loss": {"name": "value"}}, "loss"),
+    ],
+)
+def test_what_a_reward_model_does_not_read_is_refused(changes: dict[str, Any], named: str) -> None:
+    parse_config(RewardModelRunConfig, ROWS)
+    with pytest.raises(ConfigError, match=named):
+        parse_config(RewardModelRunConfig, {**ROWS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"mini_batches": 2}, "mini_batches: advantage bradley_terry takes one optimizer step"),
+        ({"epochs": 2}, "epochs: advantage bradley_terry takes one optimizer step a batch"),
+        ({"loss": {"name": "reinforce"}}, "linear_value and bradley_terry go together"),
+        ({"advantage": {"name": "grpo"}}, "linear_value and bradley_terry go together"),
+    ],
+)
+def test_the_estimator_of_a_reward_model_is_of_its_loss_alone(
+    changes: dict[str, Any], named: str
+) -> None:
+    own = {"advantage": {"name": "bradley_terry"}, "loss": {"name": "linear_value"}}
+    AlgorithmConfig(**own)
+    with pytest.raises(ValueError, match=named):
+        AlgorithmConfig(**{**own, **changes})
+    with pytest.raises(ConfigError, match="which `sluice reward-model` trains"):
+        parse_config(RunConfig, {**RUN, "algorithm": own})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.loop.config import RowsConfig
-from sluice.loop.pairs import PairRows
+from sluice.loop.pairs import PairRows, ScoredPairRows
 from sluice.loop.row_files import PromptFileError
 from sluice.samples.arrow import decode_group
 from sluice.samples.sample import Sample
@@ -181,3 +182,67 @@ def test_texts_that_the_tokenizer_cannot_tell_apart_are_named(tmp_path: Path) ->
     row = {"prompt": "1", "chosen": [assistant("2")], "rejected": [assistant(" 2")]}
     with pytest.raises(PromptFileError, match=r"pairs\.jsonl:1: .* are the same tokens"):
         load(tokenizer, tmp_path, row).step(0)
+
+
+def score(tokenizer: TextTokenizer, folder: Path, *rows: Any) -> list[Sample]:
+    file = folder / "scored.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = RowsConfig(file=file, shuffle=False)
+    return decode_group(ScoredPairRows(config, tokenizer, rows_per_step=8, seed=0).step(0).data)
+
+
+@pytest.mark.parametrize(
+    ("row", "chosen", "rejected", "margin"),
+    [
+        (GOOD, "1=11", "1=2", 0.0),
+        ({**GOOD, "margin": -0.5}, "1=11", "1=2", -0.5),
+        ({**GOOD, "margin": None}, "1=11", "1=2", 0.0),
+        ({"prompt": "1", "chosen": [assistant("11")], "rejected": [assistant("2")], "margin": 3},
+         "1=11<end>", "1=2<end>", 3.0),
+        ({"chosen": [user("1"), assistant("1"), user("3"), assistant("33")],
+          "rejected": [user("1"), assistant("4")]}, "1=1<end>3=33<end>", "1=4<end>", 0.0),
+    ],
+)  # fmt: skip
+def test_a_reward_model_reads_whole_texts_and_is_trained_behind_them(
+    tokenizer: TextTokenizer, tmp_path: Path, row: Any, chosen: str, rejected: str, margin: float
+) -> None:
+    samples = score(tokenizer, tmp_path, row)
+    for sample, text, episode in zip(samples, (chosen, rejected), (0, 1), strict=True):
+        assert spell(tokenizer, sample.token_ids[: sample.prompt_length]) == text
+        assert sample.response_length == 1
+        numbers = {"reward": 1.0 - episode, "episode": float(episode), "margin": margin}
+        assert dict(sample.columns) == {**numbers, "loss_mask": np.array([True])}
+
+
+@pytest.mark.parametrize(
+    "margin", [math.nan, math.inf, -math.inf, 1e31, 10**400, "1", True, [1], {}], ids=str
+)
+def test_a_margin_that_is_no_number_is_named(
+    tokenizer: TextTokenizer, tmp_path: Path, margin: Any
+) -> None:
+    with pytest.raises(PromptFileError, match=r"scored\.jsonl:2: margin must be a number"):
+        score(tokenizer, tmp_path, GOOD, {**GOOD, "margin": margin})
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "1"}, "give `chosen` and `rejected`"),
+        ({**GOOD, "chosen": ""}, "chosen is empty"),
+        ({**GOOD, "rejected": "11"}, "are the same: none is preferred"),
+    ],
+)
+def test_what_is_no_pair_is_named_to_a_reward_model_too(
+    tokenizer: TextTokenizer, tmp_path: Path, row: Any, message: str
+) -> None:
+    with pytest.raises(PromptFileError, match=rf"scored\.jsonl:2: .*{message}"):
+        score(tokenizer, tmp_path, GOOD, row)
+
+
+def test_texts_that_a_reward_model_cannot_tell_apart_are_named(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(
+        tmp_path, "{% for m in messages %}{{ m.content | trim }};{% endfor %}"
+    )
+    row = {"prompt": "1", "chosen": [assistant("2")], "rejected": [assistant(" 2")]}
+    with pytest.raises(PromptFileError, match=r"scored\.jsonl:1: .* are the same tokens"):
+        score(tokenizer, tmp_path, row)

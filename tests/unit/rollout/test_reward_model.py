@@ -29,6 +29,9 @@ from services.rollout.environments.graders.remote import (
 from services.rollout.environments.graders.reward_model import KEY
 from services.rollout.environments.prompts import PromptsEnvironment, PromptsSettings
 from sluice.config import ConfigError
+from sluice.loop.config import RowsConfig
+from sluice.loop.pairs import ScoredPairRows
+from sluice.samples.arrow import decode_group
 from sluice.samples.tokenizer import TextTokenizer
 from tests.patience import PATIENCE, told_late
 
@@ -143,6 +146,30 @@ async def test_a_chat_reaches_the_model_as_its_own_tokenizer_writes_it(
     ((text,),) = scores.texts
     assert plain(text).input_ids == ids  # as the server, which adds its special tokens
     assert text.startswith("<pad>") is not adds_first
+
+
+@pytest.mark.parametrize("adds_first", [False, True])
+async def test_a_text_is_sent_as_a_reward_model_was_trained_on_it(
+    server: tuple[ScoreServer, str], tmp_path: Path, adds_first: bool
+) -> None:
+    """Token by token, of chats and of plain prompts."""
+    scores, url = server
+    plain = _save_tokenizer(tmp_path, adds_first=adds_first)
+    roles = ("user", "assistant", "user")
+    chat = [{"role": role, "content": text} for role, text in zip(roles, "123", strict=True)]
+    answer = {"role": "assistant", "content": "5"}
+    rows = [
+        {"prompt": chat, "chosen": [answer], "rejected": [{**answer, "content": "6"}]},
+        {"prompt": "7=", "chosen": "5", "rejected": "6"},
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = RowsConfig(file=tmp_path / "pairs.jsonl", shuffle=False)
+    pairs = ScoredPairRows(config, TextTokenizer(tmp_path / "made"), 2, 0)
+    samples = decode_group(pairs.step(0).data)
+    for task, first in ((Task(messages=tuple(chat)), 0), (Task(prompt="7="), 2)):
+        await _scored(url, task, "5", "6", tokenizer=str(tmp_path / "made"))
+        for text, sample in zip(scores.texts[-1], samples[first : first + 2], strict=True):
+            assert plain(text).input_ids == sample.token_ids[: sample.prompt_length].tolist()
 
 
 async def test_what_passes_is_asked_again_until_the_deadline(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,13 +11,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForTokenClassification, PreTrainedModel
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
 from services.trainer.backend import Mesh, Row
 from services.trainer.backends.reference.backend import ReferenceBackend
 from services.trainer.config import TrainerConfig
 from sluice.algo.spec import LossSpec
 from sluice.config import ConfigError, parse_config
+from sluice.weights.classifier import reward_model_config
 from tests.contract.training_backend.cases import (
     OPTIM,
     Model,
@@ -147,6 +153,39 @@ def test_what_is_published_is_a_checkpoint_of_transformers(model: Model, tmp_pat
     row = rows[0]
     values = plain(row.token_ids[None]).logits[0, row.prompt_length - 1 : -1, 0]
     torch.testing.assert_close(values, expected[row.sample_id], atol=2e-5, rtol=1e-4)
+
+
+def test_a_reward_model_is_a_sequence_classifier_of_transformers(
+    model: Model, tmp_path: Path
+) -> None:
+    """Its weight alone; a critic's bias is not left out without a word."""
+    rows, backend = critic_rows(), start(model.directory, tmp_path, head="reward")
+    torch.nn.init.normal_(backend._policy.model.score.weight)
+    expected = backend.compute_values([rows])
+    published = tmp_path / "published"
+    published.mkdir()
+    (shard,) = backend.write_shards(published)
+    (published / shard.file_name).rename(published / "model.safetensors")
+    document = json.loads((model.directory / "config.json").read_text())
+    (published / "config.json").write_text(json.dumps(reward_model_config(document)))
+    again = start(published, tmp_path, head="reward").compute_values([rows])
+    plain, loading = AutoModelForSequenceClassification.from_pretrained(
+        published, output_loading_info=True
+    )
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    for row in rows:
+        torch.testing.assert_close(again[row.sample_id], expected[row.sample_id])
+        for index, value in enumerate(expected[row.sample_id]):  # of the text in front of each
+            with torch.no_grad():
+                found = plain(row.token_ids[None, : row.prompt_length + index]).logits[0, 0]
+            torch.testing.assert_close(found, value, atol=2e-5, rtol=1e-4)
+    critic = start(model.directory, tmp_path)
+    (tmp_path / "critic").mkdir()
+    (shard,) = critic.write_shards(tmp_path / "critic")
+    shutil.copy(tmp_path / "critic" / shard.file_name, tmp_path / "critic" / "model.safetensors")
+    shutil.copy(model.directory / "config.json", tmp_path / "critic")
+    with pytest.raises(ValueError, match=r"has a score\.bias: it is a critic, no reward model"):
+        start(tmp_path / "critic", tmp_path, head="reward")
 
 
 def test_settings_without_effect_are_refused(model: Model, tmp_path: Path) -> None:

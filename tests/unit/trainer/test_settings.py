@@ -70,6 +70,8 @@ def test_linear_and_cosine_fall_to_the_minimum_and_stay() -> None:
         ({"name": "../weights", "head": "value"}, "name"),
         ({"name": "a/b"}, "name"),
         ({"log_level": "debg"}, "log_level"),
+        ({"head": "reward"}, "no sequence classifier of nothing"),  # config.json names no model
+        ({"head": "reward", "reference_model": "."}, "reference_model"),
         ({"lora": {"alpha": 1e-308}}, "lora.alpha"),
         ({"trainable": {"allow": []}}, "trainable.allow"),
         ({"trainable": {"deny": [""]}}, "trainable.deny"),
@@ -161,6 +163,29 @@ def test_wrong_settings_are_named(tmp_path: Path, settings: dict[str, Any], key:
     values = {"model": str(tmp_path), "store": str(tmp_path), **settings}
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         parse_config(TrainerConfig, values)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"oversize_policy": "truncate"}, "oversize_policy truncate is not for head reward"),
+        ({"lora": {"rank": 2}}, "lora is not for head reward"),
+        ({"autocast": True, "float32_head": False}, "float32_head has no effect with head reward"),
+        ({"publish": {"quantization": "fp8"}}, "publish"),
+        (
+            {**MEGATRON, "megatron": {"mtp_loss_scaling_factor": 0.1}},
+            "mtp_loss_scaling_factor has no effect with head reward",
+        ),
+    ],
+)
+def test_settings_that_a_reward_model_has_no_use_for_are_named(
+    tmp_path: Path, settings: dict[str, Any], key: str
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    values = {"model": str(tmp_path), "store": str(tmp_path), "head": "reward"}
+    parse_config(TrainerConfig, values)
+    with pytest.raises(ConfigError, match=key):
+        parse_config(TrainerConfig, {**values, **settings})
 
 
 @pytest.mark.parametrize("text", [b"{", b"\xff\xfe", b""])

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
+from sluice.weights.classifier import CLASSIFIED, NoClassifierError, reward_model_config
 from sluice.weights.errors import (
     InvalidCheckpointError,
     MissingTensorError,
@@ -105,6 +107,40 @@ def test_critic_ends_in_one_value() -> None:
     assert weights.hf_tensors()["score.weight"] == (1, 16)
     assert "lm_head.weight" not in weights.hf_tensors()
     assert weights.binding("output_layer.weight").cut is ShardAxis.NONE
+    assert weights.hf_tensors()["score.bias"] == (1,)
+
+
+def test_reward_model_ends_in_a_value_without_a_bias() -> None:
+    config = {**CONFIGS["qwen3"], "architectures": ["Qwen3ForSequenceClassification"]}
+    family = family_of(config)
+    weights = WeightMap(family, read_shape(family, config, value_head=True, value_bias=False))
+    assert weights.hf_tensors()["score.weight"] == (1, 16)
+    assert not {"lm_head.weight", "score.bias"} & weights.hf_tensors().keys()
+
+
+def test_bodies_of_reward_models_are_those_that_transformers_has_classifiers_of() -> None:
+    known = {*MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()}
+    for body in CLASSIFIED:
+        config = {"architectures": [f"{body}ForCausalLM"], "num_labels": 2, "rope_theta": 1e4}
+        made = reward_model_config(config)
+        assert made["architectures"] == [f"{body}ForSequenceClassification"]
+        assert f"{body}ForSequenceClassification" in known
+        assert family_of(made) is family_of(config)
+        assert reward_model_config(made) == made
+        assert made["rope_theta"] == 1e4 and "num_labels" not in made
+    own = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "auto_map": {}}
+    made = reward_model_config(own)
+    assert made["model_type"] == "deepseek_v3" and "auto_map" not in made  # nobody's own code
+
+
+@pytest.mark.parametrize(
+    "architectures",
+    [["Glm4MoeForCausalLM"], ["Qwen3VLForConditionalGeneration"], ["GPT2LMHeadModel"], [], None],
+)
+def test_what_has_no_classifier_is_no_body_of_a_reward_model(architectures: Any) -> None:
+    named = architectures[0] if architectures else "nothing"
+    with pytest.raises(NoClassifierError, match=f"no sequence classifier of {named}"):
+        reward_model_config({"architectures": architectures})
 
 
 def test_checkpoints_that_do_not_fit_are_named() -> None:

@@ -110,16 +110,7 @@ class RewardModel(AskingGrader):
             text = self._template.render(chat, opening=False, tools=list(task.tools) or None)
         except (ChatTemplateError, MessageError) as error:
             raise TaskError("row.messages", f"to the reward model: {error}") from None
-        return self._without_first(text, self._tokenizer)
-
-    def _without_first(self, text: str, tokenizer: texts.TextTokenizer) -> str:
-        """Takes away a first token that the template writes and the server's tokenizer adds."""
-        first = tokenizer.special_tokens.get("bos_token")
-        if not first or not text.startswith(first):
-            return text
-        ids = tokenizer.encode("", special=True)
-        is_added = ids[:1] == tokenizer.encode(first, special=False)
-        return text[len(first) :] if is_added else text
+        return self._tokenizer.without_first(text)
 
     def _scores(self, answer: Any, count: int) -> list[float]:
         """Reads one score per text. Raises RewardServiceError."""

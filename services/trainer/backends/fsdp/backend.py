@@ -369,7 +369,7 @@ def _dummy_of(loss: LossSpec) -> Row:
 
 
 def _asked_of(loss: LossSpec) -> Asked:
-    if loss.name == "value":
+    if loss.loss.head == "value":
         return Asked()
     entropy: EntropyMode = "gradient" if loss.has_entropy_gradient else "metric"
     return Asked(temperature=loss.temperature or 1.0, entropy=entropy)

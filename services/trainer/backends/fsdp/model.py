@@ -54,6 +54,7 @@ from services.trainer.backends.recurrent import keep_rows_apart, recurrent_layer
 from services.trainer.backends.reference.attention import IMPLEMENTATION
 from services.trainer.backends.reference.model import (
     OWN_OPERATIONS,
+    check_head,
     damage_named,
     errors_only,
     run_packed,
@@ -293,6 +294,7 @@ def load_model(
             output_loading_info=True,
         )
     _check_loading(Path(path), loading)
+    check_head(Path(path), head, loading)
     assert cut.root is not None
     if sees:
         rules = ImageRules.from_directory(Path(path))
@@ -407,13 +409,14 @@ def _distributed_class(
         raise ValueError(f"model_type {config.model_type} is no causal language model") from None
 
     class DistributedModel(base):  # type: ignore[misc]
-        if head == "value":
+        if head != "policy":
             _tied_weights_keys: Any = None
 
             def __init__(self, config: PretrainedConfig) -> None:
                 super().__init__(config)
                 del self.lm_head
-                self.score = torch.nn.Linear(config.get_text_config().hidden_size, 1)
+                hidden = config.get_text_config().hidden_size
+                self.score = torch.nn.Linear(hidden, 1, bias=head == "value")
                 self.post_init()
 
             def get_output_embeddings(self) -> None:

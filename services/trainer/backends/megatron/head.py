@@ -33,22 +33,22 @@ class ValueHead(MegatronModule):  # type: ignore[misc]
     """hidden[tokens, batch, hidden] -> float32[tokens, batch, 1], equal on tensor-parallel ranks.
 
     Every rank sees all tokens and computes the same gradient, so that no sum is needed.
-    Called as the output layer that it replaces.
+    Called as the output layer that it replaces. A reward model's has no bias.
     """
 
-    def __init__(self, config: TransformerConfig, device: torch.device) -> None:
+    def __init__(self, config: TransformerConfig, device: torch.device, *, bias: bool) -> None:
         super().__init__(config=config)
         self.gathers = config.sequence_parallel
         options = {"dtype": config.params_dtype, "device": device}
         self.weight = torch.nn.Parameter(torch.zeros((1, config.hidden_size), **options))
-        self.bias = torch.nn.Parameter(torch.zeros(1, **options))
+        self.bias = torch.nn.Parameter(torch.zeros(1, **options)) if bias else None
 
     def forward(
         self, hidden: torch.Tensor, weight: None = None, runtime_gather_output: object = None
     ) -> tuple[torch.Tensor, None]:
         if self.gathers:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        weight_1H, bias_1 = self.weight.float(), self.bias.float()
+        weight_1H, bias_1 = self.weight.float(), None if self.bias is None else self.bias.float()
         return torch.nn.functional.linear(hidden.float(), weight_1H, bias_1), None
 
 
@@ -70,7 +70,7 @@ def find_decoder(model: torch.nn.Module) -> Any:
     return next(module.decoder for module in model.modules() if hasattr(module, "decoder"))
 
 
-def place_value_head(model: torch.nn.Module, config: TransformerConfig) -> None:
+def place_value_head(model: torch.nn.Module, config: TransformerConfig, *, bias: bool) -> None:
     """Put a ValueHead in place of the output layer, wherever in `model` it is nested.
 
     A model that already ends in a ValueHead is left alone. Raises ValueHeadError.
@@ -80,7 +80,7 @@ def place_value_head(model: torch.nn.Module, config: TransformerConfig) -> None:
         return
     if getattr(owner, "share_embeddings_and_output_weights", False):
         raise ValueHeadError("a model with a value head must not tie its output to the embedding")
-    owner.output_layer = ValueHead(config, next(owner.parameters()).device)
+    owner.output_layer = ValueHead(config, next(owner.parameters()).device, bias=bias)
 
 
 @dataclass(frozen=True)

@@ -273,6 +273,7 @@ class ModelRequest:
     padded_vocab: int
     tied: bool
     value_head: bool
+    value_bias: bool
     transformer_engine: bool
     rotary: PositionRotary
     pre_process: bool
@@ -314,7 +315,7 @@ def build_model(provider: str, request: ModelRequest) -> torch.nn.Module:
     else:
         raise ModelProviderError(f"{provider!r} gave {type(made).__name__}, no model and no spec")
     if request.value_head and request.post_process:
-        place_value_head(model, request.config)
+        place_value_head(model, request.config, bias=request.value_bias)
     return model
 
 
@@ -539,6 +540,7 @@ def _build(
             padded_vocab=padded_vocab,
             tied=source.tied,
             value_head=source.value_head,
+            value_bias=source.value_bias,
             transformer_engine=uses_transformer_engine(config, source),
             rotary=rotary,
             pre_process=first,

@@ -19,6 +19,7 @@ from services.trainer.backends.megatron.upstream import on_cpu
 from services.trainer.config import Head
 from sluice.model_types import read_config
 from sluice.samples.images import ImageRules
+from sluice.weights.classifier import CRITIC, REWARD_MODEL
 from sluice.weights.rules.packing import padded_rows
 from sluice.weights.rules.rule import Stage
 from sluice.weights.rules.shape import ModelShape, read_shape
@@ -29,7 +30,6 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-CRITIC = "ForTokenClassification"
 TOWER = "vision_model."  # before the names of the tower's parameters
 # whose layers this backend builds
 NEXT = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}
@@ -121,6 +121,10 @@ class ModelSource:
         return "value_head" in self.shape.flags
 
     @property
+    def value_bias(self) -> bool:
+        return "value_bias" in self.shape.flags
+
+    @property
     def tied(self) -> bool:
         """Whether logits are made with the embedding's weight."""
         return "tied" in self.shape.flags and not self.value_head
@@ -131,7 +135,7 @@ class ModelSource:
 
 
 def read_model(directory: Path, head: Head = "policy", *, predicts: bool = False) -> ModelSource:
-    """Read `config.json` below `directory`; a token classifier of one label is a critic anyway.
+    """Read `config.json` below `directory`; a classifier of one label has values anyway.
 
     `predicts`: with its layer of multi-token prediction. Raises UnknownArchitectureError,
     InvalidCheckpointError or UnsupportedFeatureError.
@@ -157,13 +161,19 @@ def read_model(directory: Path, head: Head = "policy", *, predicts: bool = False
         raise UnsupportedFeatureError("latent attention rotates pairs: rope_interleave is false")
     if family.name in BIASED:
         _check_biased(hf_config)
-    is_critic = config["architectures"][0].endswith(CRITIC)
-    if is_critic and hf_config.num_labels != 1:
+    architecture = config["architectures"][0]
+    is_classifier = architecture.endswith((CRITIC, REWARD_MODEL))
+    if is_classifier and hf_config.num_labels != 1:
         raise UnsupportedFeatureError(f"a critic has 1 label, not {hf_config.num_labels}")
-    if is_critic and predicts:
+    if is_classifier and predicts:
         raise UnsupportedFeatureError("mtp_loss_scaling_factor: a critic predicts no tokens")
-    value_head = is_critic or head == "value"
-    shape = read_shape(family, config, value_head=value_head, predicts=predicts)
+    shape = read_shape(
+        family,
+        config,
+        value_head=is_classifier or head != "policy",
+        value_bias=head == "value" or (head == "policy" and architecture.endswith(CRITIC)),
+        predicts=predicts,
+    )
     weights, images = WeightMap(family, shape), None
     if family.name in SEEING:
         # The tower is that of transformers: its tensors are as the checkpoint has them.

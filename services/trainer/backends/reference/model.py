@@ -38,6 +38,7 @@ with uncompiled():
     from transformers import (
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
         AutoModelForTokenClassification,
         PretrainedConfig,
     )
@@ -90,8 +91,9 @@ class ScoredModel:
         """Loads a HF checkpoint directory in float32. Raises OSError or ValueError.
 
         dtype: in which autocast has products made. asked: which operations are chosen ahead.
-        head value: transformers' token classifier of one label; its `score` starts at zero
-        where the directory, a language model's, has none, so that every rank starts alike.
+        head value: transformers' token classifier of one label; head reward: the sequence
+        classifier, which has no bias. Its `score` starts at zero where the directory, a language
+        model's, has none, so that every rank starts alike.
         longest: tokens that a row may have; None where nothing bounds them.
         """
         config = read_config(Path(path))
@@ -252,17 +254,26 @@ def _load(path: str, config: PretrainedConfig, head: Head) -> Any:
         kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
         with damage_named(Path(path)), unsymbolic():
             return kind.from_pretrained(path, **options)
-    if seeing:
+    if head == "reward":
+        kind, config.num_labels = AutoModelForSequenceClassification, 1
+    elif seeing:
         kind = _value_class(config)
     else:
         kind, config.num_labels = AutoModelForTokenClassification, 1
     # a new head and an unused one are what is asked for
     with damage_named(Path(path)), errors_only(), unsymbolic():
         model, loading = kind.from_pretrained(path, output_loading_info=True, **options)
+    check_head(Path(path), head, loading)
     if "score.weight" in loading["missing_keys"]:
         for parameter in model.score.parameters():
             torch.nn.init.zeros_(parameter)
     return model
+
+
+def check_head(directory: Path, head: Head, loading: Any) -> None:
+    """Raises ValueError for a critic's bias, without which its values would be others."""
+    if head == "reward" and "score.bias" in loading["unexpected_keys"]:
+        raise ValueError(f"{directory.name} has a score.bias: it is a critic, no reward model")
 
 
 def _value_class(config: PretrainedConfig) -> Any:
