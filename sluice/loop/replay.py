@@ -140,12 +140,11 @@ class ReplayedRun:
     def copy(self, step: int, store: Place, cache: StoreCacheConfig) -> list[str]:
         """Has the blobs of a step, counted from 0, in a store too; their digests.
 
-        Raises ConfigError for one that is gone, or damaged.
+        Those that it has, as it is the earlier run's own, are read as well. Raises ConfigError for
+        one that is gone, or damaged.
         """
         blobs, references = open_blobs(store, cache), list(references_of(self.steps[step]))
         for reference in references:
-            if blobs.exists(reference):
-                continue
             try:
                 blobs.put(read_blob(self.run.store, reference, cache))
             except BlobNotFoundError:

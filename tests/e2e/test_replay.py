@@ -13,8 +13,12 @@ from typing import Any
 import pytest
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
+from sluice.config import ConfigError
+from sluice.loop.config import ReplayConfig
 from sluice.loop.journal import RunJournal, read_journal
 from sluice.loop.ledger import Ledger
+from sluice.loop.replay import ReplayedRun
+from sluice.place import StoreCacheConfig
 from tests.e2e.conftest import Stack, Training, start_stack, stop_stack
 from tests.patience import PATIENCE
 
@@ -197,6 +201,10 @@ def test_blobs_that_are_gone_are_named_by_their_first_step(
         assert "retention.keep_blobs: true" in told
         path.write_bytes(hidden.read_bytes()[:-1])
         assert "step 2" in refused(used, run, "cut")
+        cache = StoreCacheConfig()
+        found = ReplayedRun.read(ReplayConfig(run_dir=run.run_dir), tmp_path, 1.0, cache)
+        with pytest.raises(ConfigError, match=f"step 2: blob {group.blob.digest} has digest"):
+            found.copy(1, found.run.store, cache)  # of a replay in the store of the run
     finally:
         hidden.rename(path)
 
