@@ -85,7 +85,7 @@ def test_help_is_no_error_and_names_every_command(sluice):
         (["down", "nowhere"], "is no directory"),
         (["down", "x" * 5000], "is no directory"),
         (["convert", "x" * 5000, "made"], "is no directory"),
-        (["convert", ".", "made", "--to", "hf", "--origin", "x" * 5000], "is no directory"),
+        (["convert", ".", "made", "--to", "hf", "--origin", "x" * 5000], "can be no path"),
         (["down", "gone"], "does not say which Ray"),
         (["down", ".", "."], "down takes one RUN_DIR"),
         (["trace", "--all"], "unknown flag --all"),

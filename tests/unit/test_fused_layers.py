@@ -25,8 +25,8 @@ TEXTS = [  # of models that see, whose towers are left alone
 DENSE = Case(
     "qwen3_moe", "Qwen3-MoE, a dense layer", {**EXPERTS, "mlp_only_layers": [0]}, of="dense"
 )
-# variants of a family have the layers of the first
-CASES = [*{case.model_type: case for case in reversed(FAMILIES)}.values(), DENSE]
+# variants of a family, and types that run by its code, have the layers of the first
+CASES = [*{case.known: case for case in reversed(FAMILIES)}.values(), DENSE]
 KNOWN = NORMS | GATED_MLPS | JOINED_MLPS | TURNED
 FUSED = {"rms_norm": "liger", "rotary": "liger", "swiglu": "liger"}
 COUNTED = {"rms_norm": "liger_rms_norm", "rotary": "liger_rope", "swiglu": "liger_swiglu"}
