@@ -76,7 +76,7 @@ ROW_KEYS = {
     "preference_loss": "Of preferences sampled in the run: mean loss of a pair that differs.",
     "accuracy": "Of preferences: share of pairs whose chosen answer has the higher reward.",
     "reward_chosen": "Of preferences: mean implicit reward of the chosen answers, which is beta "
-    "times their log-prob less the reference's.",
+    "times their log-prob less the reference's; a reward model's own.",
     "reward_rejected": "The same of the rejected ones.",
     "reward_margin": "Their mean difference.",
     "logprob_chosen": "Of preferences: mean log-prob of a whole chosen answer, nats.",

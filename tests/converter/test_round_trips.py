@@ -91,6 +91,20 @@ def test_transformers_computes_the_same(name: str, saved: dict[str, Path], tmp_p
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
+@pytest.mark.parametrize("layout", ["TP1", "TP2xPP2"])
+def test_a_reward_model_keeps_its_head(layout: str, saved: dict[str, Path], tmp_path: Path) -> None:
+    """A value without a bias in place of logits, whether the embedding was tied or not."""
+    for name in ("qwen3", "llama_tied", "glm4", "qwen3_next", "deepseek_v3"):
+        kind = transformers.AutoModelForSequenceClassification
+        model = kind.from_pretrained(saved[name], num_labels=1)
+        model.save_pretrained(tmp_path / name)
+        to_megatron(tmp_path / name, tmp_path / f"{name}-megatron", layout)
+        to_hf(tmp_path / f"{name}-megatron", tmp_path / f"{name}-back")
+        assert compare(tmp_path / name, tmp_path / f"{name}-back").same
+        again = kind.from_pretrained(tmp_path / f"{name}-back")
+        assert torch.equal(again.score.weight, model.score.weight)
+
+
 def test_stacked_layers_and_plain_names(saved: dict[str, Path], tmp_path: Path) -> None:
     """Other Megatron models name layers one by one, or norms as without TransformerEngine."""
     for number, more in enumerate(({"stacking": "single"}, {"plain_norms": True})):

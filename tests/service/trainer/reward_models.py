@@ -142,7 +142,7 @@ async def check_reward_model(
     directory = weights.get(version).directory
     assert directory is not None
     published, start = load(directory), load(model)
-    assert type(published).__name__ == "Qwen3ForSequenceClassification"
+    assert type(published) is type(start)
     found, wanted_, first = (each.state_dict() for each in (published, oracle.model, start))
     gap = max(float((found[key] - wanted_[key]).abs().max()) for key in wanted_)
     moved = max(float((first[key] - wanted_[key]).abs().max()) for key in wanted_)
