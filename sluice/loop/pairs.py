@@ -83,20 +83,21 @@ class PairRows(TrainingRows):
         if isinstance(prompt, str):
             said = any(message.get("content") == prompt for message in chosen[:common])
             prompt = [] if said else [{"role": "user", "content": prompt}]
-        if prompt and chosen[: len(prompt)] == rejected[: len(prompt)] == prompt:
-            prompt, common = [], len(prompt)
-        elif prompt:
+        if prompt:
             common = len(prompt)
         if not common:
             raise ConversationError("chosen and rejected begin differently; give their `prompt`")
-        whole = [*prompt, *chosen], [*prompt, *rejected]
+        whole = [
+            each if each[: len(prompt)] == prompt else [*prompt, *each]
+            for each in (chosen, rejected)
+        ]
         for key, messages in zip(PAIR, whole, strict=True):
             answers = [each for each in messages[common:] if each["role"] == ASSISTANT]
             if not answers:
                 raise ConversationError(f"no message of {key} is an answer of the assistant's")
             if any(not (each.get("content") or each.get("tool_calls")) for each in answers):
                 raise ConversationError(f"an answer of {key} is empty")
-        return common, *whole
+        return common, whole[0], whole[1]
 
 
 class ScoredPairRows(PairRows):
