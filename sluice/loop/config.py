@@ -14,6 +14,7 @@ from pydantic import (
 
 from sluice.address import ServerAddress
 from sluice.algo.estimators.pairs import BradleyTerrySettings, DpoSettings
+from sluice.algo.plugins import PluginSettings
 from sluice.algo.spec import AdvantageSpec, LossSpec, known_columns
 from sluice.config import PLAIN_NAME, PLAIN_NAME_RULE, Config, ProcessConfig
 from sluice.loop.trackers import TrackersConfig
@@ -919,23 +920,21 @@ class SftConfig(RowsRunConfig):
         return {"loss": self.loss.model_dump(mode="json", exclude_defaults=True)}
 
 
-class DpoConfig(RowsRunConfig):
-    """Training on preferences, by DPO. Flags override the file, e.g. `--preference.beta 0.2`.
+class PairsConfig(RowsRunConfig):
+    """What training on preferences has beside other rows: settings of an advantage and its loss."""
 
-    A step is one optimizer step on the mean loss of `rows_per_step` pairs.
-    """
+    estimator: ClassVar[str]
+    loss_name: ClassVar[str]
 
-    kind = "dpo"
-
-    preference: DpoSettings = DpoSettings()
+    preference: PluginSettings
 
     @property
     def algorithm(self) -> AlgorithmConfig:
         settings = self.preference.model_dump(exclude_defaults=True)
         return AlgorithmConfig(
-            advantage=AdvantageSpec(name="dpo", settings=settings),
+            advantage=AdvantageSpec(name=self.estimator, settings=settings),
             # a sum of tokens, and over two answers a pair the mean of pairs
-            loss=LossSpec(name="reinforce", aggregation="constant", constant_length=0.5),
+            loss=LossSpec(name=self.loss_name, aggregation="constant", constant_length=0.5),
         )
 
     @property
@@ -943,7 +942,19 @@ class DpoConfig(RowsRunConfig):
         return {"preference": self.preference.model_dump(mode="json", exclude_defaults=True)}
 
 
-class RewardModelRunConfig(RowsRunConfig):
+class DpoConfig(PairsConfig):
+    """Training on preferences, by DPO. Flags override the file, e.g. `--preference.beta 0.2`.
+
+    A step is one optimizer step on the mean loss of `rows_per_step` pairs.
+    """
+
+    kind = "dpo"
+    estimator, loss_name = "dpo", "reinforce"
+
+    preference: DpoSettings = DpoSettings()
+
+
+class RewardModelRunConfig(PairsConfig):
     """Training of a reward model on preferences. Flags override the file, e.g. `--epochs 3`.
 
     A step is one optimizer step on the mean loss of `rows_per_step` pairs, on a trainer with
@@ -952,18 +963,6 @@ class RewardModelRunConfig(RowsRunConfig):
 
     kind = "reward-model"
     head = "reward"
+    estimator, loss_name = "bradley_terry", "linear_value"
 
     preference: BradleyTerrySettings = BradleyTerrySettings()
-
-    @property
-    def algorithm(self) -> AlgorithmConfig:
-        settings = self.preference.model_dump(exclude_defaults=True)
-        return AlgorithmConfig(
-            advantage=AdvantageSpec(name="bradley_terry", settings=settings),
-            # one trained token an answer, and over two answers a pair the mean of pairs
-            loss=LossSpec(name="linear_value", aggregation="constant", constant_length=0.5),
-        )
-
-    @property
-    def shape(self) -> dict[str, JsonValue]:
-        return {"preference": self.preference.model_dump(mode="json", exclude_defaults=True)}
