@@ -51,7 +51,9 @@ class ProfileConfig(ProcessConfig):
     ranks: tuple[int, ...] = Field((), description="That record; none is the first alone.")
     engines: bool = Field(False, description="Whether the engines that a router knows record, too.")
     passes: int = Field(20, ge=1, le=1000, description="Of the model, of engines.")
-    stacks: bool = Field(False, description="With the lines of Python; files are much larger.")
+    stacks: bool = Field(
+        False, description="With the lines of Python: larger files, 1.5 KB of memory a call."
+    )
     memory: bool = Field(False, description="With what is allocated.")
     timeout_seconds: float = Field(600, gt=0, le=86_400, description="Until the files are there.")
 
