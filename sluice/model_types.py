@@ -28,8 +28,9 @@ def read_config(directory: Path) -> PretrainedConfig:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     found, _ = PretrainedConfig.get_config_dict(directory, local_files_only=True)
-    other = SAME_AS.get(found.get("model_type", ""))
-    if other is None:
+    kind = found.get("model_type") if isinstance(found, dict) else None
+    other = SAME_AS.get(kind) if isinstance(kind, str) else None
+    if other is None:  # what is no configuration is refused there, too
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
         return config
     own = {name: value for name, value in found.items() if name not in ("model_type", "auto_map")}

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 FILE = "tiktoken.model"
 KNOWN = ("tokenization_kimi.TikTokenTokenizer", "tokenization_moonshot.TikTokenTokenizer")
 RESERVED = 256  # ids behind those of the file, for special tokens
+LONGEST = 4096  # bytes of a token, which is looked at by every two parts of it
 _CASES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _LEAD = r"[^\r\n\p{L}\p{N}]?"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -46,7 +47,8 @@ def read_tiktoken(directory: Path, settings: Mapping[str, Any]) -> Tokenizer:
     named = code[0] if isinstance(code, list) and code else code
     if named not in KNOWN:
         raise ValueError(
-            f"{FILE} is read as by {' and '.join(KNOWN)}, not by {named}: write a tokenizer.json"
+            f"{FILE} is read as by {' and '.join(KNOWN)}, not by {str(named)[:100]}: write a "
+            "tokenizer.json"
         )
     ranks = _read_ranks(directory / FILE)
     texts = {token: _as_text(token) for token in ranks}
@@ -83,6 +85,8 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
             read = b""
         if not read or rank != str(number).encode():
             raise ValueError(f"{FILE}: line {number + 1} is not a token and rank {number}")
+        if len(read) > LONGEST:
+            raise ValueError(f"{FILE}: line {number + 1} is a token of {len(read):,} bytes")
         ranks[read] = number
     if len(ranks) <= number or not all(bytes([byte]) in ranks for byte in range(256)):
         raise ValueError(f"{FILE}: a token stands twice, or a byte is none")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from sluice.weights.rules.rule import Layers, Pack, ShardAxis, SourceTensor, Stage, WeightRule
 
@@ -291,21 +290,28 @@ def predicted(
     both, the norm behind the layer (arXiv 2412.19437, 2.2). `hidden_first`: the projection there
     is of the hidden state and then of the embedding.
     """
-    pack = Pack.SWAPPED if hidden_first else Pack.ONE
 
-    def rule(megatron: str, name: str, *shape: str, **more: Any) -> WeightRule:
+    def rule(
+        megatron: str,
+        name: str,
+        *shape: str,
+        pack: Pack = Pack.ONE,
+        cut: ShardAxis = ShardAxis.NONE,
+    ) -> WeightRule:
         return WeightRule(
             megatron=f"{PREDICTION}{megatron}.weight",
             sources=(SourceTensor(name, shape),),
             stage=Stage.FINAL,
+            pack=pack,
+            cut=cut,
             when=("predicts",),
-            **more,
         )
 
+    joined = Pack.SWAPPED if hidden_first else Pack.ONE
     return (
         rule("enorm", embedding, "hidden"),
         rule("hnorm", hidden, "hidden"),
-        rule("eh_proj", join, "hidden", "2*hidden", cut=ShardAxis.ROWS, pack=pack),
+        rule("eh_proj", join, "hidden", "2*hidden", pack=joined, cut=ShardAxis.ROWS),
         *(_of_prediction(each, hf) for each in layer),
         rule("final_layernorm", last, "hidden"),
     )

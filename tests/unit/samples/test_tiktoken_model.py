@@ -126,6 +126,7 @@ def _line(number: int, text: bytes) -> Callable[[list[bytes]], None]:
         (_line(3, b"\xff\xfe 3\n"), "line 4 is not a token and rank 3"),
         (_line(3, b"AA== 3\n"), "a token stands twice, or a byte is none"),
         (_line(3, b" 3\n"), "line 4 is not a token and rank 3"),
+        (_line(300, base64.b64encode(bytes(5000)) + b" 300\n"), "301 is a token of 5,000 bytes"),
         (lambda lines: lines.clear(), "a token stands twice, or a byte is none"),
         (lambda lines: lines.__delitem__(slice(200, None)), "or a byte is none"),
     ],

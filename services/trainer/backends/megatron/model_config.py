@@ -32,12 +32,21 @@ DTYPES = {
 }
 TOWER = "vision_model."  # before the names of the tower's parameters
 # whose layers this backend builds
-NEXT = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}
+NEXT = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}  # of text alone
 RECURRENT = {*NEXT, "qwen3_5_vl", "qwen3_5_vl_moe"}  # gated delta nets in most of their layers
-PLAIN = {"deepseek_v3", "glm4", "glm4_moe", "llama", "mimo", "minimax_m2"} | {
-    *("qwen2", "qwen3", "qwen3_moe")
+PLAIN = {
+    "deepseek_v3",
+    "glm4",
+    "glm4_moe",
+    "llama",
+    "mimo",
+    "minimax_m2",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
 }
-SEEING = {"qwen2_5_vl", "qwen3_5_vl", "qwen3_5_vl_moe", "qwen3_vl"}  # by `sluice.vision`
+# by the towers of `sluice.vision`
+SEEING = {"qwen2_5_vl", "qwen3_5_vl", "qwen3_5_vl_moe", "qwen3_vl"}
 FAMILIES = {*PLAIN, *RECURRENT, *SEEING}
 LATENT = {"deepseek_v3"}  # whose attention is over latents
 BIASED = {"deepseek_v3", "glm4_moe", "minimax_m2"}  # whose routers are sigmoids with a bias
