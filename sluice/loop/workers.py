@@ -379,7 +379,14 @@ class RolloutCall(Generic[G]):
         while self.waiting:
             request = self.build_request(list(self.waiting.values()), trial)
             self.request_id = request_id_of(request)
-            failed = await self._follow(request, retries)
+            try:
+                failed = await self._follow(request, retries)
+            except RemoteError as error:
+                if not error.is_too_large or len(self.waiting) > 1:
+                    raise
+                _, group = self.waiting.popitem()
+                self.events.hopeless(group, str(error))
+                return
             blameless = {name: why for name, (code, why) in failed.items() if code in _BLAMELESS}
             for group_id in [name for name in self.waiting if name not in blameless]:
                 _, why = failed.get(group_id, (0, "the worker gave no answer for it"))

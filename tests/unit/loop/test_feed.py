@@ -95,6 +95,7 @@ class World:
     def __init__(self, episodes: Episodes, ledger: Ledger, workers: EpisodeWorkers) -> None:
         self.episodes, self.ledger, self.workers = episodes, ledger, workers
         self.row = Struct()
+        self.rows: dict[str, Struct] = {}  # of groups that have another
 
     def feed(self, **settings) -> RolloutDispatcher:
         config = {"groups_per_step": 4, "max_staleness": 0, "attempts": 3, **settings}
@@ -102,13 +103,22 @@ class World:
         def request(groups, trial):
             return pb.RolloutRequest(
                 request_id="-".join(f"{g.group_id}.{trial}" for g in groups),
-                groups=[pb.GroupRequest(group_id=g.group_id, row=self.row) for g in groups],
+                groups=[
+                    pb.GroupRequest(group_id=g.group_id, row=self.rows.get(g.group_id, self.row))
+                    for g in groups
+                ],
                 environment={"name": "x"},
                 sampling={"max_new_tokens": 1},
                 sample_count=2,
             )
 
-        return RolloutDispatcher(DispatcherConfig(**config), self.ledger, self.workers, request)
+        return RolloutDispatcher(
+            DispatcherConfig(**config),
+            self.ledger,
+            self.workers,
+            request,
+            place=lambda group: f"rows.jsonl, row {group.position + 1}",
+        )
 
     def publish(self, step: int) -> None:
         self.episodes.version += 1
@@ -334,6 +344,17 @@ async def test_a_call_beyond_the_size_of_messages_ends_the_run_at_once(world):
     with pytest.raises(RolloutFailedError, match=r"MESSAGE_TOO_LARGE.*server\.max_message_bytes"):
         await step(world, feed, 0)
     assert len(world.episodes.requests) == 1
+    await feed.close()
+
+
+async def test_a_row_beyond_the_size_of_messages_is_dropped_by_its_place(world, caplog):
+    world.rows["g0000002"] = Struct()
+    world.rows["g0000002"].update({"tests": "x" * (1 << 26)})
+    feed = world.feed()
+    assert await step(world, feed, 0) == ["g0000000", "g0000001", "g0000003", "g0000004"]
+    assert [group.position for group in world.ledger.groups("dropped")] == [2]
+    assert "rows.jsonl, row 3: RESOURCE_EXHAUSTED/MESSAGE_TOO_LARGE" in caplog.text
+    assert "server.max_message_bytes" in caplog.text
     await feed.close()
 
 
