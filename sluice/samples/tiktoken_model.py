@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 FILE = "tiktoken.model"
 KNOWN = ("tokenization_kimi.TikTokenTokenizer", "tokenization_moonshot.TikTokenTokenizer")
 RESERVED = 256  # ids behind those of the file, for special tokens
-LONGEST = 4096  # bytes of a token, which is looked at by every two parts of it
+LOOKS = 1 << 28  # bytes of the parts of all tokens, each of which is looked at by every two of its
 _CASES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _LEAD = r"[^\r\n\p{L}\p{N}]?"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -76,7 +76,7 @@ def read_tiktoken(directory: Path, settings: Mapping[str, Any]) -> Tokenizer:
 def _read_ranks(path: Path) -> dict[bytes, int]:
     """Ranks by token, from 0 on, in their order."""
     ranks: dict[bytes, int] = {}
-    number = -1
+    number, looks = -1, 0
     for number, line in enumerate(path.read_bytes().splitlines()):
         token, _, rank = line.partition(b" ")
         try:
@@ -85,8 +85,9 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
             read = b""
         if not read or rank != str(number).encode():
             raise ValueError(f"{FILE}: line {number + 1} is not a token and rank {number}")
-        if len(read) > LONGEST:
-            raise ValueError(f"{FILE}: line {number + 1} is a token of {len(read):,} bytes")
+        looks += len(read) ** 2
+        if looks > LOOKS:
+            raise ValueError(f"{FILE}: its tokens are too long, at line {number + 1}")
         ranks[read] = number
     if len(ranks) <= number or not all(bytes([byte]) in ranks for byte in range(256)):
         raise ValueError(f"{FILE}: a token stands twice, or a byte is none")
@@ -110,8 +111,16 @@ def _as_text(token: bytes) -> str:
 def _special_tokens(settings: Mapping[str, Any], first: int) -> list[AddedToken]:
     """In the order of their ids; those that have no name are called by their number."""
     named = settings.get("added_tokens_decoder") or {}
+    if not isinstance(named, Mapping):
+        raise ValueError("tokenizer_config.json: added_tokens_decoder is no object")
+    ids = range(first, first + RESERVED)
+    if strays := named.keys() - set(map(str, ids)):
+        raise ValueError(
+            f"tokenizer_config.json names token {min(strays)[:20]}, and {FILE} leaves {first} to "
+            f"{ids[-1]} for those: one of the files is another model's, or a part of it"
+        )
     tokens = []
-    for token_id in range(first, first + RESERVED):
+    for token_id in ids:
         content, is_special = f"<|reserved_token_{token_id}|>", True
         if str(token_id) in named:
             try:

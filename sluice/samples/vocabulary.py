@@ -9,16 +9,23 @@ from typing import Any
 import xxhash
 
 from sluice.config import ConfigError
+from sluice.samples.tiktoken_model import read_tiktoken
 
 
 def vocabulary_digest(directory: Path) -> str:
     """Returns a digest of the tokens by id, added ones too; empty where there is no fast tokenizer.
 
-    Chat template, normalisation and what a model puts around a text are no part of it.
+    Chat template, normalisation and what a model puts around a text are no part of it, nor is which
+    file says so, a tokenizer.json or a tiktoken.model.
     """
     path = directory / "tokenizer.json"
     try:
-        tokens = _tokens(json.loads(path.read_bytes()))
+        if path.is_file():
+            tokens = _tokens(json.loads(path.read_bytes()))
+        else:
+            settings = json.loads((directory / "tokenizer_config.json").read_bytes())
+            texts = read_tiktoken(directory, settings).get_vocab(with_added_tokens=True)
+            tokens = {number: text for text, number in texts.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return ""  # who encodes texts refuses the file by name
     return xxhash.xxh3_128_hexdigest(json.dumps(sorted(tokens.items())).encode())

@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 import regex
+from tokenizers import Tokenizer, models
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from sluice.config import ConfigError
 from sluice.samples.tiktoken_model import PATTERN, RESERVED
 from sluice.samples.tokenizer import TextTokenizer
+from sluice.samples.vocabulary import vocabulary_digest
 
 LETTERS = "aaabcdeAB Éé ñ中文字12345 \n\r\t  '!?.,。한글éſ's't're\u0301ʰǅ😀\u2028"
 NAMES = {0: "[BOS]", 1: "[EOS]", 2: "<|im_end|>", 3: "<|tool_call_begin|>"}  # behind the ranks
@@ -77,6 +80,13 @@ def write(directory: Path, ranks: Ranks, code: Any = (KIMI, None), **settings: A
     return directory
 
 
+def byte_level(ranks: Ranks) -> Tokenizer:
+    """The ranks by texts as transformers write bytes."""
+    letters = bytes_to_unicode()
+    texts = {"".join(letters[byte] for byte in token): rank for token, rank in ranks.items()}
+    return Tokenizer(models.BPE(texts, []))
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Ranks:
     return learn(random.Random(5))
@@ -126,7 +136,7 @@ def _line(number: int, text: bytes) -> Callable[[list[bytes]], None]:
         (_line(3, b"\xff\xfe 3\n"), "line 4 is not a token and rank 3"),
         (_line(3, b"AA== 3\n"), "a token stands twice, or a byte is none"),
         (_line(3, b" 3\n"), "line 4 is not a token and rank 3"),
-        (_line(300, base64.b64encode(bytes(5000)) + b" 300\n"), "301 is a token of 5,000 bytes"),
+        (_line(300, base64.b64encode(bytes(99_999)) + b" 300\n"), "tokens are too long"),
         (lambda lines: lines.clear(), "a token stands twice, or a byte is none"),
         (lambda lines: lines.__delitem__(slice(200, None)), "or a byte is none"),
     ],
@@ -140,6 +150,55 @@ def test_a_damaged_file_is_refused(
     path.write_bytes(b"".join(lines))
     with pytest.raises(ConfigError, match=text):
         TextTokenizer(tmp_path)
+
+
+def test_many_long_tokens_are_refused_before_they_take_memory(tmp_path: Path) -> None:
+    """Each is looked at by every two parts of it: of these they are four million, of kilobytes."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    for length in range(2, 3000):
+        ranks[b"a" * length] = len(ranks)
+    with pytest.raises(ConfigError, match="tokens are too long"):
+        TextTokenizer(write(tmp_path, ranks))
+
+
+@pytest.mark.parametrize("lost", [300, -300])
+def test_special_tokens_elsewhere_than_behind_the_file_are_refused(
+    tmp_path: Path, ranks: Ranks, lost: int
+) -> None:
+    """A download that ended at a line's end, or a file of another model, is whole by itself."""
+    named = {str(len(ranks) + lost): {"content": "[BOS]"}}
+    with pytest.raises(ConfigError, match=f"names token {len(ranks) + lost}, and tiktoken.model"):
+        TextTokenizer(write(tmp_path, ranks, added_tokens_decoder=named))
+
+
+@pytest.mark.parametrize("said", [[1], "text", 3])
+def test_special_tokens_that_are_no_object_are_refused(
+    tmp_path: Path, ranks: Ranks, said: Any
+) -> None:
+    with pytest.raises(ConfigError, match="added_tokens_decoder is no object"):
+        TextTokenizer(write(tmp_path, ranks, added_tokens_decoder=said))
+
+
+def test_its_vocabulary_is_that_of_the_tokenizer_json_made_of_it(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    """Workers and trainers are compared by it, whichever file they read."""
+    own, other, made = (tmp_path / name for name in ("own", "other", "made"))
+    for directory in (own, other, made):
+        directory.mkdir()
+    write(own, ranks)
+    write(other, ranks, added_tokens_decoder=None)
+    first = len(ranks)
+    document = json.loads(byte_level(ranks).to_str())
+    document["added_tokens"] = [
+        {"id": first + number, "content": NAMES.get(number, f"<|reserved_token_{first + number}|>")}
+        for number in range(RESERVED)
+    ]
+    (made / "tokenizer.json").write_text(json.dumps(document))
+    assert vocabulary_digest(own) == vocabulary_digest(made) != ""
+    assert vocabulary_digest(other) not in ("", vocabulary_digest(own))
+    (other / "tiktoken.model").write_text("damaged")
+    assert vocabulary_digest(other) == ""
 
 
 @pytest.mark.parametrize(
