@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 DEEPEST = 100  # levels of lists and objects
@@ -36,6 +37,17 @@ def json_fault(value: Any) -> str:
             return ""
         values = inner
     return f"is nested deeper than {DEEPEST} levels"
+
+
+def plain_number(number: float) -> int | float:
+    """A number of JSON whose kind is not known: an integer, where that has the same digits.
+
+    So has 3.0, but not 1e23: as an integer that is 99999999999999991611392.
+    """
+    if not number.is_integer():
+        return number
+    whole = int(number)
+    return whole if abs(whole) < 1 << 53 or whole == Decimal(repr(number)) else number
 
 
 def find(values: Mapping[str, Any], key: str) -> Any:

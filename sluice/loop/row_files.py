@@ -11,6 +11,7 @@ from typing import Any
 import xxhash
 
 from sluice.config import ConfigError
+from sluice.json_values import plain_number
 from sluice.samples.messages import data_url
 
 TEXTS = ("prompt", "chosen", "rejected", "answer")  # columns that are never an image
@@ -125,10 +126,10 @@ def _change(value: Any, depth: int = 0) -> str:
             return f"holds half a surrogate pair, {value[error.start]!a}, which is no character"
     elif isinstance(value, int):
         try:
-            carried = int(float(value))  # JSON's numbers are, to calls
+            carried = plain_number(float(value))  # as JSON's numbers are, to calls
         except OverflowError:
             return "a whole number that is too large; give it as text"
-        if carried != value:
+        if isinstance(carried, float) or carried != value:
             return f"{value} would arrive as {carried}; give it as text"
     elif isinstance(value, dict | list):
         if depth == DEEPEST:

@@ -39,6 +39,7 @@ from services.rollout.episodes.group import (
 )
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.rollout.v1 import trace_pb2
+from sluice.json_values import plain_number
 from sluice.runtime import wire
 from sluice.runtime.errors import InvalidFieldError, ServiceError
 from sluice.samples.blobs import BlobReference
@@ -191,15 +192,14 @@ def groups_from_proto(request: pb.RolloutRequest) -> list[GroupSpec]:
 
 
 def values_from_proto(struct: struct_pb2.Struct) -> Mapping[str, Any]:
-    """Decodes JSON values. A Struct has floats only; whole numbers become integers again."""
+    """Decodes JSON values. A Struct has floats only; whole ones become integers again."""
     return {key: _plain(value) for key, value in struct.fields.items()}
 
 
 def _plain(value: struct_pb2.Value) -> Any:
     kind = value.WhichOneof("kind")
     if kind == "number_value":
-        number = value.number_value
-        return int(number) if number.is_integer() else number
+        return plain_number(value.number_value)
     if kind == "struct_value":
         return values_from_proto(value.struct_value)
     if kind == "list_value":

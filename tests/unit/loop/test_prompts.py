@@ -7,10 +7,10 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from google.protobuf import json_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.rollout.episodes.rollouts import groups_from_proto
 from sluice.api.rollout.v1.engine_service_pb2 import VersionBounds
 from sluice.api.rollout.v1.rollout_service_pb2 import RolloutRequest
 from sluice.config import ConfigError, parse_config
@@ -274,6 +274,7 @@ def nested(depth):
         (2**53 + 1, "'answer': 9007199254740993 would arrive as 9007199254740992; give it as text"),
         ({"ids": [1, -(2**53) - 1]}, "-9007199254740993 would arrive as -9007199254740992"),
         (10**400, "a whole number that is too large"),
+        (2**60, r"1152921504606846976 would arrive as 1\.152921504606847e\+18; give it as text"),
         ("\ud800", "half a surrogate pair"),
         ({"\udfff": 1}, "half a surrogate pair"),
         (nested(25), "nested more than 24 deep"),
@@ -312,7 +313,19 @@ def test_a_type_of_parquet_that_no_call_carries_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     "value",
-    [2**53, -(10**22), 1e300, 0.5, True, None, "\U0001f600", nested(24), {"a": [{"b": "\0"}]}],
+    [
+        2**53,
+        -(10**22),
+        10**18,
+        1e23,
+        -1e300,
+        0.5,
+        True,
+        None,
+        "\U0001f600",
+        nested(24),
+        {"a": [{"b": "\0"}]},
+    ],
 )
 def test_a_value_that_is_taken_reaches_the_worker_as_it_stands(tmp_path, value):
     path = tmp_path / "prompts.jsonl"
@@ -321,5 +334,6 @@ def test_a_value_that_is_taken_reaches_the_worker_as_it_stands(tmp_path, value):
     assert isinstance(task, dict)
     config = parse_config(RunConfig, RUN)
     request = build_request(config, config.shares[""], [("g", task)], VersionBounds(), 0)
-    received = RolloutRequest.FromString(request.SerializeToString())
-    assert json_format.MessageToDict(received.groups[0].row)["answer"] == value
+    (group,) = groups_from_proto(RolloutRequest.FromString(request.SerializeToString()))
+    assert group.task.row is not None
+    assert repr(group.task.row["answer"]) == repr(value), "the digits, too: answers are texts"
