@@ -77,8 +77,8 @@ async def _keep_ranks(server: Server, trainer: Trainer, controller: str) -> None
     """For as long as the trainer has ranks or may get some.
 
     After too many losses in a row the process ends with an error: whoever keeps it alive starts it
-    again, with a pause. So does one whose store cannot be written. One whose model cannot be loaded
-    stays, and says why.
+    again, with a pause. So does one whose store cannot be written. One whose model cannot be
+    loaded, or whose ranks crashed each time, stays, and says why.
     """
     try:
         with disk_errors():

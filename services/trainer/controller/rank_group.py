@@ -107,7 +107,8 @@ class RankGroup:
         """Wait until no more ranks are launched. Raises what nobody expected to end that.
 
         `state` is FAILED then for a model that no rank can load, which another process could not
-        either; after too many losses it is not, and another process may do better.
+        either; after too many losses of ranks that had loaded it is not, and another process may
+        do better.
         """
         assert self._supervisor is not None, "it has been started"
         await asyncio.shield(self._supervisor)
@@ -240,12 +241,20 @@ class RankGroup:
         self._tell_active(False)
 
     def _is_final(self, error: ServiceError) -> bool:
-        """Too many restarts, or a model that no rank can load."""
-        never_ran = self.restart_count == 0 and not self._settled.is_set()
-        if never_ran and isinstance(error, RankError):
+        """Too many restarts, or a model that no rank can load.
+
+        Ranks of this host that were lost so often, and never loaded it, cannot either: they take
+        too much memory, or crash. Of others it is not known that they have begun.
+        """
+        is_last = self._restarts_in_a_row >= self._config.max_restarts
+        crashes = is_last and self._config.launch == "local"
+        never_ran = not self._settled.is_set()
+        if never_ran and (crashes or (self.restart_count == 0 and isinstance(error, RankError))):
+            if self.restart_count:
+                self.failure += f", {self.restart_count + 1} times in a row before it was loaded"
             self.state = trainer_pb.Trainer.STATE_FAILED
             return True
-        return self._restarts_in_a_row >= self._config.max_restarts
+        return is_last
 
 
 def _unready(incarnation: RankIncarnation) -> list[str]:

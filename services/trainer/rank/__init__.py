@@ -14,6 +14,7 @@ FAILURES = (
     AttributeError,
     ImportError,
     LookupError,
+    MemoryError,
     OSError,
     RuntimeError,
     SafetensorError,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.patience import PATIENCE
 from tests.service.trainer.harness import FAILED, running_trainer, until
@@ -37,6 +38,12 @@ def rename_architecture(model: Path) -> None:
     config.write_text(json.dumps({**document, "architectures": ["Qwen9ForCausalLM"]}))
 
 
+def drop_tensor(model: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    del weights["model.layers.0.mlp.down_proj.weight"]
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+
+
 @pytest.mark.parametrize(
     ("spoil", "settings", "reason"),
     [
@@ -48,6 +55,12 @@ def rename_architecture(model: Path) -> None:
             {"backend": "fsdp"},
             r"ValueError: \S+/model/model\.safetensors is a pointer of Git LFS: `git lfs pull`",
             id="pointer",
+        ),
+        pytest.param(
+            drop_tensor,
+            {},
+            r"ValueError: model lacks tensors: model\.layers\.0\.mlp\.down_proj\.weight$",
+            id="missing",
         ),
         pytest.param(lambda model: None, REPLAY, "LayoutError: ", id="replay-without-experts"),
         pytest.param(rename_architecture, MEGATRON, "UnknownArchitectureError: ", id="unknown"),

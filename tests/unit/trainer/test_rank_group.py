@@ -333,6 +333,26 @@ async def test_a_model_that_cannot_be_loaded_fails_at_once(open_house: Any) -> N
     assert caught.value.metadata == {"cause": house.group.failure}
 
 
+@pytest.mark.parametrize("launch", ["local", "external"])
+async def test_ranks_that_crash_as_they_load_are_not_launched_by_another_process(
+    open_house: Any, launch: str
+) -> None:
+    house = await open_house(launch=launch, max_restarts=1)
+    for launched in (1, 2):
+        await until(lambda number=launched: house.group._incarnation.number == number)
+        rank = house.connect(0)
+        await until(lambda: bool(house.group.links))
+        await rank.leave()
+    async with asyncio.timeout(PATIENCE):
+        await house.group.wait_given_up()
+    if launch == "external":  # they may be late
+        assert house.group.state != FAILED
+        return
+    assert house.group.state == FAILED
+    assert house.group.failure.startswith("rank 0 closed its stream")
+    assert house.group.failure.endswith(", 2 times in a row before it was loaded")
+
+
 async def test_ranks_that_do_not_come_are_named(open_house: Any) -> None:
     house = await open_house()
     house.connect(0)

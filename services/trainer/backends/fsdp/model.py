@@ -54,7 +54,7 @@ from services.trainer.backends.recurrent import keep_rows_apart, recurrent_layer
 from services.trainer.backends.reference.attention import IMPLEMENTATION
 from services.trainer.backends.reference.model import (
     OWN_OPERATIONS,
-    check_head,
+    check_loading,
     damage_named,
     errors_only,
     run_packed,
@@ -78,8 +78,6 @@ from sluice.model_types import read_config
 from sluice.operations import UNASKED, OperationsConfig, Usage
 from sluice.samples.images import ImageRules
 from sluice.vision import Patches, VisionTower
-
-NEW_HEAD = {"score.weight", "score.bias"}  # zero where a checkpoint is a language model's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,8 +291,7 @@ def load_model(
             distributed_config=DistributedConfig(),
             output_loading_info=True,
         )
-    _check_loading(Path(path), loading)
-    check_head(Path(path), head, loading)
+    check_loading(Path(path), head, loading)
     assert cut.root is not None
     if sees:
         rules = ImageRules.from_directory(Path(path))
@@ -444,13 +441,6 @@ def _distributed_class(
     # conversions of tensors go by them
     DistributedModel.__name__, DistributedModel.__module__ = base.__name__, base.__module__
     return DistributedModel
-
-
-def _check_loading(directory: Path, loading: Any) -> None:
-    if missing := sorted(set(loading["missing_keys"]) - NEW_HEAD):
-        raise ValueError(f"{directory.name} lacks tensors: {', '.join(missing[:8])}")
-    if wrong := sorted(str(entry[0]) for entry in loading["mismatched_keys"]):
-        raise ValueError(f"{directory.name} has tensors of other shapes: {', '.join(wrong[:8])}")
 
 
 def _dropout(config: PretrainedConfig) -> str:

@@ -49,6 +49,7 @@ with uncompiled():
         set_verbosity_error,
     )
 
+NEW_HEAD = {"score.weight", "score.bias"}  # zero where a checkpoint is a language model's
 LFS = b"version https://git-lfs"  # how a pointer begins that stands for a file
 # Their attention is the plain one, of queries, keys, values and a scale.
 FAMILIES = (
@@ -252,9 +253,7 @@ def _load(path: str, config: PretrainedConfig, head: Head) -> Any:
     }
     if head == "policy":
         kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
-        with damage_named(Path(path)), unsymbolic():
-            return kind.from_pretrained(path, **options)
-    if head == "reward":
+    elif head == "reward":
         kind, config.num_labels = AutoModelForSequenceClassification, 1
     elif seeing:
         kind = _value_class(config)
@@ -263,15 +262,22 @@ def _load(path: str, config: PretrainedConfig, head: Head) -> Any:
     # a new head and an unused one are what is asked for
     with damage_named(Path(path)), errors_only(), unsymbolic():
         model, loading = kind.from_pretrained(path, output_loading_info=True, **options)
-    check_head(Path(path), head, loading)
+    check_loading(Path(path), head, loading)
     if "score.weight" in loading["missing_keys"]:
         for parameter in model.score.parameters():
             torch.nn.init.zeros_(parameter)
     return model
 
 
-def check_head(directory: Path, head: Head, loading: Any) -> None:
-    """Raises ValueError for a critic's bias, without which its values would be others."""
+def check_loading(directory: Path, head: Head, loading: Any) -> None:
+    """Raises ValueError for tensors that are missing, which transformers draws, or of other shapes.
+
+    So too for a critic's bias in a reward model, without which its values would be others.
+    """
+    if missing := sorted(set(loading["missing_keys"]) - NEW_HEAD):
+        raise ValueError(f"{directory.name} lacks tensors: {', '.join(missing[:8])}")
+    if wrong := sorted(str(entry[0]) for entry in loading["mismatched_keys"]):
+        raise ValueError(f"{directory.name} has tensors of other shapes: {', '.join(wrong[:8])}")
     if head == "reward" and "score.bias" in loading["unexpected_keys"]:
         raise ValueError(f"{directory.name} has a score.bias: it is a critic, no reward model")
 
