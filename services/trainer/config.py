@@ -14,7 +14,6 @@ from services.trainer.backends.fsdp.config import FsdpConfig
 from services.trainer.backends.megatron.config import MegatronConfig
 from sluice.address import plain_host, split_address
 from sluice.algo.surrogate import LossHead
-from sluice.balance.planner import OversizePolicy
 from sluice.config import PLAIN_NAME, Config, ProcessConfig
 from sluice.operations import OperationsConfig
 from sluice.place import (
@@ -317,8 +316,8 @@ class TrainerConfig(ProcessConfig):
     max_tokens_per_micro_batch: int = Field(
         16384, ge=2, description="Of one context-parallel rank."
     )
-    oversize_policy: OversizePolicy = Field(
-        OversizePolicy.ERROR, description="For rows above that."
+    oversize_policy: Literal["error", "truncate", "alone"] = Field(
+        "error", description="For rows above that."
     )
     keep_versions: int = Field(
         4, ge=0, description="Of weights, besides those pinned; 0 keeps all."
@@ -379,7 +378,7 @@ class TrainerConfig(ProcessConfig):
     @property
     def longest_row(self) -> int | None:
         """Tokens that a row may have on ranks that hold it whole; None where nothing bounds it."""
-        alone = self.oversize_policy is OversizePolicy.ALONE
+        alone = self.oversize_policy == "alone"
         return None if alone else self.max_tokens_per_micro_batch
 
     @property
@@ -424,7 +423,7 @@ class TrainerConfig(ProcessConfig):
             raise ValueError(f"reference_model has no effect with head {self.head}; leave it out")
         if self.head == "reward":
             reward_model_config(json.loads((Path(self.model) / "config.json").read_bytes()))
-            if self.oversize_policy is OversizePolicy.TRUNCATE:
+            if self.oversize_policy == "truncate":
                 raise ValueError(
                     "oversize_policy truncate is not for head reward: the end of a text is scored"
                 )

@@ -70,7 +70,7 @@ class RowLimits:
         return cls(
             shape_from_config(model).vocabulary_size,
             config.max_tokens_per_micro_batch * context_size,
-            config.oversize_policy,
+            OversizePolicy(config.oversize_policy),
             learned_positions(model),
             _read_images(config) if sees else None,
             model["image_token_id"] if sees else -1,

@@ -6,16 +6,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 
 from services.converter.servicer import ConverterConfig
 from services.rollout.config import RolloutConfig
 from services.router.config import RouterConfig
 from services.trainer.config import TrainerConfig
 from services.trainer.rank.__main__ import parse_flags
-from sluice.config import ConfigError, ProcessConfig, load_config, parse_config
+from sluice.config import ConfigError, ProcessConfig, load_config, models_of, parse_config
 from sluice.loop.config import RunConfig, SftConfig
 from sluice.stack import UpConfig
 
@@ -75,3 +79,24 @@ def test_a_rank_is_started_by_the_names_of_before_and_of_now() -> None:
     former = parse_flags([*start, "--front", "host:1", "--generation", "3"])
     assert former == parse_flags([*start, "--controller", "host:1", "--incarnation", "3"])
     assert (former.controller, former.incarnation, former.parent) == ("host:1", 3, 7)
+
+
+@pytest.mark.parametrize("process", PROCESSES, ids=lambda process: process.__name__)
+def test_choices_are_shown_as_files_take_them(process: type[ProcessConfig]) -> None:
+    """Of an enumeration `--help` would show the names, and files take the values."""
+    seen, left = set[type[BaseModel]](), list[type[BaseModel]]([process])
+    while left:
+        model = left.pop()
+        if model in seen:
+            continue
+        seen.add(model)
+        for name, field in model.model_fields.items():
+            assert not list(_enumerations(field.annotation)), f"{model.__name__}.{name}"
+            left += models_of(field.annotation)
+
+
+def _enumerations(annotation: Any) -> Iterator[type[Enum]]:
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _enumerations(argument)

@@ -76,7 +76,7 @@ def limits_of(config: TrainerConfig, layout: trainer_pb.ParallelLayout) -> PlanL
         context_size=max(1, layout.context),
         data_size=max(1, layout.data),
         micro_batch_multiple=layout.pipeline if interleaved else 1,
-        oversize=config.oversize_policy,
+        oversize=OversizePolicy(config.oversize_policy),
     )
 
 

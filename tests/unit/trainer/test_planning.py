@@ -35,7 +35,6 @@ from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.balance.planner import (
     MicroBatchPlan,
-    OversizePolicy,
     PlanLimits,
     TowerShape,
     TransformerShape,
@@ -205,7 +204,7 @@ def test_what_is_cut_over_context_ranks_is_under_the_cap(
         megatron=MegatronConfig(context=context, **layout),
         fsdp=FsdpConfig(context=context, **layout),
         max_tokens_per_micro_batch=14,
-        oversize_policy=OversizePolicy.ERROR,
+        oversize_policy="error",
     )
     limits = limits_of(config, trainer_pb.ParallelLayout(context=context, data=2))
     planner = Planner(SHAPE, limits, packing_of(config, context))
