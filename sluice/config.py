@@ -29,6 +29,7 @@ RESERVED_ENV = frozenset(
 )
 MAX_CONFIG_BYTES = 16 << 20  # somebody meant another file
 LONGEST_PATH, LONGEST_NAME = 4095, 255  # bytes
+LONGEST_SHOWN = 200  # characters of a value, or of a key, in an error
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 PLAIN_NAME_RULE = "a name has letters, digits, '_', '.' and '-', none of the last two first"
 
@@ -290,9 +291,13 @@ def describe(
             *above, name = item["loc"]
             message = f"unknown key{hint(str(name), keys_at(cls, above))}"
         elif item["type"] != "missing" and not isinstance(item["input"], Mapping | BaseModel):
-            message += f" (got {item['input']!r})"
-        lines.append(f"{path}: {message}" if path else message)
+            message += f" (got {_clipped(repr(item['input']))})"
+        lines.append(f"{_clipped(path)}: {message}" if path else message)
     return "; ".join(lines)
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def _flag_parser(cls: type[ProcessConfig], usage: str) -> FlagParser:

@@ -34,7 +34,7 @@ from sluice.weights.errors import InvalidAdapterError
 
 Head = Literal["policy", "value", "reward"]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
-_Pattern = Annotated[str, Field(min_length=1)]
+_Pattern = Annotated[str, Field(min_length=1, max_length=256)]  # no name is longer
 MAX_LEARNING_RATE = 1e5  # far above, what AdamW makes of weights is no float32
 MAX_WEIGHT_DECAY = 100.0
 MAX_GRAD_NORM = 1e18  # AdamW keeps squares of gradients, in float32: one that is infinite stays so

@@ -169,3 +169,10 @@ def test_addresses_are_taken_as_they_are(address):
     assert CriticConfig(address=address).address == address
     assert ServerConfig(advertise=address).advertise == address
     assert CriticConfig(address=f"/run/services.json#{address}").address.endswith(address)
+
+
+@pytest.mark.parametrize("values", [{"backend": "x" * 10_000}, {"x" * 10_000: 1}])
+def test_long_values_and_keys_are_shown_in_part(values):
+    with pytest.raises(ConfigError) as refusal:
+        parse_config(TrainerConfig, {"model": "m", **values})
+    assert 200 < len(str(refusal.value)) < 600

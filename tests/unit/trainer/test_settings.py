@@ -75,6 +75,7 @@ def test_linear_and_cosine_fall_to_the_minimum_and_stay() -> None:
         ({"lora": {"alpha": 1e-308}}, "lora.alpha"),
         ({"trainable": {"allow": []}}, "trainable.allow"),
         ({"trainable": {"deny": [""]}}, "trainable.deny"),
+        ({"trainable": {"deny": ["x" * 257]}}, "trainable.deny"),
         ({"trainable": {"only": ["*"]}}, "trainable.only"),
         ({"lora": {"rank": 2}, "trainable": {"deny": ["*norm*"]}}, "trainable has no effect with"),
         (
