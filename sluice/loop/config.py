@@ -525,7 +525,11 @@ class RunConfig(CommonRunConfig):
     weight_transport: Literal["store", "collective"] = "store"
     trace: TraceConfig = TraceConfig()
     group_timeout_seconds: float = Field(600, ge=SHORTEST_GROUP, le=LONGEST_GROUP)
-    group_attempts: int = Field(3, gt=0, description="Issues of a group before it is dropped.")
+    group_attempts: int = Field(
+        3,
+        gt=0,
+        description="Issues of a group, or of a task of an evaluation, until it is dropped.",
+    )
     evaluation: EvaluationConfig | None = None
     replay: ReplayConfig | None = Field(
         None, description="Trains on the groups of an earlier run instead of new ones."

@@ -36,8 +36,6 @@ from sluice.runtime.wire import evaluation_report
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 5  # of a task that fails
-
 
 class EvaluationError(Exception):
     """A data set could not be scored; the message says why."""
@@ -52,8 +50,9 @@ class _HeldOutTask:
 
 @dataclass
 class _Outcomes:
-    """What became of the tasks of one data set: the CallEvents of its calls."""
+    """What became of the tasks of one data set, tried `attempts` times: CallEvents of its calls."""
 
+    attempts: int
     finished_groups: list[pb.FinishedGroup] = field(default_factory=list)
     failed_count: int = 0
     failure: str = ""  # the last one
@@ -68,7 +67,7 @@ class _Outcomes:
         self.failed_count, self.failure = self.failed_count + 1, why
 
     def failed(self, group: _HeldOutTask, why: str) -> _HeldOutTask | None:
-        if group.attempts < ATTEMPTS:
+        if group.attempts < self.attempts:
             return replace(group, attempts=group.attempts + 1)
         self.hopeless(group, why)
         return None
@@ -235,7 +234,8 @@ class EvaluationLane:
         self, name: str, data: EvaluationSetConfig, step: int, versions: engine_pb.VersionBounds
     ) -> pb.EvaluationReport:
         """Scores the tasks that can be. Raises EvaluationError where none could."""
-        config, source, outcomes = self._config, self._sources[name], _Outcomes()
+        config, source = self._config, self._sources[name]
+        outcomes = _Outcomes(config.group_attempts)
 
         def request(groups: Sequence[_HeldOutTask], trial: int) -> pb.EvaluateRequest:
             tasks = [(group.group_id, group.task) for group in groups]

@@ -249,6 +249,16 @@ async def test_deterministic_runs_and_those_that_say_so_wait(world) -> None:
     assert not world.lane(deterministic=True).is_beside
 
 
+async def test_a_task_that_fails_is_tried_as_often_as_a_group_of_training(world) -> None:
+    episodes = world.episodes
+    episodes.failing = {"eval-0-greedy-1": 99}
+    async with asyncio.timeout(PATIENCE):
+        await world.lane({"greedy": DATASETS["greedy"]}).measure("before", 0, 3)
+    asked = Counter(g.group_id for r in episodes.requests for g in r.rollout.groups)
+    assert asked == {"eval-0-greedy-0": 1, "eval-0-greedy-1": 3, "eval-0-greedy-2": 1}
+    assert world.rows()[-1]["failed_groups"] == 1
+
+
 async def test_failures_are_tried_again_and_hopeless_tasks_counted(world) -> None:
     episodes = world.episodes
     episodes.failing = {"eval-0-greedy-1": 2}
