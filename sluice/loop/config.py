@@ -889,6 +889,14 @@ class RowsRunConfig(CommonRunConfig):
         raise NotImplementedError
 
     @model_validator(mode="after")
+    def _is_not_replayed(self) -> Self:
+        if self.retention.keep_blobs:
+            raise ValueError(
+                "retention.keep_blobs: has no effect on rows of a file, whose run no other replays"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _has_no_trace(self) -> Self:
         if self.trackers.otel is not None:
             raise ValueError("trackers.otel: has no effect, a run on rows of a file keeps no trace")

@@ -45,6 +45,12 @@ def resumed(tmp_path: Path) -> Check:
     return check
 
 
+def test_blobs_of_rows_are_not_kept_for_a_replay_that_there_is_not(resumed: Check) -> None:
+    with pytest.raises(ConfigError, match=r"retention\.keep_blobs: has no effect"):
+        resumed(retention={"keep_blobs": True})
+    assert resumed(retention={"keep_blobs": False, "cuts": 3})
+
+
 def test_more_epochs_and_the_same_settings_written_out_are_a_continuation(
     resumed: Check, tmp_path: Path
 ) -> None:
