@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -117,13 +117,8 @@ class ReplayedRun:
                     raise self.gone(step, reference.digest)
 
     def check_mini_batches(self, count: int) -> None:
-        """Raises ConfigError for more of them than a step has groups: it would make fewer."""
-        for step, groups in enumerate(self.steps, self.first_step):
-            if count > len(groups):
-                raise ConfigError(
-                    f"algorithm.mini_batches: {count} cannot be made of the {len(groups)} groups "
-                    f"of step {step}"
-                )
+        """Raises ConfigError for more of them than a step has groups."""
+        _check_mini_batches(count, enumerate(self.steps, self.first_step))
 
     @property
     def environments(self) -> frozenset[str]:
@@ -154,6 +149,16 @@ class ReplayedRun:
                     f"replay.run_dir: {self.run.run_dir}: step {self.first_step + step}: {error}"
                 ) from None
         return [reference.digest for reference in references]
+
+
+def _check_mini_batches(count: int, steps: Iterable[tuple[int, Sequence[LedgerGroup]]]) -> None:
+    """Raises ConfigError for more of them than one of the steps has groups: it would make fewer."""
+    for step, groups in steps:
+        if count > len(groups):
+            raise ConfigError(
+                f"algorithm.mini_batches: {count} cannot be made of the {len(groups)} groups "
+                f"of step {step}"
+            )
 
 
 def references_of(groups: Sequence[LedgerGroup]) -> Iterator[BlobReference]:
@@ -315,7 +320,7 @@ class ReplayRun(PolicyRun):
             )
 
     def _read_groups(self) -> None:
-        """Raises RunDirectoryError where the blobs of one are gone."""
+        """Raises RunDirectoryError where the blobs of one are gone, ConfigError as for new runs."""
         if lost := self.ledger.groups("issued"):
             step = min(group.issue_step for group in lost)
             raise RunDirectoryError(
@@ -325,6 +330,8 @@ class ReplayRun(PolicyRun):
         self._groups = [[] for _ in range(self.config.steps)]
         for group in self.ledger.groups("generated"):
             self._groups[group.issue_step].append(group)
+        left = list(enumerate(self._groups, self._replay.first_step))[self.step :]
+        _check_mini_batches(self.config.algorithm.mini_batches, left)
 
     async def _one_step(self) -> None:
         start = time.monotonic()

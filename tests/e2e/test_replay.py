@@ -185,6 +185,20 @@ def test_what_cannot_be_replayed_as_a_whole_is_refused_before_the_first_step(
     assert "is that of this run" in refused(used, run, "own", replay={"run_dir": own})
 
 
+def test_a_replay_that_goes_on_is_held_to_its_groups_too(
+    source: tuple[Training, Path], used: Stack
+) -> None:
+    changes = replayed(source[0])
+    used.train("more", **changes, dies_at=("consumed", 2)).died()
+    more = used.train("more", **(changes | {"algorithm": {"mini_batches": 5}}), resume=True)
+    output, _ = more.process.communicate(timeout=PATIENCE)
+    assert more.process.returncode == 2, output
+    told = " ".join(output.split())
+    assert "algorithm.mini_batches: 5 cannot be made of the 4 groups of step" in told
+    assert "Traceback" not in told
+    used.train("more", **changes, resume=True).finish()
+
+
 def test_blobs_that_are_gone_are_named_by_their_first_step(
     source: tuple[Training, Path], used: Stack, tmp_path: Path
 ) -> None:
