@@ -28,7 +28,7 @@ from sluice.place import (
 from sluice.profiler import DIRECTORY as PROFILES
 from sluice.runtime.server import LAST_PORT, ServerConfig
 from sluice.weights.adapter import DEFAULT_TARGETS, MAX_ALPHA, MAX_RANK, MIN_ALPHA, AdapterSpec
-from sluice.weights.classifier import reward_model_config
+from sluice.weights.classifier import label_count, reward_model_config
 from sluice.weights.convert.options import ScaleFormat
 from sluice.weights.errors import InvalidAdapterError
 
@@ -421,8 +421,11 @@ class TrainerConfig(ProcessConfig):
             return self
         if self.reference_model is not None:
             raise ValueError(f"reference_model has no effect with head {self.head}; leave it out")
+        document = json.loads((Path(self.model) / "config.json").read_bytes())
+        if (count := label_count(document)) != 1:
+            raise ValueError(f"model: {self.model} has {count} labels, one is for head {self.head}")
         if self.head == "reward":
-            reward_model_config(json.loads((Path(self.model) / "config.json").read_bytes()))
+            reward_model_config(document)
             if self.oversize_policy == "truncate":
                 raise ValueError(
                     "oversize_policy truncate is not for head reward: the end of a text is scored"
@@ -603,9 +606,11 @@ class TrainerConfig(ProcessConfig):
         except OSError as error:  # too long a name, or no right to look
             raise ValueError(f"cannot be looked at: {error.strerror}") from None
         try:
-            json.loads(path.read_bytes())
+            document = json.loads(path.read_bytes())
         except ValueError as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
+        if not isinstance(document, dict):
+            raise ValueError(f"{path} is not JSON: no object")
         return value
 
 

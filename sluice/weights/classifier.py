@@ -20,6 +20,18 @@ class NoClassifierError(ValueError):
     """transformers has no sequence classifier on this body."""
 
 
+def label_count(config: Mapping[str, object]) -> int:
+    """How many labels the model of a `config.json` tells apart; 1 where it is no classifier."""
+    architectures, labels = config.get("architectures"), config.get("id2label")
+    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    if not name.endswith((CRITIC, REWARD_MODEL)):
+        return 1
+    if isinstance(labels, Mapping):
+        return len(labels)
+    count = config.get("num_labels")
+    return count if isinstance(count, int) else 2  # of which transformers write nothing
+
+
 def reward_model_config(config: Mapping[str, object]) -> dict[str, object]:
     """Return the `config.json` of a reward model on the body that `config` is of.
 

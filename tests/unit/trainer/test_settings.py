@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -189,7 +190,30 @@ def test_settings_that_a_reward_model_has_no_use_for_are_named(
         parse_config(TrainerConfig, {**values, **settings})
 
 
-@pytest.mark.parametrize("text", [b"{", b"\xff\xfe", b""])
+@pytest.mark.parametrize("head", ["reward", "value"])
+@pytest.mark.parametrize(
+    ("said", "count"),
+    [
+        ({"id2label": {"0": "bad", "1": "fair", "2": "good"}}, 3),
+        ({"num_labels": 5}, 5),
+        ({}, 2),  # transformers write no labels where they are two
+    ],
+)
+def test_a_classifier_of_several_labels_is_refused(
+    tmp_path: Path, head: str, said: dict[str, Any], count: int
+) -> None:
+    config = tmp_path / "config.json"
+    values = {"model": str(tmp_path), "store": str(tmp_path), "head": head}
+    for kind in ("Sequence", "Token"):
+        architectures = {"architectures": [f"Qwen3For{kind}Classification"]}
+        config.write_text(json.dumps({**architectures, "id2label": {"0": "LABEL_0"}}))
+        parse_config(TrainerConfig, values)
+        config.write_text(json.dumps(architectures | said))
+        with pytest.raises(ConfigError, match=f"model: .* has {count} labels, .* head {head}"):
+            parse_config(TrainerConfig, values)
+
+
+@pytest.mark.parametrize("text", [b"{", b"\xff\xfe", b"", b"[]", b"3"])
 def test_a_broken_description_of_the_model_is_named(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "config.json").write_bytes(text)
     values = {"model": str(tmp_path), "store": str(tmp_path)}
