@@ -610,7 +610,7 @@ class TrainerConfig(ProcessConfig):
         except ValueError as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
         if not isinstance(document, dict):
-            raise ValueError(f"{path} is not JSON: no object")
+            raise ValueError(f"{path} is no JSON object")
         return value
 
 

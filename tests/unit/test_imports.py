@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -195,3 +196,25 @@ def test_a_quiet_process_looks_for_garbage_too() -> None:
     command = [sys.executable, "-c", QUIET, str(PATIENCE)]
     done = subprocess.run(command, capture_output=True, timeout=2 * PATIENCE, check=False)
     assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("first", "given", "threads"),
+    [
+        ("import services", {}, 1),
+        ("import services", {"OPENBLAS_NUM_THREADS": "3"}, 3),
+        ("pass", {"OMP_NUM_THREADS": "2"}, 2),  # what else it goes by
+    ],
+)
+def test_services_start_no_threads_of_numpy_unless_they_are_asked_for(
+    first: str, given: dict[str, str], threads: int
+) -> None:
+    """Each would spin for a tenth of a second, and there would be one a core."""
+    others = {name: value for name, value in os.environ.items() if "NUM_THREADS" not in name}
+    code = f"{first}\nimport os, numpy\nprint(len(os.listdir('/proc/self/task')))"
+    command = [sys.executable, "-c", code]
+    environment = {**others, **given}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=True
+    )
+    assert int(done.stdout) == min(threads, len(os.sched_getaffinity(0)))
