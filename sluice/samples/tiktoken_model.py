@@ -42,23 +42,14 @@ def read_tiktoken(directory: Path, settings: Mapping[str, Any]) -> Tokenizer:
 
     Raises ValueError for a file that is none, and where the code that it needs is not known here.
     """
-    code = settings.get("auto_map")
-    code = code.get("AutoTokenizer") if isinstance(code, Mapping) else None
-    named = code[0] if isinstance(code, list) and code else code
-    if named not in KNOWN:
-        raise ValueError(
-            f"{FILE} is read as by {' and '.join(KNOWN)}, not by {str(named)[:100]}: write a "
-            "tokenizer.json"
-        )
-    ranks = _read_ranks(directory / FILE)
-    texts = {token: _as_text(token) for token in ranks}
+    texts, special = _read(directory, settings)
     merges = [
         (texts[token[:cut]], texts[token[cut:]])
-        for token in ranks
+        for token in texts
         for cut in range(1, len(token))
-        if token[:cut] in ranks and token[cut:] in ranks
+        if token[:cut] in texts and token[cut:] in texts
     ]
-    vocabulary = {texts[token]: rank for token, rank in ranks.items()}
+    vocabulary = {text: rank for rank, text in enumerate(texts.values())}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -67,10 +58,37 @@ def read_tiktoken(directory: Path, settings: Mapping[str, Any]) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens(_special_tokens(settings, len(ranks)))
-    if tokenizer.get_vocab_size() != len(ranks) + RESERVED:
-        raise ValueError("two special tokens of tokenizer_config.json are alike")
+    tokenizer.add_tokens(special)
     return tokenizer
+
+
+def read_vocabulary(directory: Path, settings: Mapping[str, Any]) -> dict[int, str]:
+    """The tokens by id of the tokenizer that `read_tiktoken` makes, in a quarter of its time.
+
+    Raises as it does.
+    """
+    texts, special = _read(directory, settings)
+    return dict(enumerate([*texts.values(), *(token.content for token in special)]))
+
+
+def _read(
+    directory: Path, settings: Mapping[str, Any]
+) -> tuple[dict[bytes, str], list[AddedToken]]:
+    """Texts of the file's tokens, and the special ones behind them, each in the order of ids."""
+    code = settings.get("auto_map")
+    code = code.get("AutoTokenizer") if isinstance(code, Mapping) else None
+    named = code[0] if isinstance(code, list) and code else code
+    if named not in KNOWN:
+        raise ValueError(
+            f"{FILE} is read as by {' and '.join(KNOWN)}, not by {str(named)[:100]}: write a "
+            "tokenizer.json"
+        )
+    texts = {token: _as_text(token) for token in _read_ranks(directory / FILE)}
+    special = _special_tokens(settings, len(texts))
+    apart = {*texts.values(), *(token.content for token in special)} - {""}
+    if len(apart) < len(texts) + RESERVED:
+        raise ValueError("two special tokens of tokenizer_config.json are alike")
+    return texts, special
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:

@@ -9,7 +9,6 @@ from typing import Any
 import xxhash
 
 from sluice.config import ConfigError
-from sluice.samples.tiktoken_model import read_tiktoken
 
 
 def vocabulary_digest(directory: Path) -> str:
@@ -23,9 +22,10 @@ def vocabulary_digest(directory: Path) -> str:
         if path.is_file():
             tokens = _tokens(json.loads(path.read_bytes()))
         else:
+            from sluice.samples.tiktoken_model import read_vocabulary  # few have such a file
+
             settings = json.loads((directory / "tokenizer_config.json").read_bytes())
-            texts = read_tiktoken(directory, settings).get_vocab(with_added_tokens=True)
-            tokens = {number: text for text, number in texts.items()}
+            tokens = read_vocabulary(directory, settings)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return ""  # who encodes texts refuses the file by name
     return xxhash.xxh3_128_hexdigest(json.dumps(sorted(tokens.items())).encode())

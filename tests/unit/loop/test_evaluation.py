@@ -97,12 +97,14 @@ class World:
     def __init__(self, tmp_path, episodes, workers) -> None:
         self.path, self.episodes, self.workers = tmp_path, episodes, workers
 
-    def lane(self, datasets=DATASETS, deterministic=False, **evaluation) -> EvaluationLane:
+    def lane(
+        self, datasets=DATASETS, deterministic=False, attempts=3, **evaluation
+    ) -> EvaluationLane:
         self.report = RunReport(self.path, 10)
-        config = self.config(datasets, deterministic, **evaluation)
+        config = self.config(datasets, deterministic, attempts, **evaluation)
         return EvaluationLane(config, self.workers, self.report)
 
-    def config(self, datasets=DATASETS, deterministic=False, **evaluation) -> RunConfig:
+    def config(self, datasets=DATASETS, deterministic=False, attempts=3, **evaluation) -> RunConfig:
         return parse_config(
             RunConfig,
             {
@@ -118,6 +120,7 @@ class World:
                     "stop": ["x"],
                 },
                 "deterministic": deterministic,
+                "group_attempts": attempts,
                 "evaluation": {"datasets": datasets, **evaluation},
             },
         )
@@ -249,13 +252,15 @@ async def test_deterministic_runs_and_those_that_say_so_wait(world) -> None:
     assert not world.lane(deterministic=True).is_beside
 
 
-async def test_a_task_that_fails_is_tried_as_often_as_a_group_of_training(world) -> None:
+@pytest.mark.parametrize("attempts", [1, 3, 6])
+async def test_a_task_that_fails_is_tried_as_often_as_a_group_of_training(world, attempts) -> None:
     episodes = world.episodes
     episodes.failing = {"eval-0-greedy-1": 99}
     async with asyncio.timeout(PATIENCE):
-        await world.lane({"greedy": DATASETS["greedy"]}).measure("before", 0, 3)
+        lane = world.lane({"greedy": DATASETS["greedy"]}, attempts=attempts)
+        await lane.measure("before", 0, 3)
     asked = Counter(g.group_id for r in episodes.requests for g in r.rollout.groups)
-    assert asked == {"eval-0-greedy-0": 1, "eval-0-greedy-1": 3, "eval-0-greedy-2": 1}
+    assert asked == {"eval-0-greedy-0": 1, "eval-0-greedy-1": attempts, "eval-0-greedy-2": 1}
     assert world.rows()[-1]["failed_groups"] == 1
 
 

@@ -210,7 +210,18 @@ def test_other_code_is_not_guessed_at(tmp_path: Path, ranks: Ranks, code: Any) -
 
 
 @pytest.mark.parametrize(
-    "said", [3, "text", [], {}, {"content": 7}, {"content": None}, {"content": "[EOS]"}]
+    "said",
+    [
+        3,
+        "text",
+        [],
+        {},
+        {"content": 7},
+        {"content": None},
+        {"content": ""},
+        {"content": "a"},
+        {"content": "[EOS]"},
+    ],
 )
 def test_bad_special_tokens_are_refused(tmp_path: Path, ranks: Ranks, said: Any) -> None:
     first = len(ranks)
