@@ -18,6 +18,7 @@ from tests.lora.conftest import ExpectedAdapters
 from tests.rank_pool import Pool
 
 LOGPROB_TOLERANCE, GRADIENT_TOLERANCE = 5e-6, 5e-5
+NARROW = 0.1  # of anything, over a bfloat16 base
 SEQUENCE = {"sequence_parallel": True}
 fast = pytest.mark.fast
 CASES = [
@@ -132,6 +133,36 @@ def test_numbers_are_those_of_peft(
     assert published.keys() == oracle.tensors.keys()
     for name, tensor in oracle.tensors.items():
         assert (published[name] - tensor).abs().max() < 2e-4, name
+
+
+@pytest.mark.parametrize(
+    ("backend", "world", "layout"),
+    [
+        pytest.param("megatron", 1, {}, id="megatron", marks=fast),
+        pytest.param("megatron", 2, {"tensor": 2, **SEQUENCE}, id="tensor 2, sequence"),
+        pytest.param("megatron", 2, {"pipeline": 2}, id="pipeline 2"),
+        pytest.param("fsdp", 1, {}, id="fsdp"),
+    ],
+)
+def test_on_a_base_in_bfloat16_numbers_are_near_those_of_peft(
+    pool: Pool,
+    expected: ExpectedAdapters,
+    tmp_path: Path,
+    backend: str,
+    world: int,
+    layout: Any,
+) -> None:
+    oracle = expected("qwen3")
+    case = (backend, "qwen3", world, {**layout, "dtype": "bfloat16"})
+    answers = run(pool, expected, tmp_path, case)
+    assert logprob_difference(read_ranks(tmp_path, "logprobs"), oracle.logprobs) <= NARROW
+    assert logprob_difference(read_ranks(tmp_path, "base"), oracle.base) <= NARROW
+    assert gradient_difference(read_ranks(tmp_path, "gradients"), oracle.gradients) <= NARROW
+    for answer in answers:
+        assert answer["frozen"]
+        for found, should in zip(answer["steps"], oracle.steps, strict=True):
+            assert found["loss"] == pytest.approx(should["loss"], rel=NARROW, abs=NARROW)
+            assert found["grad_norm"] == pytest.approx(should["grad_norm"], rel=NARROW)
 
 
 def test_what_is_published_is_read_by_peft(

@@ -126,6 +126,19 @@ def parity(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def scored_by_both(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs of the policy, and of the reference, which is the same model."""
+    backend = open_backend(rank, world, arguments)
+    batches = micro_batches(make_rows(), backend.mesh.data_rank, backend.mesh.data_size)
+    for name in ("policy", "reference"):
+        temperature = SPEC.temperature or 1.0
+        scored = backend.compute_logprobs(batches, model=name, temperature=temperature)
+        if backend.mesh.reports:
+            save_file(scored, Path(arguments["out"]) / f"{name}-{rank}.safetensors")
+    backend.close()
+    return {}
+
+
 def copied_beside(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """`parity` on a device that makes its copies only when it is waited for."""
     device = lazy_device()

@@ -310,6 +310,26 @@ def test_bfloat16_gathers_gradients_in_float32(
             assert step["grad_norm"] == pytest.approx(wanted.grad_norm, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        pytest.param(1, {"dtype": "bfloat16"}, id="bfloat16", marks=fast),
+        pytest.param(1, {"dtype": "float16"}, id="float16"),
+        pytest.param(2, {"dtype": "bfloat16", "pipeline": 2}, id="PP2-bfloat16"),
+    ],
+)
+def test_a_narrow_reference_scores_as_the_policy_that_it_is(
+    world: int, layout: dict[str, Any], pool: Pool, expected: Any, tmp_path: Path
+) -> None:
+    """It takes no gradients, so that Megatron wraps it otherwise than the policy."""
+    oracle = expected("qwen3")
+    pool.run("scored_by_both", world, model=str(oracle.directory), layout=layout, out=str(tmp_path))
+    policy, reference = read_ranks(tmp_path, "policy"), read_ranks(tmp_path, "reference")
+    assert policy.keys() == reference.keys()
+    assert all(torch.equal(reference[name], tensor) for name, tensor in policy.items())
+    assert logprob_difference(reference, oracle.logprobs) <= 0.05
+
+
 def test_stock_latent_attention_gives_other_gradients(
     pool: Pool, expected: Any, tmp_path: Path
 ) -> None:

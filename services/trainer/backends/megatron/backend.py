@@ -444,7 +444,8 @@ class ChunkPasses:
             }
             if self.sees:
                 arguments["batch"] = batch
-            if isinstance(getattr(chunk, "module", chunk), Float16Module):
+            inner = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+            if isinstance(inner, Float16Module):  # what is not trained is not wrapped for gradients
                 arguments["fp32_output"] = False
             output = chunk(**arguments)
             if self.replay is not None:
