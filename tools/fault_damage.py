@@ -107,7 +107,7 @@ def _blobs(scene: Scene, state: str) -> list[Path]:
         ledger.close()
     folder, found = scene.store / "blobs", []
     for blob in blobs:
-        path = folder / blob.digest[:2] / blob.digest
+        path = folder / blob.digest
         with suppress(BlobNotFoundError):
             replace_file(path, read_blob(scene.store, blob), temporary=folder / "tmp")
             found.append(path)

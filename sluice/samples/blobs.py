@@ -255,10 +255,6 @@ class _Draft:
     def __len__(self) -> int:
         return len(self._parts)
 
-    @property
-    def folders(self) -> set[str]:
-        return {digest[:2] for digest in self._parts}
-
     def write(self, digest: str, data: bytes | memoryview) -> None:
         """Add a content."""
         with naming(self._source):
@@ -286,7 +282,7 @@ class _Draft:
         """Give it the names of its blobs, as young as then; done again it does nothing else."""
         os.utime(self._source)
         for digest, (offset, size) in self._parts.items():
-            path = f"{self._blobs}/{digest[:2]}/{digest}"
+            path = f"{self._blobs}/{digest}"
             try:
                 self._link(path)
             except OSError as error:
@@ -325,7 +321,7 @@ def read_blob(
         return _bucket_blobs(str(store), cache or StoreCacheConfig()).get(reference)
     if not DIGEST.fullmatch(digest):
         raise BlobNotFoundError(digest)
-    return _read_checked(root / "blobs" / digest[:2] / digest)
+    return _read_checked(_find(root / "blobs", digest))
 
 
 def has_blob(store: Place, reference: BlobReference, cache: StoreCacheConfig | None = None) -> bool:
@@ -333,7 +329,15 @@ def has_blob(store: Place, reference: BlobReference, cache: StoreCacheConfig | N
     digest, root = reference.digest, directory_of(store)
     if root is None:
         return _bucket_blobs(str(store), cache or StoreCacheConfig()).exists(reference)
-    return bool(DIGEST.fullmatch(digest)) and (root / "blobs" / digest[:2] / digest).is_file()
+    return bool(DIGEST.fullmatch(digest)) and _find(root / "blobs", digest).is_file()
+
+
+def _find(blobs: Path | str, digest: str) -> Path:
+    """Return where a blob is, if it is there; earlier releases spread them over folders."""
+    path = f"{blobs}/{digest}"  # a Path costs more than a look at what is there
+    if not os.path.lexists(path) and os.path.lexists(former := f"{blobs}/{digest[:2]}/{digest}"):
+        path = former
+    return Path(path)
 
 
 def _read_checked(path: Path) -> memoryview:
@@ -446,7 +450,6 @@ class BlobStore(Blobs):
         self._blobs = self.root / "blobs"
         self._temporary = self._blobs / "tmp"
         self._pins = self.root / "blob_pins"
-        self._durable_folders: set[str] = set()
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._make_folders()
@@ -455,7 +458,7 @@ class BlobStore(Blobs):
             raise DirectoryError(f"store: {where}: {error.strerror}") from None
 
     def put_all(self, contents: Iterable[bytes | memoryview]) -> list[BlobReference]:
-        """They share a file, and so the wait for it, the lock, and the folders. Content already
+        """They share a file and a folder, and so the waits for both, and the lock. Content already
         there is not written again. Errors name what cannot be written: the store where that
         itself is gone."""
         references, draft = list[BlobReference](), None
@@ -476,8 +479,7 @@ class BlobStore(Blobs):
         finally:
             if draft is not None:
                 draft.discard()
-        for folder in draft.folders:
-            self._sync(f"{self._blobs}/{folder}")
+        self._sync(self._blobs)
         for _ in range(len(draft)):
             faults.point("blob.stored")
         return references
@@ -489,14 +491,14 @@ class BlobStore(Blobs):
         return open_blob(self._path(reference.digest))
 
     def exists(self, reference: BlobReference) -> bool:
-        return os.path.exists(self._name_of(reference.digest))
+        return self._path(reference.digest).exists()
 
     def pin(self, owner: str, digests: Iterable[str]) -> None:
         digests = list(digests)
         with locked(self._lock, shared=True):
             self._pins.mkdir(exist_ok=True)
             for digest in digests:
-                if not os.path.exists(self._name_of(digest)):
+                if not self._path(digest).exists():
                     raise BlobNotFoundError(digest)
             append(pin_path(self._pins, owner), "+", digests, sync=self.sync)
         faults.point("blob.pinned")
@@ -510,7 +512,7 @@ class BlobStore(Blobs):
             return
         digests = list(digests)
         for digest in digests:
-            self._name_of(digest)  # a malformed line would shift all behind it
+            _check_digest(digest)  # a malformed line would shift all behind it
         with locked(self._lock, shared=True):
             append(path, "-", digests, sync=self.sync)
 
@@ -546,10 +548,9 @@ class BlobStore(Blobs):
 
     def _renew(self, digest: str, data: bytes | memoryview) -> bool:
         """Tell whether the content is there and whole; then it is young again, and durable."""
-        # most are new, and need no lock for that, nor a Path, which costs more than the look
-        if not os.path.lexists(f"{self._blobs}/{digest[:2]}/{digest}"):
-            return False
         path = self._path(digest)
+        if not os.path.lexists(path):  # most are new, and need no lock for that
+            return False
         with locked(self._lock, shared=True):
             try:
                 with open_blob(path) as file:
@@ -560,7 +561,6 @@ class BlobStore(Blobs):
                 return False
             self._sync(path)  # its writer may not have come so far
             self._sync(path.parent)
-        self._make_durable({digest[:2]})
         return True
 
     def _make_folders(self) -> None:
@@ -568,7 +568,6 @@ class BlobStore(Blobs):
         self._blobs.mkdir(exist_ok=True)
         self._temporary.mkdir(exist_ok=True)
         self._pins.mkdir(exist_ok=True)
-        self._durable_folders = set(os.listdir(self._blobs))
         for directory in (self._blobs, self.root):
             self._sync(directory)
 
@@ -587,22 +586,14 @@ class BlobStore(Blobs):
             self._name_locked(draft)
 
     def _name_locked(self, draft: _Draft) -> None:
-        self._make_durable(draft.folders)
         with locked(self._lock, shared=True):  # the collector may be about to unlink such a path
             draft.name(sync=self.sync)
 
-    def _make_durable(self, folders: set[str]) -> None:
-        """A folder that is there may be one that another process has not synced yet."""
-        if new := folders - self._durable_folders:
-            for folder in new:
-                (self._blobs / folder).mkdir(exist_ok=True)
-            self._sync(self._blobs)
-            self._durable_folders |= new
-
     def _older(self, oldest: float) -> Iterator[Path]:
-        for path in self._blobs.glob("[0-9a-f][0-9a-f]/*"):
-            if _modified(path) <= oldest:
-                yield path
+        for folder in (self._blobs, *self._blobs.glob("[0-9a-f][0-9a-f]")):
+            for path in folder.glob("*"):
+                if DIGEST.fullmatch(path.name) and _modified(path) <= oldest:
+                    yield path
 
     def _sweep(self, oldest: float) -> None:
         for path in self._temporary.glob("*"):
@@ -610,17 +601,17 @@ class BlobStore(Blobs):
                 path.unlink(missing_ok=True)
 
     def _path(self, digest: str) -> Path:
-        return Path(self._name_of(digest))
-
-    def _name_of(self, digest: str) -> str:
-        """A Path costs more than a look at what is there."""
-        if not DIGEST.fullmatch(digest):
-            raise BlobNotFoundError(digest)
-        return f"{self._blobs}/{digest[:2]}/{digest}"
+        _check_digest(digest)
+        return _find(self._blobs, digest)
 
     def _sync(self, path: Path | str) -> None:
         if self.sync:
             sync_path(path)
+
+
+def _check_digest(digest: str) -> None:
+    if not DIGEST.fullmatch(digest):
+        raise BlobNotFoundError(digest)
 
 
 def _modified(path: Path) -> float:

@@ -206,7 +206,7 @@ def test_blobs_that_are_gone_are_named_by_their_first_step(
     blobs = folder / "store" / "blobs"
     group = [group for group in run.groups("consumed") if group.consumed_step == 2][-1]
     assert group.blob is not None
-    path = blobs / group.blob.digest[:2] / group.blob.digest
+    path = blobs / group.blob.digest
     hidden = tmp_path / "hidden"
     path.rename(hidden)
     try:

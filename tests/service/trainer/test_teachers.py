@@ -161,7 +161,7 @@ class Spoiling(TrainerClient):
         self, batch: str, blobs: Sequence[BlobReference], columns: Mapping[str, str]
     ) -> int:
         if self.ways:
-            path = self._store / "blobs" / blobs[0].digest[:2] / blobs[0].digest
+            path = self._store / "blobs" / blobs[0].digest
             data = bytearray(path.read_bytes())
             path.unlink()
             way = self.ways.pop(0)

@@ -27,7 +27,9 @@ from sluice.samples.blobs import (
     BlobReference,
     BlobStore,
     append,
+    has_blob,
     pin_path,
+    read_blob,
 )
 from tests.patience import PATIENCE
 
@@ -40,7 +42,7 @@ def store(tmp_path: Path) -> BlobStore:
 
 
 def path_of(store: BlobStore, reference: BlobReference) -> Path:
-    return store.root / "blobs" / reference.digest[:2] / reference.digest
+    return store.root / "blobs" / reference.digest
 
 
 @settings(max_examples=30)
@@ -51,7 +53,7 @@ def test_content_comes_back(tmp_path_factory: pytest.TempPathFactory, content: b
     assert store.get(reference) == content
     assert reference.size == len(content)
     assert BlobStore(store.root).put(content) == reference
-    assert len(list(store.root.glob("blobs/??/*"))) == 1
+    assert len(list(store.root.glob("blobs/" + "?" * 32))) == 1
     assert not list(store.root.glob("blobs/tmp/*"))
 
 
@@ -248,14 +250,32 @@ def test_a_full_disk_leaves_no_part_of_a_blob(store: BlobStore) -> None:
     assert store.get(store.put(b"x" * 200)) == b"x" * 200
 
 
-@pytest.mark.parametrize("gone", ["blobs/{folder}", "blobs/tmp", "blobs", "blob_pins"])
+@pytest.mark.parametrize("gone", ["blobs/tmp", "blobs", "blob_pins"])
 def test_a_folder_that_somebody_removed_is_made_again(store: BlobStore, gone: str) -> None:
-    first = store.put(b"first")
-    shutil.rmtree(store.root / gone.format(folder=first.digest[:2]))
+    store.put(b"first")
+    shutil.rmtree(store.root / gone)
     again = store.put(b"first")
     assert store.get(again) == b"first"
     store.pin("owner", [again.digest])
     assert store.collect(NOW) == []
+
+
+def test_blobs_that_an_earlier_release_put_in_folders_are_found(store: BlobStore) -> None:
+    first, second, third = (store.put(content) for content in (b"first", b"second", b"third"))
+    for reference in (first, second, third):
+        former = store.root / "blobs" / reference.digest[:2]
+        former.mkdir(exist_ok=True)
+        path_of(store, reference).rename(former / reference.digest)
+    assert store.get(first) == read_blob(store.root, first) == b"first"
+    assert store.exists(second) and has_blob(store.root, second)
+    store.pin("owner", [first.digest])
+    assert store.put(b"first") == first and not path_of(store, first).exists()
+    former = store.root / "blobs" / second.digest[:2] / second.digest
+    former.write_bytes(b"damaged")
+    assert store.get(store.put(b"second")) == b"second"
+    assert set(store.collect(NOW)) == {second.digest, third.digest}
+    assert not former.exists() and not store.exists(second)
+    assert store.get(first) == b"first"
 
 
 @pytest.mark.parametrize("place", ["{file}/store", "/proc/store", "/sys/store"])
@@ -379,7 +399,7 @@ class Pins(RuleBasedStateMachine):
     @rule()
     def collect(self) -> None:
         self.store.collect(NOW)
-        found = {path.name for path in self.root.glob("blobs/??/*")}
+        found = {path.name for path in self.root.glob("blobs/" + "?" * 32)}
         assert found == set().union(*self.pins.values())
 
     @rule()

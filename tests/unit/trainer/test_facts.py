@@ -100,7 +100,7 @@ def add(blobs: BlobStore, reference: BlobReference, rows: Sequence[int]) -> RowT
 
 
 def path_of(blobs: BlobStore, reference: BlobReference) -> Path:
-    return blobs.root / "blobs" / reference.digest[:2] / reference.digest
+    return blobs.root / "blobs" / reference.digest
 
 
 def flip(blobs: BlobStore, reference: BlobReference, place: int) -> None:
