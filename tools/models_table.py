@@ -36,6 +36,14 @@ Kimi K2 and MiMo name code of their own in their directories, which is never run
 of DeepSeek-V3 and of Qwen2, which it repeats. Published versions keep their `config.json`. The
 `tiktoken.model` of Kimi and Moonlight is read as their code would, where no `tokenizer.json` is.
 
+GLM-5 attends to the `index_topk` keys that an indexer chooses for each query, among those of its
+row: trainers choose the same as engines, in float32 at least, and would have far other log-probs if
+they did not. No gradient comes through that choice, so indexers are frozen: they stay as they were
+loaded, bit for bit. Their weights are no targets of `lora`. Trainers have no kernel for it: rows of
+more than `index_topk` tokens cost what dense attention does, and the indexer; shorter ones see all
+of their keys, by the kernels of others, and run no indexer. An engine that scores by 8 bits, as
+SGLang's, chooses other keys where scores are near; of equal scores trainers take the first.
+
 Families that see ([how](vision.md)) have four layers and a tower of three, and are shown images, in
 rollouts too; *demo* stands where these are those of `make demo-vision`.
 

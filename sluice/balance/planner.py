@@ -58,6 +58,44 @@ class TowerShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentShape:
+    """The sizes of attention over latents (arXiv 2405.04434), and of the indexer that chooses keys.
+
+    query_latent: 0 where queries are made of the hidden state. key_size, value_size: of a head.
+    index_size: of all heads of an indexer, which `index_layers` layers have, 0 where none does; it
+    runs over rows of more than `index_keys` tokens.
+    """
+
+    query_latent: int
+    key_latent: int
+    rotated_size: int
+    key_size: int
+    value_size: int
+    index_heads: int = 0
+    index_size: int = 0
+    index_keys: int = 0
+    index_layers: int = 0
+
+    def weights(self, hidden: int, heads: int) -> int:
+        """Counts weights of the attention of one layer, without its indexer."""
+        queries = heads * self.key_size
+        into = hidden * (self.key_latent + self.rotated_size + self.query_latent)
+        of_queries = (self.query_latent or hidden) * queries
+        of_keys = self.key_latent * heads * (self.key_size - self.rotated_size + self.value_size)
+        return into + of_queries + of_keys + heads * self.value_size * hidden
+
+    def index_flops(self, hidden: int, length: int, cached: int) -> float:
+        """Counts FLOPs of all indexers: two per weight and token, two per pair of all heads."""
+        if length <= self.index_keys or not self.index_layers:
+            return 0.0
+        one_head = self.index_size // self.index_heads
+        weights = self.query_latent * self.index_size + hidden * (one_head + self.index_heads)
+        pairs = _causal_pairs(length) - _causal_pairs(cached)
+        each = 2.0 * (length - cached) * weights + 2.0 * pairs * self.index_size
+        return self.index_layers * each
+
+
+@dataclass(frozen=True, kw_only=True)
 class TransformerShape:
     """The sizes that decide how expensive a token and a pair of tokens are."""
 
@@ -73,11 +111,14 @@ class TransformerShape:
     windowed_layer_count: int = 0
     linear_attention_layer_count: int = 0  # no quadratic term
     tower: TowerShape | None = None  # of a model that sees
+    latent: LatentShape | None = None  # of attention that head_size does not describe
 
     @property
     def flops_per_token(self) -> float:
         """Matrix products of one token, forward: two per weight."""
         attention = self.hidden_size * self.head_size * 2 * (self.head_count + self.kv_head_count)
+        if self.latent is not None:
+            attention = self.latent.weights(self.hidden_size, self.head_count)
         feed_forward = self.hidden_size * self.feed_forward_size * (3 if self.gated else 2)
         layers = self.layer_count * (attention + feed_forward)
         return 2.0 * (layers + self.hidden_size * self.vocabulary_size)
@@ -85,6 +126,8 @@ class TransformerShape:
     @property
     def flops_per_pair(self) -> float:
         """Scores and weighted values of one query and key, forward, in one layer."""
+        if self.latent is not None:
+            return 2.0 * self.head_count * (self.latent.key_size + self.latent.value_size)
         return 4.0 * self.head_count * self.head_size
 
 
@@ -92,14 +135,18 @@ def forward_flops(shape: TransformerShape, length: int, cached: int = 0) -> floa
     """Counts FLOPs of the tokens `cached`..`length` of a causal sequence, the others cached.
 
     An estimate to balance by: a training step costs three times as much, on every row alike.
-    Follows the count of Narayanan et al. 2021 (Megatron-LM), causal attention at its half.
+    Follows the count of Narayanan et al. 2021 (Megatron-LM), causal attention at its half. Where an
+    indexer chooses keys, trainers make the scores of the others too.
     """
     full = shape.layer_count - shape.windowed_layer_count - shape.linear_attention_layer_count
     pairs = full * (_causal_pairs(length) - _causal_pairs(cached))
     if shape.window is not None:
         windowed = _causal_pairs(length, shape.window) - _causal_pairs(cached, shape.window)
         pairs += shape.windowed_layer_count * windowed
-    return (length - cached) * shape.flops_per_token + pairs * shape.flops_per_pair
+    flops = (length - cached) * shape.flops_per_token + pairs * shape.flops_per_pair
+    if shape.latent is not None:
+        flops += shape.latent.index_flops(shape.hidden_size, length, cached)
+    return flops
 
 
 def row_costs(
@@ -135,6 +182,25 @@ def shape_from_config(config: Mapping[str, Any]) -> TransformerShape:
         windowed_layer_count=layer_types.count("sliding_attention") if window else 0,
         linear_attention_layer_count=layer_types.count("linear_attention"),
         tower=tower,
+        latent=_latent_from_config(config),
+    )
+
+
+def _latent_from_config(config: Mapping[str, Any]) -> LatentShape | None:
+    if not config.get("kv_lora_rank"):
+        return None
+    index_heads, kinds = config.get("index_n_heads") or 0, config.get("indexer_types")
+    layers = config["num_hidden_layers"] if kinds is None else [*kinds].count("full")
+    return LatentShape(
+        query_latent=config.get("q_lora_rank") or 0,
+        key_latent=config["kv_lora_rank"],
+        rotated_size=config["qk_rope_head_dim"],
+        key_size=config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
+        value_size=config["v_head_dim"],
+        index_heads=index_heads,
+        index_size=index_heads * (config.get("index_head_dim") or 0),
+        index_keys=config.get("index_topk") or 0,
+        index_layers=layers if index_heads else 0,
     )
 
 

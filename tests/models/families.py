@@ -45,6 +45,16 @@ GROUPED = {
     "routed_scaling_factor": 2.5,
     "norm_topk_prob": True,
 }
+# Rows have up to 81 tokens. With so many heads no key has a score of 0, of which transformers would
+# take some or others.
+INDEXED = {
+    "index_topk": 6,
+    "index_n_heads": 24,
+    "index_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 3,
+    "n_group": 1,
+}
 WHOLE_HEADS = {"num_key_value_heads": 4, "head_dim": 8}  # of families that know no others
 ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
@@ -97,6 +107,13 @@ CASES = [
     Case("glm4", "GLM-4 (0414)", {"partial_rotary_factor": 0.5, "attention_bias": True}),
     Case("glm4_moe", "GLM-4.5", {**GROUPED, "partial_rotary_factor": 0.5}),
     Case("glm4_moe_lite", "GLM-4.7-Flash", {**LATENT, **GROUPED}),
+    Case("glm_moe_dsa", "GLM-5", {**LATENT, **GROUPED, **INDEXED}),
+    Case(
+        "glm_moe_dsa",
+        "GLM-5.2, where layers share what one has chosen",
+        {**LATENT, **GROUPED, **INDEXED, "indexer_types": ["full", "shared"]},
+        of="shared",
+    ),
     Case(
         "deepseek_v2", "DeepSeek-V2", {**LATENT, **GROUPED, "topk_method": "group_limited_greedy"}
     ),

@@ -13,9 +13,11 @@ import torch
 from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import Delta, Engine, PauseMode, create_engine
 from services.trainer.backend import Row, TrainingBackend
+from services.trainer.backends import sparse
 from services.trainer.backends.fsdp import families, tensor_parallel
 from services.trainer.backends.fsdp.model import ShardedModel
 from services.trainer.backends.fsdp.tensor_parallel import TensorRanks
+from sluice.algo.key_choice import choose_keys
 from sluice.weights.checkpoint import companion_files
 from sluice.weights.store import WeightStore
 from tests.contract.engine.cases import complete, request_of
@@ -39,7 +41,7 @@ def prove(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Log-probs and gradients of a batch, steps, then what is published and its log-probs.
 
     let_in: a family that is refused, to see what would come of it. left_out: a sum over tensor
-    ranks, likewise.
+    ranks, or what sparse attention does, likewise.
     """
     with pytest.MonkeyPatch.context() as patch:
         if name := arguments.get("let_in"):
@@ -50,7 +52,19 @@ def prove(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
         return _prove(rank, world, arguments)
 
 
+def _one_key_less(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    weight: torch.Tensor,
+    count: int,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    return choose_keys(query, key, weight, count - 1, mask)
+
+
 LEFT_OUT: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "a key": (sparse, "choose_keys", _one_key_less),
+    "the choice": (sparse, "_choose", lambda *_, **__: ()),
     "heads": (tensor_parallel, "_sum_gradients", lambda *_: None),
     "told": (tensor_parallel, "_behind_cuts", lambda *_: {}),
     "vocabulary": (TensorRanks, "spread", lambda _, whole: whole),

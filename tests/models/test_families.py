@@ -36,6 +36,7 @@ from tests.rank_pool import Pool
 FAST = ("qwen3_next", "gpt_oss", "mimo")  # recurrent; windows and sinks; code of another type
 PROVEN = [case for case in CASES if case.known in FAMILIES]
 RECURRENT = [case for case in PROVEN if "linear_attention" in case.settings.get("layer_types", ())]
+SPARSE = [case for case in PROVEN if "index_topk" in case.settings]
 CUT = [case for case in PROVEN if case not in RECURRENT]
 FAST_CONTEXT = {"gpt_oss": pytest.mark.fast}  # windows, sinks and experts
 LET_IN = [case for case in CASES if case.model_type in ("bloom", "lfm2", "minimax")]
@@ -147,6 +148,33 @@ def test_a_recurrent_family_is_refused_on_context_ranks(
         assert reason in answer["error_message"]
 
 
+@pytest.mark.parametrize("case", SPARSE, ids=lambda case: case.name)
+@pytest.mark.parametrize("left_out", ["a key", "the choice"])
+def test_other_keys_than_were_chosen_are_seen(
+    pool: Pool, tmp_path: Path, case: Case, left_out: str
+) -> None:
+    """Dense attention is another model as soon as rows are longer than `index_topk`."""
+    model = build(case, tmp_path / "model")
+    proof = prove(pool, case, model, expect(model, 1), tmp_path / "out", 1, left_out=left_out)
+    assert proof.logprob > 1e3 * MAX_LOGPROB_DIFF
+
+
+@pytest.mark.parametrize("case", SPARSE, ids=lambda case: case.name)
+def test_what_chooses_keys_is_published_bit_for_bit(pool: Pool, tmp_path: Path, case: Case) -> None:
+    """No gradient reaches it, and weight decay, which all others have here, is none of its own."""
+    model = build(case, tmp_path / "model")
+    prove(pool, case, model, expect(model, STEPS), tmp_path / "out", 2)
+    stored = load_file(model.directory / "model.safetensors")
+    published: dict[str, torch.Tensor] = {}
+    for path in (tmp_path / "out" / "published").glob("*.safetensors"):
+        published |= load_file(path)
+    chooses = {name for name in stored if ".indexer." in name}
+    assert len(chooses) == 5 * (2 if case.name == "glm_moe_dsa" else 1)
+    same = {name for name, tensor in stored.items() if torch.equal(published[name].float(), tensor)}
+    biases = {name for name in stored if name.endswith("e_score_correction_bias")}
+    assert same == chooses | biases
+
+
 def test_every_family_has_a_case() -> None:
     assert {case.known for case in (*PROVEN, *SEEING)} == FAMILIES.keys()
     assert {case.model_type for case in PROVEN if case.runs} == SAME_AS.keys()
@@ -159,6 +187,15 @@ def test_let_in_a_refused_family_is_wrong(pool: Pool, tmp_path: Path, case: Case
     more = {"let_in": case.model_type, "fsdp": {"unproven": True}}
     proof = prove(pool, case, model, expect(model, 1), tmp_path / "out", 1, **more)
     assert proof.logprob > 1e3 * MAX_LOGPROB_DIFF
+
+
+def test_an_indexer_that_chooses_otherwise_is_refused(pool: Pool, tmp_path: Path) -> None:
+    case = Case("deepseek_v32", "DeepSeek-V3.2", SPARSE[0].settings)
+    model = build(case, tmp_path / "model")
+    (answer,) = pool.run(
+        "attempt", 1, model=str(model.directory), out=str(tmp_path), fsdp={"unproven": True}
+    )
+    assert "DeepseekV32Indexer chooses keys in a way that is unknown" in answer["error_message"]
 
 
 def test_a_model_that_is_shown_no_images_is_refused_by_name() -> None:

@@ -23,6 +23,7 @@ from torch.nn.functional import linear
 from services.trainer.backend import Mesh, StepOutcome
 from services.trainer.backends import replica
 from services.trainer.backends.replica import FlatOptimizer, StagedFiles, norm_of
+from services.trainer.backends.sparse import INDEXER
 from services.trainer.config import LoraConfig, OptimConfig, TrainerConfig
 from services.trainer.parking import HeldTensors
 from sluice.algo.collectives import Collectives
@@ -151,7 +152,7 @@ class AdaptableLayers:
         self._layers = {
             name: module
             for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear) and module is not head
+            if isinstance(module, torch.nn.Linear) and module is not head and INDEXER not in name
         }
         self._model, self._device, self._adapted = model, device, adapted
         self._hooked: set[str] = set()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from services.trainer.backends.sparse import INDEXER
 from services.trainer.config import TrainableConfig, TrainerConfig
 from sluice.imports import uncompiled
 from sluice.vision import part_of
@@ -42,7 +43,8 @@ def frozen_tensors(
     frozen = frozenset(
         names[0]
         for names in tensors
-        if not (_is_chosen(names, config.trainable) and rates[part_of(names[0])])
+        if _is_unreached(names[0])
+        or not (_is_chosen(names, config.trainable) and rates[part_of(names[0])])
     )
     for parameter, sources in parameters.items():
         held = [names[0] for names in sources if names[0] in frozen]
@@ -70,7 +72,7 @@ def frozen_parameters(config: TrainerConfig, model: Any) -> frozenset[str]:
     Raises TrainableError.
     """
     if config.trainable == TrainableConfig() and all(config.vision.scales(1.0).values()):
-        return frozenset()
+        return frozenset(name for name, _ in model.named_parameters() if _is_unreached(name))
     made = _checkpoint_names(model)
     frozen = frozen_tensors(config, made)
     return frozenset(name for name, sources in made.items() if sources[0][0] in frozen)
@@ -106,6 +108,11 @@ def _checkpoint_names(model: Any) -> dict[str, list[TensorNames]]:
     return found
 
 
+def _is_unreached(name: str) -> bool:
+    """Whether a tensor makes a hard choice, of keys: it has no gradient, and does not decay."""
+    return INDEXER in name
+
+
 def _is_chosen(names: TensorNames, patterns: TrainableConfig) -> bool:
     return _matches(names, patterns.allow) and not _matches(names, patterns.deny)
 
@@ -123,6 +130,12 @@ def _check_patterns(patterns: TrainableConfig, tensors: Collection[TensorNames])
                     f"trainable.{setting}: no parameter is called {pattern!r}; near are "
                     f"{', '.join(_near_names(pattern, tensors))}"
                 )
+    for pattern in patterns.allow:
+        if all(_is_unreached(names[0]) for names in tensors if _matches(names, [pattern])):
+            raise TrainableError(
+                f"trainable.allow: {pattern!r} names indexers alone, which no gradient reaches: "
+                "they stay as they are; leave it out"
+            )
     allowed = [names for names in tensors if _matches(names, patterns.allow)]
     for pattern in patterns.deny:
         if not any(_matches(names, [pattern]) for names in allowed):

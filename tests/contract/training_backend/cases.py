@@ -14,6 +14,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Glm4Config,
     Glm4ForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -61,6 +63,12 @@ LATENT = {
     "topk_group": 2,
     "first_k_dense_replace": 1,
 }
+INDEXED = {  # with so many heads no key has a score of 0, as others have
+    "index_topk": 6,
+    "index_n_heads": 24,
+    "index_head_dim": 16,
+    "indexer_types": ["full", "shared"],
+}
 OPTIM = OptimConfig(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5)
 PPO = LossSpec(name="ppo_clip", clip_low=0.2)
 TAUGHT = LossSpec(name="topk_forward_kl", settings={"top_count": NAMED})
@@ -98,6 +106,8 @@ def build_model(directory: Path, family: str, seed: int = 0, **settings: Any) ->
         for name, buffer in module.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.03)
+    elif family == "glm_moe_dsa":
+        module = GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**{**sizes, **LATENT, **INDEXED}))
     else:
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         module = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))

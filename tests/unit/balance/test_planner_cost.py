@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GlmMoeDsaConfig, GlmMoeDsaModel
 
 from sluice.balance.planner import TransformerShape, forward_flops, row_costs, shape_from_config
 
@@ -95,6 +96,43 @@ def test_layers_without_full_attention():
     types = ["full_attention", "sliding_attention", "linear_attention"]
     shape = shape_from_config({**DENSE, "layer_types": types})
     assert (shape.windowed_layer_count, shape.linear_attention_layer_count) == (1, 1)
+
+
+LATENT = {
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 6,
+    "q_lora_rank": 10,
+    "qk_nope_head_dim": 5,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+    "head_dim": 4,
+    "layer_types": None,
+    "sliding_window": None,
+}
+INDEXED = {"index_topk": 9, "index_n_heads": 3, "index_head_dim": 8}
+
+
+@pytest.mark.parametrize("more", [{}, {"indexer_types": ["full", "shared", "full"]}])
+def test_latent_attention_and_its_indexer_cost_what_their_matrices_do(more: dict[str, Any]):
+    config = {**DENSE, **LATENT, **INDEXED, **more}
+    given = {**config, "pad_token_id": None, "n_routed_experts": 2, "num_experts_per_tok": 1}
+    model = GlmMoeDsaModel(GlmMoeDsaConfig(**given, n_group=1, first_k_dense_replace=3))
+    matrices = {n: p.numel() for n, p in model.layers.named_parameters() if p.ndim == 2}
+    attention = sum(n for name, n in matrices.items() if "self_attn" in name)
+    indexers = sum(n for name, n in matrices.items() if ".indexer." in name)
+    token = 2 * (sum(matrices.values()) - indexers + 8 * 32)
+    pair, heads_of_indexers = 3 * 2 * 2 * (5 + 4 + 7), 3 if not more else 2
+    shape = shape_from_config(config)
+    assert attention > indexers > 0
+    for cached, length in ((0, 9), (4, 9)):  # all keys are seen: no indexer runs
+        pairs = sum(range(cached + 1, length + 1))
+        expected = (length - cached) * token + pairs * pair
+        assert forward_flops(shape, length, cached) == pytest.approx(expected)
+    for cached, length in ((0, 30), (4, 30)):
+        pairs = sum(range(cached + 1, length + 1))
+        expected = (length - cached) * (token + 2 * indexers) + pairs * pair
+        expected += pairs * heads_of_indexers * 2 * 3 * 8
+        assert forward_flops(shape, length, cached) == pytest.approx(expected)
 
 
 def test_a_missing_size_is_named():

@@ -25,6 +25,7 @@ REASONS = {
     "gpt_oss": "attention sinks",
     "qwen3_next": "layer_types linear_attention",
     "deepseek_v3": "kv_lora_rank",
+    "glm_moe_dsa": "kv_lora_rank",
     "bloom": "attention of its own",
 }
 

@@ -16,6 +16,7 @@ from services.trainer.config import TrainerConfig
 from sluice import platform
 from sluice.algo.spec import LossSpec
 from sluice.config import parse_config
+from sluice.weights.errors import InvalidAdapterError
 from tests.contract.training_backend.cases import (
     PPO,
     VOCABULARY,
@@ -31,7 +32,7 @@ from tests.lazy_device import lazy_device
 BONUS = LossSpec(name="ppo_clip", clip_low=0.2, entropy_coefficient=0.05)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama", "glm4", "deepseek_v3"])
+@pytest.fixture(scope="module", params=["qwen3", "llama", "glm4", "deepseek_v3", "glm_moe_dsa"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return build_model(tmp_path_factory.mktemp("model"), request.param)
 
@@ -45,6 +46,11 @@ def start(model: Model, path: Path, **settings: Any) -> ReferenceBackend:
 def gradients(backend: ReferenceBackend) -> dict[str, torch.Tensor]:
     parameters = backend._optimizer.parameters
     return {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+
+
+def is_reached(name: str) -> bool:
+    """Not so what makes a hard choice."""
+    return ".indexer." not in name
 
 
 def test_a_row_has_its_numbers_whatever_it_is_packed_with(tmp_path: Path) -> None:
@@ -71,7 +77,7 @@ def test_every_gradient_equals_autograd(model: Model, tmp_path: Path) -> None:
     backend, oracle = start(model, tmp_path), Oracle(model.load())
     backend.forward_backward([rows[:5], rows[5:]], PPO)
     oracle.ppo_loss(rows).backward()
-    expected = {name: p.grad for name, p in oracle.model.named_parameters()}
+    expected = {name: p.grad for name, p in oracle.model.named_parameters() if is_reached(name)}
     found = gradients(backend)
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
@@ -173,6 +179,33 @@ def test_published_biases_of_routers_are_not_rounded(tmp_path: Path) -> None:
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert torch.equal(published.pop(bias), original[bias])
     assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
+
+
+def test_what_chooses_keys_stays_as_it_is(tmp_path: Path) -> None:
+    """It has no gradient; weight decay, and a learning rate that moves all else, leave it alone."""
+    model = build_model(tmp_path / "model", "glm_moe_dsa")
+    original = load_file(model.directory / "model.safetensors")
+    chooses = {name for name in original if not is_reached(name)}
+    assert len(chooses) == 5
+    optim = {"learning_rate": 1e-2, "weight_decay": 0.5}
+    for number, trainable in enumerate(({}, {"deny": ["*.indexer.*"]}, {"deny": ["*embed*"]})):
+        backend = start(model, tmp_path, optim=optim, trainable=trainable)
+        assert not chooses & {*backend._optimizer.parameters}
+        backend.forward_backward([ragged_rows()], PPO)
+        assert not backend.step(normalizer=9.0, learning_rate=None).skipped_reason
+        (tmp_path / str(number)).mkdir()
+        (shard,) = backend.write_shards(tmp_path / str(number))
+        published = load_file(tmp_path / str(number) / shard.file_name)
+        same = {name for name, tensor in original.items() if torch.equal(published[name], tensor)}
+        left = {name for name in original if name.endswith("bias") and "indexer" not in name}
+        left |= {"model.embed_tokens.weight"} if trainable == {"deny": ["*embed*"]} else set()
+        assert same == chooses | left
+    for allowed in ("*.indexer.wk.*", "*.layers.0.self_attn.indexer.*"):
+        with pytest.raises(ValueError, match=r"names indexers alone, which no gradient reaches"):
+            start(model, tmp_path, trainable={"allow": ["*norm*", allowed]})
+    for target in ("wq_b", "weights_proj"):
+        with pytest.raises(InvalidAdapterError, match=f"targets name '{target}', which no"):
+            start(model, tmp_path, lora={"rank": 4, "targets": ["o_proj", target]})
 
 
 def test_equal_seeds_give_equal_bits(model: Model, tmp_path: Path) -> None:

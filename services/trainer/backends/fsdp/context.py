@@ -21,6 +21,7 @@ from services.trainer.backend import Mesh, Row
 from services.trainer.backends.fsdp.config import FsdpConfig
 from services.trainer.backends.reference.attention import attend
 from services.trainer.backends.reference.packing import LONG_TOKENS, PackedLayout, PromptBucket
+from services.trainer.backends.sparse import ChosenKeys
 from sluice.algo.collectives import Collectives, create_collectives, gather_placed, gather_tokens
 from sluice.algo.layout import KeyRange, SequenceLayout
 from sluice.fused_operations import Attention, PackRows
@@ -51,6 +52,9 @@ class ContextLayout(PackedLayout):
         whole = gather_tokens(both, self.context, gradient="sum").transpose(0, 1)[None]
         key, value = whole.split((key.shape[-1], value.shape[-1]), dim=-1)
         return key, value
+
+    def gather_indexed(self, keys: torch.Tensor) -> torch.Tensor:
+        return gather_tokens(keys, self.context, gradient="none")
 
     def share(self, local: torch.Tensor) -> torch.Tensor:
         """Return [R, ...] on all ranks, of what each has for its own response tokens.
@@ -178,15 +182,17 @@ def attend_context(
     packed_layout: ContextLayout,
     kernel: Attention | None = None,
     s_aux: torch.Tensor | None = None,
+    indices: ChosenKeys = (),
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Map this rank's query, key and value as `attend` does those of a whole pack."""
     key, value = packed_layout.gather(key, value)
     given = module, query, key, value, attention_mask
-    if kernel is not None and s_aux is None:
+    if kernel is not None and s_aux is None and not indices:
         joined = replace(packed_layout, buckets=(packed_layout.joined,))
         return attend(*given, packed_layout=joined, kernel=kernel, **options)
-    made, _ = attend(*given, packed_layout=packed_layout, s_aux=s_aux, **options)
+    options |= {"s_aux": s_aux, "indices": indices}
+    made, _ = attend(*given, packed_layout=packed_layout, **options)
     return made.index_select(1, packed_layout.order), None
 
 

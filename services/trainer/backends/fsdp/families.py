@@ -34,6 +34,7 @@ FAMILIES: dict[str, Layout] = {
     "glm4": "shared",
     "glm4_moe": "shared",
     "glm4_moe_lite": "shared",
+    "glm_moe_dsa": "shared",
     "gpt2": "shared",
     "gpt_oss": "rows",
     "granite": "shared",

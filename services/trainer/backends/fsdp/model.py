@@ -61,6 +61,7 @@ from services.trainer.backends.reference.model import (
     with_named,
 )
 from services.trainer.backends.reference.packing import PackedLayout
+from services.trainer.backends.sparse import choose_by_rows
 from services.trainer.config import Head
 from sluice import operations, platform, vision
 from sluice.algo.logprobs import (
@@ -304,6 +305,7 @@ def load_model(
     # transformers gives this token's embedding no gradient; here nothing is padded
     model.get_input_embeddings().padding_idx = None
     keep_rows_apart(model)
+    choose_by_rows(model)
     if settings.activation_checkpointing:
         _checkpoint_layers(model)
     return ShardedModel(root=cut.root, mesh=mesh, shares_prompts=layout == "shared")

@@ -14,6 +14,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.trainer.backends.reference.packing import LONG_TOKENS, PackedLayout, PromptBucket
+from services.trainer.backends.sparse import ChosenKeys
+from sluice.algo.key_choice import seen_keys
 from sluice.fused_operations import Attention
 from sluice.imports import uncompiled
 
@@ -34,6 +36,7 @@ def attend(
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
     softcap: float | None = None,
+    indices: ChosenKeys | None = (),
     packed_layout: PackedLayout,
     kernel: Attention | None = None,
     **_: Any,
@@ -42,6 +45,7 @@ def attend(
 
     kernel: of causal attention without sinks; masks are torch's. A window is honoured over rows
     that share no prompt, else by refusing it where it would matter; so are sinks, `s_aux` [heads].
+    indices: which keys are seen of each bucket, where an indexer has chosen.
     """
     del attention_mask  # the layout knows
     if softcap is not None:
@@ -52,7 +56,12 @@ def attend(
     scores = Scores(scaling, window, s_aux)
     # not [0], whose gradient is a copy
     heads = query.squeeze(0), key.squeeze(0), value.squeeze(0)
-    outputs = [_attend_bucket(*heads, bucket, scores, kernel) for bucket in packed_layout.buckets]
+    buckets = packed_layout.buckets
+    chosen = indices or (None,) * len(buckets)
+    outputs = [
+        _attend_bucket(*heads, bucket, scores, kernel, seen)
+        for bucket, seen in zip(buckets, chosen, strict=True)
+    ]
     return torch.cat(outputs)[None], None
 
 
@@ -79,9 +88,10 @@ def _attend_bucket(
     bucket: PromptBucket,
     scores: Scores,
     kernel: Attention | None,
+    chosen: torch.Tensor | None,
 ) -> torch.Tensor:
     """The bucket's share of the pack, [tokens, heads, D]."""
-    if kernel is not None and bucket.mask is None and scores.sinks is None:
+    if kernel is not None and bucket.mask is None and scores.sinks is None and chosen is None:
         return _attend_kernel(query, key, value, bucket, scores, kernel)
 
     def gather(heads: torch.Tensor, index: torch.Tensor, length: int) -> torch.Tensor:
@@ -96,6 +106,8 @@ def _attend_bucket(
         if bucket.mask is not None:
             raise NotImplementedError("windows and sinks over rows that share their prompt")
         out = _attend_banded(queries, keys, values, scores)
+    elif chosen is not None:
+        out = _attend_chosen(queries, keys, values, bucket.mask, chosen, options)
     elif bucket.mask is not None:
         out = scaled_dot_product_attention(queries, keys, values, attn_mask=bucket.mask, **options)
     elif bucket.query_length == bucket.key_length:
@@ -150,6 +162,29 @@ def _attend_tail(
                 attn_mask=mask[block - (stop - start) :, left:],
                 **options,
             )
+        )
+    return torch.cat(outputs, dim=2)
+
+
+def _attend_chosen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    chosen: torch.Tensor,
+    options: Any,
+) -> torch.Tensor:
+    """Attention of [N, heads, R, D] to chosen ones of K keys, in blocks of queries.
+
+    Without a kernel of its own: it costs what all keys would.
+    """
+    total, outputs = key.shape[2], []
+    shown = mask if mask is None or mask.ndim == 2 else mask[:, 0]
+    for start in range(0, query.shape[2], LONG_TOKENS):
+        rows = slice(start, start + LONG_TOKENS)
+        seen = seen_keys(chosen, rows, total, shown)[:, None]
+        outputs.append(
+            scaled_dot_product_attention(query[:, :, rows], key, value, attn_mask=seen, **options)
         )
     return torch.cat(outputs, dim=2)
 

@@ -17,6 +17,7 @@ from services.trainer.backends.fsdp.families import check_lengths
 from services.trainer.backends.recurrent import keep_rows_apart, recurrent_layers
 from services.trainer.backends.reference.attention import IMPLEMENTATION
 from services.trainer.backends.reference.packing import PackedLayout, images_of, pack
+from services.trainer.backends.sparse import choose_by_rows, mask_inputs
 from services.trainer.config import Head
 from sluice import operations, vision
 from sluice.algo.logprobs import (
@@ -51,12 +52,14 @@ with uncompiled():
 
 NEW_HEAD = {"score.weight", "score.bias"}  # zero where a checkpoint is a language model's
 LFS = b"version https://git-lfs"  # how a pointer begins that stands for a file
-# Their attention is the plain one, of queries, keys, values and a scale.
+# Their attention is the plain one, of queries, keys, values and a scale; of glm_moe_dsa, to keys
+# that it has chosen.
 FAMILIES = (
     "deepseek_v3",
     "glm4",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm_moe_dsa",
     "llama",
     "minimax_m2",
     "qwen2",
@@ -127,6 +130,7 @@ class ScoredModel:
         adapt(model, chosen)
         shares_prompts = not any(recurrent_layers(model))
         keep_rows_apart(model)
+        choose_by_rows(model)
         return cls(model.to(device).eval(), device, chosen, float32_head, tower, shares_prompts)
 
     def see(self, rows: MicroBatch) -> Features:
@@ -224,6 +228,7 @@ def run_packed(
                 inputs["visual_pos_masks"] = (layout.features != TEXT)[None]
                 inputs["deepstack_visual_embeds"] = deep
         inputs["inputs_embeds"] = embeddings_TH[None]
+    inputs |= mask_inputs(model, layout)
     output = base(
         position_ids=layout.position_ids[..., None, :],
         use_cache=False,

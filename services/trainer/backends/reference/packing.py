@@ -75,6 +75,13 @@ class PackedLayout:
     longest: int
     features: torch.Tensor
 
+    def gather_indexed(self, keys: torch.Tensor) -> torch.Tensor:
+        """Returns what the keys of the buckets are places in, of [T, ...] of these tokens.
+
+        No gradient comes back.
+        """
+        return keys
+
 
 @dataclass(frozen=True)
 class PassInputs:
