@@ -7,7 +7,7 @@ import operator
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from sluice.config import ConfigError
@@ -23,19 +23,41 @@ MOST_FILES = 64
 _INSIDE = r"(?:[^()\n]|\((?:[^()\n]|\([^()\n]*\))*\))*"  # of a sum, with two levels of its own
 _SUM = re.compile(rf"\$\(\(({_INSIDE})\)\)")
 _ASSIGNMENT = re.compile(
-    r"^([ \t]*)(?:export[ \t]+)?([A-Za-z_]\w*)="
-    rf"""("[^"]*"|'[^']*'|\$\(\({_INSIDE}\)\)|[^\s#;(][^\s;]*|)[ \t]*(?:\#.*)?$""",
+    r"^(?P<indent>[ \t]*)(?:(?:export|readonly|local|declare)[ \t]+(?:-\w+[ \t]+)*)?"
+    r"(?P<name>[A-Za-z_]\w*)(?P<adds>\+?)="
+    rf"""(?P<value>"[^"]*"|'[^']*'|\$\(\({_INSIDE}\)\)|[^\s#;(][^\s;]*|)[ \t]*(?:\#.*)?$""",
     re.MULTILINE,
 )
+_DEFAULT = re.compile(
+    r"^[ \t]*:[ \t]+[\"']?\$\{(?P<default>[A-Za-z_]\w*):?=(?P<value>[^{}\n]*)\}", re.MULTILINE
+)
+_COUNTED = re.compile(  # a variable gets a value that nothing here tells
+    r"^[ \t]*(?:let[ \t]+[\"']?|unset[ \t]+|printf[ \t]+-v[ \t]+|for[ \t]+"
+    r"|read[ \t]+(?:-\w+[ \t]+)*|\(\([ \t]*(?=\w+[ \t]*(?:[-+*/%]?=[^=]|\+\+|--)))"
+    r"(?P<counted>[A-Za-z_]\w*)",
+    re.MULTILINE,
+)
+_ASIDE = re.compile(  # behind something else in its line
+    r"^[ \t]*[^\s#][^\n]*?(?:\bthen|\bdo|\belse|&&|\|\||;)[ \t]+(?:export[ \t]+)?"
+    r"(?P<aside>[A-Za-z_]\w*)\+?=",
+    re.MULTILINE,
+)
+_SETTINGS = (_ASSIGNMENT, _DEFAULT, _COUNTED, _ASIDE)
+_NAMED = ("name", "default", "counted", "aside")
 _ARRAY = re.compile(r"([ \t]*)([A-Za-z_]\w*)(\+?)=\((.*)")
 _REFERENCE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
-_EXPANSION = re.compile(r"\$\{(\w+)\[@\]\}")
+_EXPANSION = re.compile(r"\$\{(\w+)\[[@*]\]\}")
+_OWN_ARGUMENTS = re.compile(r"\$(?:[@*]|\{[@*][^{}]*\})")  # of the script: none
 _SOURCED = re.compile(r"^[ \t]*(?:source|\.)[ \t]+(\S[^\n]*)", re.MULTILINE)
 _OUTSIDE = re.compile(r"\d*>.*|&>.*|<.*|&&?|\|\|?|;")  # what follows is no argument
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""")
 _SIGNS = {ord(sign): 0xE000 + place for place, sign in enumerate("<>&|;")}  # where quoted, text
 _TEXTS = {place: sign for sign, place in _SIGNS.items()}
+_HASH = re.compile(  # within a word, where no comment begins
+    r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|(?<!\S)\#[^\n]*|(?P<inner>\#)"""
+)
+_INNER = "\ue010"
 _OPERATORS: dict[type[ast.AST], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -48,23 +70,76 @@ class Shell:
     """Variables and arrays that a script sets, or gives a default, or that `environment` has.
 
     What stands in a branch counts as well: arrays of several add up, and a variable of
-    `environment` stays as it is. `command` is the importer's, of whose refusals it is a part.
+    `environment` stays as it is. Where another value is as likely, `doubts` of the words of a
+    command say so. `command` is the importer's, of whose refusals it is a part; `until`, where the
+    command whose words are asked for begins: what is set behind it counts for new names alone.
     Raises ConfigError for values that grow without end, here and when words are asked for.
     """
 
-    def __init__(self, text: str, environment: Mapping[str, str], command: str) -> None:
-        self._command = command
+    def __init__(
+        self, text: str, environment: Mapping[str, str], command: str, until: int | None = None
+    ) -> None:
+        self._command, self._environment = command, environment
         self._grown = 0
         self._variables = dict(environment)
-        for indent, name, value in _ASSIGNMENT.findall(joined_lines(text)):
-            known = self.replaced(value.strip("\"'"))
-            if _is_text(known, name) and not (indent and environment.get(name)):
-                self._variables[name] = known
+        self._set = set[str]()  # by the script
+        self._used = set[str]()  # since it was emptied
+        self._doubted = dict[str, str]()  # variables, and what is to be said of their values
+        before, behind = text[:until], text[until:] if until is not None else ""
         self._arrays: dict[str, list[str]] = {}
+        self._read(before)
+        earlier = set(self._arrays), set(self._set)
+        self._read(behind, *earlier)
+
+    def _read(
+        self, text: str, arrays: Collection[str] = (), variables: Collection[str] = ()
+    ) -> None:
+        """Take in what a part of the script sets, but for those names."""
+        joined = joined_lines(text)
+        found = [m for each in _SETTINGS for m in each.finditer(joined)]
+        for match in sorted(found, key=lambda match: match.start(match.lastgroup or 0)):
+            names = match.groupdict()
+            name = next(names[key] for key in _NAMED if names.get(key))
+            if name not in variables:
+                self._take(name, names)
         for adds, name, body in _read_arrays(text):
+            if name in arrays:
+                continue
             if not adds:
                 self._arrays[name] = []
             self._arrays.setdefault(name, []).append(body)
+
+    def _take(self, name: str, names: Mapping[str, str | None]) -> None:
+        if names.get("counted"):
+            self._variables.pop(name, None)
+            return
+        if names.get("aside"):
+            self._doubted[name] = (
+                f"{name}: is set behind a condition or another command too, which is not read"
+            )
+            return
+        if names.get("default") and self._variables.get(name):
+            return
+        self._used.clear()
+        value = self.replaced((names["value"] or "").strip("\"'"))
+        known = self._variables.get(name, "") + value if names.get("adds") else value
+        if not _is_text(known, name) or (names.get("indent") and self._environment.get(name)):
+            return
+        doubts = {self._doubted[each] for each in self._used if each in self._doubted}
+        if names.get("indent") and name in self._set and known != self._variables.get(name):
+            doubts.add(f"{name}: is set in several branches; the last of them counts here")
+        elif names.get("adds") and name in self._doubted:
+            doubts.add(self._doubted[name])
+        self._doubted.pop(name, None)
+        if doubts:
+            self._doubted[name] = min(doubts)
+        self._variables[name] = known
+        self._set.add(name)
+
+    @property
+    def doubts(self) -> list[str]:
+        """What is to be said of the words that were asked for last, a line each."""
+        return sorted({self._doubted[name] for name in self._used if name in self._doubted})
 
     def replaced(self, words: str) -> str:
         """The text with the values of the variables, and of the sums, that are known."""
@@ -78,14 +153,16 @@ class Shell:
     def words(self, command: str) -> list[str]:
         """The arguments of a command, arrays put in, up to where another one begins."""
         words: list[str] = []
+        self._used.clear()
         line = _QUOTED.sub(lambda quoted: quoted[0].translate(_SIGNS), self.replaced(command))
+        line = line.replace(";", " ; ")
         for word in self._cut(line):
             if _OUTSIDE.fullmatch(word):
                 break
             word = word.translate(_TEXTS)
             if match := _EXPANSION.fullmatch(word):
                 words += self._cut(self._array(match[1]))
-            else:
+            elif not _OWN_ARGUMENTS.fullmatch(word):
                 words.append(word)
         return words
 
@@ -107,8 +184,9 @@ class Shell:
             )
 
     def _value(self, match: re.Match[str]) -> str:
-        value = self._variables.get(match[1] or match[3], "")
-        if value:
+        name = match[1] or match[3]
+        self._used.add(name)
+        if value := self._variables.get(name, ""):
             self._grow(value)
             return value
         return match[0] if match[2] is None else match[2].strip("\"'")
@@ -126,7 +204,8 @@ class Shell:
     def _cut(self, text: str) -> list[str]:
         """The words of a shell; a substitution such as `$(seq 2)` is one."""
         try:
-            cut = shlex.split(self.replaced(text), comments=True)
+            plain = _HASH.sub(lambda m: _INNER if m["inner"] else m[0], self.replaced(text))
+            cut = shlex.split(plain, comments=True)
         except ValueError as error:
             detail = f"the script is no text of a shell: {error}"
             raise ConfigError(f"{self._command}: {detail}") from None
@@ -141,7 +220,7 @@ class Shell:
                 depth += word.count("(") - word.count(")")
             else:
                 depth = 0
-        return [" ".join(parts) for parts in words]
+        return [" ".join(parts).replace(_INNER, "#") for parts in words]
 
 
 def _read_arrays(text: str) -> list[tuple[bool, str, str]]:
@@ -184,6 +263,15 @@ def _is_text(value: str, name: str) -> bool:
 def joined_lines(text: str) -> str:
     """The text with lines that a backslash goes on in one."""
     return text.replace("\\\n", " ")
+
+
+def command_place(text: str, program: re.Pattern[str]) -> int | None:
+    """Where a command stands in a script, None where it is in a function, a loop or a branch."""
+    for found in program.finditer(text):
+        line = text[text.rfind("\n", 0, found.start()) + 1 : found.start()]
+        if not line.lstrip().startswith("#"):
+            return None if line[:1].isspace() else found.start()
+    return None
 
 
 def _evaluate(node: ast.AST) -> int:

@@ -20,11 +20,12 @@ from sluice.importers.documents import (
     set_at,
     write_imported,
 )
-from sluice.importers.shell import Shell, joined_lines
+from sluice.importers.shell import Shell, command_place, joined_lines
 from sluice.importers.slime_flags import REWARDS, find_flag
 
 COMMAND = "import-slime"
 _TRAIN = re.compile(r"\btrain(_async)?\.py\b[\"']?")
+_TRAINS = re.compile(r"[^#]*\bpython[\w.]*[ \t][^#]*?\btrain(?:_async)?\.py\b")
 
 
 async def import_slime(arguments: Sequence[str]) -> None:
@@ -35,12 +36,16 @@ async def import_slime(arguments: Sequence[str]) -> None:
     write_imported(COMMAND, import_script, arguments)
 
 
-def read_script(text: str, environment: Mapping[str, str]) -> list[tuple[str, Values]]:
-    """Flags and their values as the training command would get them. Raises ConfigError.
+def read_script(
+    text: str, environment: Mapping[str, str]
+) -> tuple[list[tuple[str, Values]], list[str]]:
+    """Flags and their values as the training command would get them; what is not sure of them.
 
-    Arrays are put in where the command names them; of a script without it, all are.
+    Arrays are put in where the command names them; of a script without it, all are. Raises
+    ConfigError.
     """
-    shell, command = Shell(text, environment, COMMAND), training_command(text)
+    shell = Shell(text, environment, COMMAND, command_place(text, _TRAIN))
+    command = training_command(text)
     words = list(shell.array_words()) if command is None else shell.words(command[0])
     if not any(word.startswith("--") for word in words):
         raise ConfigError(f"{COMMAND}: the script has no command train.py and no arguments")
@@ -51,7 +56,9 @@ def read_script(text: str, environment: Mapping[str, str]) -> list[tuple[str, Va
             flags.append((name, [value] if equals else []))
         elif flags:
             flags[-1][1].append(word)
-    return flags
+    times = sum(bool(_TRAINS.match(line)) for line in joined_lines(text).splitlines())
+    several = f"the script trains {times} times: the first of its commands is read"
+    return flags, [*([several] if times > 1 else []), *shell.doubts]
 
 
 def training_command(text: str) -> tuple[str, bool] | None:
@@ -74,7 +81,8 @@ def import_script(
     command = training_command(text)
     if command and command[1]:
         into.run["max_staleness"] = 1  # train_async.py samples ahead of one step
-    for name, values in read_script(text, environment):
+    flags, into.left = read_script(text, environment)
+    for name, values in flags:
         flag = find_flag(name)
         if flag is None:
             into.left.append(f"--{name}: is unknown")

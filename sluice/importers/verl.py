@@ -18,11 +18,12 @@ from sluice.importers.documents import (
     set_at,
     write_imported,
 )
-from sluice.importers.shell import Shell, joined_lines
+from sluice.importers.shell import Shell, command_place, joined_lines
 from sluice.importers.verl_keys import find_key
 
 COMMAND = "import-verl"
 GROUP_SECONDS = 14_400  # verl has no limit of a group
+MOST_TOLD = 200  # characters of a word
 _PROGRAM = re.compile(r"(?:-m\s+([\w.]*\.main_ppo|[\w.]*_async_main)|\bmain_ppo\w*\.py)\b[\"']?")
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 _NULL = ("null", "None", "~", "")
@@ -38,29 +39,36 @@ async def import_verl(arguments: Sequence[str]) -> None:
 
 def read_overrides(
     text: str, environment: Mapping[str, str]
-) -> tuple[dict[str, str], dict[str, Any]]:
-    """Keys and their texts as the training command would get them, the last of each; and what
-    the command itself says: `megatron`, `one_step_off`, `asynchronous`. Raises ConfigError."""
-    for line in joined_lines(text).splitlines():
-        if (found := _PROGRAM.search(line)) and not line.lstrip().startswith("#"):
-            break
-    else:
+) -> tuple[dict[str, str], dict[str, Any], list[str]]:
+    """Keys and their texts as the training command would get them, the last of each; what the
+    command itself says: `megatron`, `one_step_off`, `asynchronous`; and what is not sure of all
+    that, a line each. Raises ConfigError."""
+    lines = [line for line in joined_lines(text).splitlines() if not line.lstrip().startswith("#")]
+    commands = [line[found.end() :] for line in lines if (found := _PROGRAM.search(line))]
+    if not commands:
         raise ConfigError(f"{COMMAND}: the script has no command of verl's main_ppo")
+    program = next(filter(None, map(_PROGRAM.search, lines)))[1] or ""
     given: dict[str, str] = {}
-    named = [""]
-    for word in Shell(text, environment, COMMAND).words(line[found.end() :]):
+    named, left = [""], list[str]()
+    if len(commands) > 1:
+        left.append(f"the script trains {len(commands)} times: the first of its commands is read")
+    shell = Shell(text, environment, COMMAND, command_place(text, _PROGRAM))
+    for word in shell.words(commands[0]):
         if word.startswith("--"):
             named += [word]
         elif match := _OVERRIDE.fullmatch(word):
             given[match[1]] = match[2].strip("\"'") if match[2][:1] not in "[{" else match[2]
+        elif word.strip():
+            why = "is known to the shell alone" if "$" in word else "is no key=value"
+            left.append(f"{word[:MOST_TOLD]!r}: {why}; what it says is not carried")
     if not given:
         raise ConfigError(f"{COMMAND}: the command has no key=value")
-    program = found[1] or ""
-    return given, {
+    told = {
         "megatron": any("megatron" in word for word in named),
         "one_step_off": "one_step_off" in program,
         "asynchronous": "async_main" in program,
     }
+    return given, told, [*left, *shell.doubts]
 
 
 def import_script(
@@ -71,7 +79,7 @@ def import_script(
     What a script leaves out is as verl has it, where that is not so here.
     """
     into = Imported()
-    given, command = read_overrides(text, environment)
+    given, command, into.left = read_overrides(text, environment)
     into.facts |= command
     for name, value in given.items():
         key = find_key(name)

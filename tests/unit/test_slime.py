@@ -207,14 +207,15 @@ python train.py --hf-checkpoint ${BASE}/m --tensor-model-parallel-size ${TP} \\
 """
     text, missing = with_sourced(script, tmp_path, {}, "import-slime")
     assert missing == ["source /nowhere/n.sh: is not there; what it says is not carried"]
-    flags = dict(read_script(text, {}))
+    flags = dict(read_script(text, {})[0])
     assert flags["hf-checkpoint"] == ["/root/m"]
     assert (flags["tensor-model-parallel-size"], flags["actor-num-nodes"]) == (["2"], ["3"])
     assert flags["actor-num-gpus-per-node"] == ["8"]
     assert flags["lr"] == ["2e-6"]
     assert flags["sglang-cuda-graph-bs"] == ["1", "$(seq 16 8 32)"]
     assert {"allgather-cp", "use-wandb", "num-layers"} <= flags.keys()
-    given = dict(read_script(text, {"BASE": "/data", "TP": "4", "GPUS": "6", "WORKERS": "5"}))
+    environment = {"BASE": "/data", "TP": "4", "GPUS": "6", "WORKERS": "5"}
+    given = dict(read_script(text, environment)[0])
     assert given["hf-checkpoint"] == ["/data/m"]
     assert given["tensor-model-parallel-size"] == ["4"]
     assert (given["actor-num-nodes"], given["actor-num-gpus-per-node"]) == (["5"], ["6"])
@@ -222,6 +223,27 @@ python train.py --hf-checkpoint ${BASE}/m --tensor-model-parallel-size ${TP} \\
     assert "engine" in services["services"]["rollout"]["config"]
     assert "sglang" not in services["services"]["rollout"]["config"]["engine"]
     assert any(line.startswith("--sglang-cuda-graph-bs: '$(seq 16 8 32)'") for line in left)
+
+
+def test_of_a_script_that_trains_twice_the_first_command_is_read_and_the_others_are_told() -> None:
+    text = """
+if x
+then
+  LR=1e-6
+else
+  LR=2e-6
+fi
+python3 train.py --lr $LR --attention-backend flash "$@"
+LR=3e-6
+python3 train.py --lr $LR
+"""
+    flags, left = read_script(text, {})
+    assert flags == [("lr", ["2e-6"]), ("attention-backend", ["flash"])]
+    assert left == [
+        "the script trains 2 times: the first of its commands is read",
+        "LR: is set in several branches; the last of them counts here",
+    ]
+    assert set(left) <= set(imported(text)[2])
 
 
 def test_what_only_the_shell_knows_is_said(model: Path) -> None:

@@ -530,10 +530,73 @@ def test_variables_that_name_each_other_do_not_grow_for_ever() -> None:
 
 
 def test_the_last_of_a_key_counts_and_quotes_are_no_part_of_a_value() -> None:
-    given, _ = read_overrides(
+    given, _, left = read_overrides(
         RUN + "trainer.a=1 +trainer.b='x y' trainer.a=\"2\" ++trainer.c=\"['u', 'v']\" plain", {}
     )
     assert given == {"trainer.a": "2", "trainer.b": "x y", "trainer.c": "['u', 'v']"}
+    assert left == ["'plain': is no key=value; what it says is not carried"]
+
+
+@pytest.mark.parametrize(
+    ("script", "wanted"),
+    [
+        (f"{RUN}a=b#c d=2 # e=3", {"a": "b#c", "d": "2"}),
+        (f"{RUN}a='x # y' d=2", {"a": "x # y", "d": "2"}),
+        (f"F=x\n{RUN}a=${{F##*/}} d=2", {"a": "${F##*/}", "d": "2"}),
+        (f"{RUN}a=1; echo b=2", {"a": "1"}),
+        (f"{RUN}'a=1;2' b=3", {"a": "1;2", "b": "3"}),
+        (f'A="a=1"\nA+=" b=2"\n{RUN}$A', {"a": "1", "b": "2"}),
+        (f"A=(a=1 b=2)\n{RUN}${{A[*]}}", {"a": "1", "b": "2"}),
+        (f"N=1\nB=(b=1)\n{RUN}a=$N ${{B[@]}}\nN=2\nB=(b=2)", {"a": "1", "b": "1"}),
+        (f"{RUN}a=$N ${{B[@]}}\nN=2\nB=(b=2)", {"a": "2", "b": "2"}),
+        (f'{RUN}a=1 "$@" ${{@:2}} $*', {"a": "1"}),
+        (f": ${{N:=3}} \n{RUN}a=$N", {"a": "3"}),
+        (f"N=1\n: ${{N:=3}}\n{RUN}a=$N", {"a": "1"}),
+        (f"readonly N=4\ndeclare -i M=5\n{RUN}a=$N b=$M", {"a": "4", "b": "5"}),
+    ],
+)
+def test_words_are_those_that_a_shell_gives_the_command(
+    script: str, wanted: dict[str, str]
+) -> None:
+    words, _, left = read_overrides(script, {})
+    assert (words, left) == (wanted, [])
+
+
+@pytest.mark.parametrize(
+    "line", ["((N += 2))", "let N=5", "unset N", "printf -v N 5", "for N in 1 2; do", "read N"]
+)
+def test_a_variable_whose_value_a_shell_alone_knows_is_not_put_in(line: str) -> None:
+    assert read_overrides(f"N=1\n{line}\n{RUN}a=$N", {})[0] == {"a": "$N"}
+    assert read_overrides(f"N=1\n((N > 2))\n{RUN}a=$N", {})[0] == {"a": "1"}
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        (f"{RUN}a=1\n# {RUN}a=0\n{RUN}a=2", "the script trains 2 times"),
+        (f"if x\nthen\n  N=1\nelse\n  N=2\nfi\nM=$N\n{RUN}a=$M", "N: is set in several branches"),
+        (f"N=1\nif x; then N=2; fi\n{RUN}a=$N", "N: is set behind a condition"),
+        (f"N=1\nx && N=2\nN+=3\n{RUN}a=$N", "N: is set behind a condition"),
+        (f"{RUN}a=1 $MORE", "'$MORE': is known to the shell alone"),
+        (f"{RUN}a=1 ~data.seed", "'~data.seed': is no key=value"),
+    ],
+)
+def test_what_a_shell_may_read_otherwise_is_told(script: str, told: str) -> None:
+    _, _, left = read_overrides(script, {})
+    assert [line[: len(told)] for line in left] == [told]
+    assert import_script(script, Path("runs/x"), {})[2][0].startswith(told)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        f"if x\nthen\n  N=2\nelse\n  N=2\nfi\n{RUN}a=$N",
+        f"if x\nthen\n  N=1\nelse\n  N=2\nfi\n{RUN}a=1",
+        f"N=1\nx && N=2\nN=3\n{RUN}a=$N",
+    ],
+)
+def test_of_what_a_shell_reads_in_one_way_alone_nothing_is_told(script: str) -> None:
+    assert read_overrides(script, {})[2] == []
 
 
 @pytest.mark.parametrize(
