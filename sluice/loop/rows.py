@@ -28,6 +28,8 @@ from sluice.samples.conversations import (
 from sluice.samples.sample import Sample
 from sluice.samples.tokenizer import TextTokenizer
 
+LONGEST = 1 << 24  # characters of a row: a tokenizer may take 200 bytes for each
+LEARNED = ("messages", "prompt", "answer", "chosen", "rejected", "tools")  # columns of text
 MEDIA = ("image", "images", "video", "videos")  # columns: the text alone is not what was asked
 
 
@@ -68,12 +70,17 @@ class TrainingRows(ABC):
         setting that names the file.
         """
         self._rows = read_rows(config.file, f"{key}.file")
+        self._tokenizer, self._rows_per_step = tokenizer, rows_per_step
         for where, row in self._rows:
+            if (characters := sum(_characters(row.get(key)) for key in LEARNED)) > LONGEST:
+                raise PromptFileError(
+                    f"{where}: holds {characters:,} characters, more than the {LONGEST:,} of a row "
+                    "that is tokenised; cut it into several"
+                )
             for name in MEDIA:
                 if row.get(name):
                     raise PromptFileError(f"{where}: {name}: training on rows is of text alone")
             self._check(where, row)
-        self._tokenizer, self._rows_per_step = tokenizer, rows_per_step
         self._options = dict(template or {})
         self._check_options()
         self.digest = digest_of([digest_of_rows(config.file), config.shuffle])
@@ -157,6 +164,15 @@ class TrainingRows(ABC):
         return mask_conversation(self._tokenizer, messages, tools, self._options, first)
 
 
+def _characters(value: Any) -> int:
+    """Of all texts in a value of a row."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
+
+
 class ConversationRows(TrainingRows):
     """Rows of `messages`, or of `prompt` and `answer`: what the assistant says is learned."""
 
@@ -173,6 +189,8 @@ class ConversationRows(TrainingRows):
         for key in ("prompt", "answer"):
             if not isinstance(row.get(key), str):
                 raise PromptFileError(f"{where}: give `messages`, or `prompt` and `answer` texts")
+        if not row["prompt"] and not self._tokenizer.encode("", special=True):
+            raise PromptFileError(f"{where}: the prompt has no tokens")
 
     def _is_chat(self, row: Mapping[str, Any]) -> bool:
         return bool(row.get("messages"))

@@ -88,6 +88,27 @@ def test_variables_of_the_template_are_those_of_the_configuration(
         ConversationRows(RowsConfig(file=plain), chatty, 3, 0, {"quick": True})
 
 
+@pytest.mark.parametrize("kind", ["prompt", "messages"])
+def test_a_row_that_takes_gigabytes_to_tokenise_is_refused_before_it_is(
+    tokenizer: TextTokenizer, tmp_path: Path, kind: str
+) -> None:
+    """Of a hundred million characters a tokenizer took 20 GB, and the machine ended the run."""
+    text = "1" * (1 << 24)
+    row = {
+        "prompt": {"prompt": text, "answer": "1"},
+        "messages": {
+            "messages": [
+                {"role": "user", "content": text},
+                {"role": "assistant", "content": "1"},
+            ]
+        },
+    }[kind]
+    file = write(tmp_path / "rows.jsonl", [ROWS[0], row])
+    with pytest.raises(PromptFileError, match=r"rows.jsonl:2: holds 16,777,2\d\d characters"):
+        load(tokenizer, file)
+    load(tokenizer, write(tmp_path / "other.jsonl", [{**ROWS[0], "meta": text}]))
+
+
 def test_every_epoch_has_each_row_once(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     rows = load(tokenizer, write(tmp_path / "rows.jsonl", ROWS))
     assert rows.steps_per_epoch == 3
@@ -145,6 +166,7 @@ def test_samples_are_valid_rows_of_a_blob(tokenizer: TextTokenizer, tmp_path: Pa
         ({"prompt": "1", "answer": "2", "images": ["a.png"]}, "images: .* of text alone"),
         ({"messages": [{"role": "user", "content": "1"}]}, "no message is the assistant's"),
         ({"messages": [{"role": "assistant", "content": "1"}]}, "nothing before it"),
+        ({"prompt": "", "answer": "2"}, "the prompt has no tokens"),
     ],
 )
 def test_a_malformed_row_is_named(
