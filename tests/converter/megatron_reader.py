@@ -70,7 +70,7 @@ def build(config: dict[str, Any]) -> tuple[Any, str]:
         vocab_size=-(-text["vocab_size"] // 8) * 8,
         max_sequence_length=64,
         share_embeddings_and_output_weights=config.get("tie_word_embeddings", False),
-        position_embedding_type="none" if kind.startswith("deepseek") else "rope",
+        position_embedding_type="none" if kind in LATENT else "rope",
         rotary_percent=text["rope_parameters"].get("partial_rotary_factor", 1.0),
         rotary_base=int(text["rope_parameters"]["rope_theta"]),
     )
@@ -81,8 +81,10 @@ def transformer_config(text: dict[str, Any], kind: str) -> Any:
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     common = {**PLAIN, **sizes(text, kind), **experts(text, kind)}
-    if kind.startswith("deepseek"):
+    if kind in LATENT:
+        indexer = ("n_heads", "head_dim", "topk")
         return MLATransformerConfig(
+            **{f"dsa_indexer_{name}": text.get(f"index_{name}") for name in indexer},
             multi_latent_attention=True,
             q_lora_rank=text["q_lora_rank"],
             kv_lora_rank=text["kv_lora_rank"],
@@ -103,6 +105,7 @@ def transformer_config(text: dict[str, Any], kind: str) -> Any:
 
 
 RECURRENT = ("qwen3_next", "qwen3_5")
+LATENT = ("deepseek_v3", "glm_moe_dsa")
 PLAIN: dict[str, Any] = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
@@ -129,7 +132,7 @@ def sizes(text: dict[str, Any], kind: str) -> dict[str, Any]:
         "num_attention_heads": text["num_attention_heads"],
         "layernorm_epsilon": text["rms_norm_eps"],
         "add_qkv_bias": text.get("attention_bias", False) or kind == "qwen2",
-        "qk_layernorm": kind.startswith(("qwen3", "deepseek")) or text.get("use_qk_norm", False),
+        "qk_layernorm": kind.startswith(("qwen3", *LATENT)) or text.get("use_qk_norm", False),
     }
 
 
@@ -154,7 +157,7 @@ def experts(text: dict[str, Any], kind: str) -> dict[str, Any]:
     shared = text.get("shared_expert_intermediate_size") or (
         text.get("n_shared_experts", 0) * text.get("moe_intermediate_size", 0)
     )
-    biased = kind.startswith("deepseek") or kind in ("glm4_moe", "minimax_m2")
+    biased = kind in (*LATENT, "glm4_moe", "minimax_m2")
     width = text.get("moe_intermediate_size") or text["intermediate_size"]
     return {
         "num_moe_experts": count,
@@ -191,7 +194,9 @@ def layers(config: Any, text: dict[str, Any], kind: str) -> Any:
             normalization="RMSNorm",
         )
         if config.multi_latent_attention:
-            spec.submodules.self_attention.submodules.core_attention = _Attention
+            is_indexed = text.get("indexer_types", ["shared"] * (index + 1))[index] == "full"
+            core = _IndexedAttention if is_indexed else _Attention
+            spec.submodules.self_attention.submodules.core_attention = core
         if any(sparse) or kind.startswith(RECURRENT):
             spec.submodules.sharded_state_dict_keys_map = {}  # plain names, as they were written
         if kind.startswith(RECURRENT):
@@ -224,6 +229,27 @@ class _Attention(torch.nn.Module):
             *heads, is_causal=True, scale=self.scale
         )
         return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+class _IndexedAttention(_Attention):
+    """With Megatron's own indexer, by its names; no row is longer than what it would choose."""
+
+    def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
+        from megatron.core.tensor_parallel import ColumnParallelLinear
+        from megatron.core.transformer.experimental_attention_variant import dsa
+
+        class Linear(ColumnParallelLinear):
+            def __init__(self, *sizes: int, config: Any, init_method: Any, **_: Any) -> None:
+                super().__init__(*sizes, config=config, init_method=init_method, bias=False)
+
+        super().__init__(config, softmax_scale)
+        layers = dsa.DSAIndexerSubmodules(Linear, Linear, _LayerNorm, Linear)
+        self.indexer = dsa.DSAIndexer(config, layers)
+
+
+class _LayerNorm(torch.nn.LayerNorm):
+    def __init__(self, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps)
 
 
 class _ZeroCentered(torch.nn.Module):

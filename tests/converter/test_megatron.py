@@ -38,6 +38,7 @@ CASES = {
     "qwen3_5_vl_moe": ConvertOptions(layout=Layout(expert=2), plain_norms=True),
     "glm4_moe": ConvertOptions(layout=Layout(expert=2), plain_norms=True),
     "minimax_m2": ConvertOptions(layout=Layout(expert=2), plain_norms=True),
+    "glm_moe_dsa": ConvertOptions(layout=Layout(expert=2), plain_norms=True),
     "deepseek_v3": ConvertOptions(layout=Layout(expert=2), plain_norms=True),
     "deepseek_v3_direct": ConvertOptions(plain_norms=True),
 }
@@ -51,6 +52,7 @@ SAVED = {  # family of tests/megatron, ranks, layout
     "EP2xETP2": ("qwen3_moe", 4, {"tensor": 2, "sequence_parallel": True, "expert": 2}),
     "CP2xPP2": ("glm4", 4, {"context": 2, "pipeline": 2}),
     "latent": ("deepseek_v3", 2, {"expert": 2, "context": 2}),
+    "chosen keys": ("glm_moe_dsa_shared", 2, {"pipeline": 2}),
     "wide norms": ("minimax_m2", 2, {"tensor": 2, "sequence_parallel": True}),
 }
 

@@ -32,6 +32,7 @@ SPARSE = (
     "qwen3_5_vl_moe",
     "glm4_moe",
     "minimax_m2",
+    "glm_moe_dsa",
     "deepseek_v3",
     "deepseek_v3_direct",
 )

@@ -24,6 +24,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "qwen3_moe": ALL[:4],
     "glm4": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"),
     "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    "glm_moe_dsa": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
 }
 RANK, ALPHA, STEPS = 4, 10.0, 5
 

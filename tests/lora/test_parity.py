@@ -75,6 +75,11 @@ CASES = [
         *("megatron", "deepseek_v3", 2, {"tensor": 2, **SEQUENCE}),
         id="tensor 2, sequence, latent attention",
     ),
+    pytest.param("fsdp", "glm_moe_dsa", 2, {}, id="fsdp, chosen keys"),
+    pytest.param(
+        *("megatron", "glm_moe_dsa", 2, {"tensor": 2, **SEQUENCE}),
+        id="tensor 2, sequence, chosen keys",
+    ),
     pytest.param("megatron", "qwen3", 2, {"pipeline": 2, "recompute": "full"}, id="run again"),
 ]
 

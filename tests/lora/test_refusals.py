@@ -103,6 +103,8 @@ CASES = [
     ("qwen3", ["q_proj", "q_prj"], "lora.targets name 'q_prj', which no linear layer"),
     ("qwen3", ["lm_head"], "lora.targets name 'lm_head', which no linear layer"),
     ("qwen3", ["embed_tokens"], "lora.targets name 'embed_tokens', which no linear layer"),
+    ("glm_moe_dsa", ["o_proj", "wq_b"], "lora.targets name 'wq_b', which no linear layer"),
+    ("glm_moe_dsa", ["weights_proj"], "lora.targets name 'weights_proj', which no linear layer"),
     ("qwen3_moe", ["q_proj", "up_proj"], "'up_proj': layers of the model's experts too"),
 ]
 

@@ -52,6 +52,18 @@ LATENT: dict[str, Any] = {
     "topk_group": 2,
     "first_k_dense_replace": 1,
 }
+# Rows have up to 19 tokens. With so many heads no key has a score of 0, of which any may be taken.
+INDEXED: dict[str, Any] = {
+    **LATENT,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "index_topk": 4,
+    "index_n_heads": 24,
+    "index_head_dim": 16,
+    "pad_token_id": None,
+}
+SHARED = ["full", "shared", "full", "shared"]  # layers share what the one before has chosen
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -117,6 +129,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**LATENT, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8},
     ),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", INDEXED),
+    "glm_moe_dsa_shared": (
+        "GlmMoeDsaConfig",
+        "GlmMoeDsaForCausalLM",
+        {**INDEXED, "indexer_types": SHARED},
+    ),
     "minimax_m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM", MINIMAX_M2),
     "deepseek_v3_yarn": (
         "DeepseekV3Config",

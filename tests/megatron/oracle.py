@@ -45,7 +45,7 @@ class Oracle:
         return OracleStep(sums.loss / normalizer, outcome.grad_norm)
 
     def weights(self) -> Tensors:
-        named = dict(self._backend._optimizer.parameters)
+        named = dict(self._backend._policy.model.named_parameters())
         for name, buffer in self._backend._policy.model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # part of a checkpoint
                 named[name] = buffer

@@ -25,6 +25,7 @@ SAME = [
     pytest.param("qwen3", 1, {"dtype": "bfloat16"}, id="bfloat16"),
     pytest.param("glm4", 2, {"tensor": 2}, id="glm4-TP2"),
     pytest.param("deepseek_v3", 2, {"expert": 2}, id="deepseek-EP2"),
+    pytest.param("glm_moe_dsa_shared", 2, {}, id="glm5-shared-DP2-distributed"),
 ]
 TENSOR, DATA = {"tensor": 2}, {}
 RESHARD = [
@@ -38,6 +39,7 @@ RESHARD = [
     pytest.param("qwen3_moe", 4, {"expert": 4}, 2, {"expert": 2}, id="EP4-EP2"),
     pytest.param("qwen3_moe", 2, {"expert": 2}, 1, {}, id="EP2-single"),
     pytest.param("qwen3_moe", 2, {}, 2, {"expert": 2}, id="DP2-EP2"),
+    pytest.param("glm_moe_dsa_shared", 2, {"pipeline": 2}, 2, {"context": 2}, id="glm5-PP2-CP2"),
     pytest.param("qwen3", 1, PLAIN, 2, DATA, id="plain-DP2"),
     pytest.param("qwen3", 2, DATA, 2, {"tensor": 2, **PLAIN}, id="DP2-TP2-plain"),
     pytest.param("qwen3", 2, {"pipeline": 2, "virtual_pipeline": 2}, 2, TENSOR, id="PP2xVPP2-TP2"),

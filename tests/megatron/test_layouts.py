@@ -22,6 +22,7 @@ from tests.megatron.comparison import (
 from tests.rank_pool import Pool
 
 fast = pytest.mark.fast
+SCATTERED: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
 LAYOUTS = [
     pytest.param("qwen3", 1, {}, id="single", marks=fast),
     pytest.param("qwen3", 2, {"tensor": 2}, id="TP2", marks=fast),
@@ -121,6 +122,22 @@ LAYOUTS = [
         id="deepseek-TP2+SPxPP2xEP2",
     ),
     pytest.param("deepseek_v3_yarn", 2, {"pipeline": 2}, id="deepseek-yarn-PP2"),
+    pytest.param("glm_moe_dsa", 1, {}, id="glm5-single", marks=fast),
+    pytest.param("glm_moe_dsa", 2, SCATTERED, id="glm5-TP2+SP"),
+    pytest.param("glm_moe_dsa", 2, {"context": 2}, id="glm5-CP2-zigzag"),
+    pytest.param(
+        "glm_moe_dsa", 2, {"context": 2, "cp_layout": "contiguous"}, id="glm5-CP2-contiguous"
+    ),
+    pytest.param("glm_moe_dsa", 2, {"pipeline": 2, "virtual_pipeline": 2}, id="glm5-PP2xVPP2"),
+    pytest.param("glm_moe_dsa_shared", 2, {"pipeline": 2}, id="glm5-shared-PP2", marks=fast),
+    pytest.param("glm_moe_dsa_shared", 2, {"expert": 2, "context": 2}, id="glm5-shared-EP2xCP2"),
+    pytest.param(
+        "glm_moe_dsa_shared",
+        4,
+        {**SCATTERED, "pipeline": 2, "expert": 2, "expert_tensor": 1},
+        id="glm5-shared-TP2+SPxPP2xEP2",
+    ),
+    pytest.param("glm_moe_dsa_shared", 4, {**SCATTERED, "context": 2}, id="glm5-shared-TP2+SPxCP2"),
     pytest.param(
         "deepseek_v3_yarn",
         2,
@@ -139,6 +156,18 @@ OPTIMIZERS = [
     pytest.param("qwen3_moe", 4, {"expert": 2, "distributed_optimizer": True}, id="EP2xDP4"),
     pytest.param("qwen3", 2, {"tensor": 2, "recompute": "full"}, id="TP2-recompute"),
     pytest.param("qwen3", 2, {"pipeline": 2, "recompute": "selective"}, id="PP2-recompute"),
+    pytest.param("glm_moe_dsa", 2, {}, id="glm5-DP2-distributed"),
+    pytest.param("glm_moe_dsa", 2, {"pipeline": 2, "recompute": "full"}, id="glm5-PP2-recompute"),
+    pytest.param("glm_moe_dsa", 1, {"recompute": "selective"}, id="glm5-recompute"),
+    *(
+        pytest.param("glm_moe_dsa_shared", 1, recompute, id=f"glm5-shared-recompute-{index}")
+        for index, recompute in enumerate(
+            (
+                {"recompute": "selective"},
+                {"recompute": "full"},
+            )
+        )
+    ),
 ]
 
 
@@ -221,6 +250,26 @@ def test_passes_that_copy_beside_the_one_before_give_the_same(
         ("qwen3_moe", 2, {"tensor": 2}, "need sequence_parallel"),
         ("deepseek_v3", 2, {"tensor": 2}, "sequence_parallel"),
         ("qwen3_moe", 3, {"expert": 3}, "do not divide over 3"),
+        ("glm_moe_dsa", 2, {"tensor": 2}, "sequence_parallel"),
+        ("glm_moe_dsa", 1, {"layer_spec": "transformer_engine"}, "indexers are local layers"),
+        (
+            "glm_moe_dsa_shared",
+            2,
+            {"pipeline": 2, "first_stage_layers": 1},
+            "layer 1 shares the keys",
+        ),
+        (
+            "glm_moe_dsa_shared",
+            2,
+            {"pipeline": 2, "last_stage_layers": 1},
+            "layer 3 shares the keys",
+        ),
+        (
+            "glm_moe_dsa_shared",
+            2,
+            {"pipeline": 2, "virtual_pipeline": 2},
+            "layer 1 shares the keys that a layer before it chooses, and a pipeline chunk begins",
+        ),
     ],
 )
 def test_a_layout_that_the_model_does_not_fit_is_refused(

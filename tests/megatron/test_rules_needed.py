@@ -21,6 +21,7 @@ from tests.rank_pool import Pool
         ("glm4_moe", {"tensor": 2, "sequence_parallel": True}),
         ("deepseek_v3", {"tensor": 2, "sequence_parallel": True}),
         ("minimax_m2", {"tensor": 2, "sequence_parallel": True}),
+        ("glm_moe_dsa_shared", {"tensor": 2, "sequence_parallel": True}),
     ],
 )
 def test_any_wrong_rule_is_noticed(

@@ -46,6 +46,7 @@ CASES = [
     pytest.param("qwen3_moe", 2, {"expert": 2}, {"deny": ["*.experts.*"]}, id="EP2-no-experts"),
     pytest.param("qwen3_moe", 4, {**SEQUENCE, "expert": 2}, ROUTERS, id="EP2xTP2+SP-routers"),
     pytest.param("deepseek_v3", 2, PIPELINE, {"deny": ["*.self_attn.*"]}, id="deepseek-PP2"),
+    pytest.param("glm_moe_dsa_shared", 2, PIPELINE, LAST, id="glm5-shared-PP2"),
     pytest.param("glm4", 2, SEQUENCE, {"deny": ["*layernorm*", "*.bias"]}, id="glm4-TP2+SP"),
 ]
 
@@ -109,6 +110,7 @@ def test_parts_are_trained_as_by_the_reference(
         ("qwen3", {"allow": ["*.gate_proj.*"]}, "mlp.linear_fc1.weight, which is trained or"),
         ("qwen3_moe", {"deny": ["*.experts.1.*"]}, "local_experts.*.linear_fc1.weight"),
         ("deepseek_v3", {"deny": ["*.e_score_correction_bias"]}, "no parameter is called"),
+        ("glm_moe_dsa_shared", {"allow": ["*.indexer.w*"]}, "which no gradient reaches"),
     ],
 )
 def test_half_of_a_tensor_and_what_is_no_parameter_are_refused(

@@ -213,6 +213,7 @@ MTP = {  # some of the names of layers of multi-token prediction, by case
     "qwen3_next": ("mtp.fc.weight", "mtp.layers.0.mlp.gate.weight", "mtp.norm.weight"),
     "deepseek_v3": ("model.layers.2.eh_proj.weight", "model.layers.2.enorm.weight"),
     "glm4_moe": ("model.layers.2.eh_proj.weight", "model.layers.2.shared_head.norm.weight"),
+    "glm_moe_dsa": ("model.layers.2.eh_proj.weight", "model.layers.2.self_attn.indexer.wk.weight"),
     "mimo": ("model.mtp_layers.0.input_proj.weight", "model.mtp_layers.0.token_layernorm.weight"),
 }
 

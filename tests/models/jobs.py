@@ -52,18 +52,19 @@ def prove(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
         return _prove(rank, world, arguments)
 
 
-def _one_key_less(
+def one_key_less(
     query: torch.Tensor,
     key: torch.Tensor,
     weight: torch.Tensor,
     count: int,
-    mask: torch.Tensor | None,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """What `choose_keys` returns, but for the last of them."""
     return choose_keys(query, key, weight, count - 1, mask)
 
 
 LEFT_OUT: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "a key": (sparse, "choose_keys", _one_key_less),
+    "a key": (sparse, "choose_keys", one_key_less),
     "the choice": (sparse, "_choose", lambda *_, **__: ()),
     "heads": (tensor_parallel, "_sum_gradients", lambda *_: None),
     "told": (tensor_parallel, "_behind_cuts", lambda *_: {}),

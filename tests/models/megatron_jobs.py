@@ -14,14 +14,14 @@ from safetensors.torch import save_file
 
 from services.trainer.backend import MicroBatch, Row
 from services.trainer.backends.megatron import backend as megatron_backend  # adapts Megatron
-from services.trainer.backends.megatron import batch, delta_net
+from services.trainer.backends.megatron import batch, delta_net, indexer
 from services.trainer.backends.megatron.backend import MegatronBackend
 from sluice.algo.delta_rule import PackChunks
 from tests.contract.training_backend.cases import PPO
 from tests.fsdp.jobs import NORMALIZER, OPTIM, rows_of
 from tests.megatron import jobs
 from tests.megatron.jobs import clean_up, main_gradient, open_error, save_tensors
-from tests.models.jobs import roll_out_by
+from tests.models.jobs import one_key_less, roll_out_by
 
 assert megatron_backend
 __all__ = ["clean_up", "continue_from", "open_error", "predict", "prove", "roll_out"]
@@ -53,7 +53,7 @@ def _run_step(backend: MegatronBackend, step: int) -> float:
 def prove(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Log-probs and gradients of a batch, steps, then what is published and its log-probs.
 
-    broken: what of the delta nets is made wrong, see `_break`.
+    broken: what of the layers is made wrong, see `_break`.
     """
     out = Path(arguments["out"])
     backend = open_backend(rank, world, arguments)
@@ -93,6 +93,8 @@ def _score(backend: MegatronBackend, rank: int, stem: Path) -> None:
 def _break(what: str | None) -> AbstractContextManager[object]:
     if what is None:
         return nullcontext()
+    if what == "keys":  # one less is chosen
+        return unittest.mock.patch.object(indexer, "choose_keys", one_key_less)
     if what == "norm":  # each tensor rank keeps the gradient that its own heads give
         return unittest.mock.patch.object(
             delta_net, "copy_to_tensor_model_parallel_region", lambda weight: weight

@@ -51,7 +51,7 @@ OTHERS = [
     for name in (
         *("llama", "llama-tied", "qwen2", "qwen3", "qwen3_moe"),
         *("glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "kimi_k2", "mimo"),
-        "minimax_m2",
+        *("minimax_m2", "glm_moe_dsa", "glm_moe_dsa-shared"),
     )
 ]
 fast = pytest.mark.fast
@@ -184,6 +184,13 @@ def test_what_is_broken_is_seen(
     assert proof.gradient >= gradient * MAX_GRADIENT_DIFF
     if broken == "norm":
         assert proof.logprob <= proof.logprob_limit
+
+
+def test_other_keys_than_were_chosen_are_seen(ranks: Pool, known: Known, tmp_path: Path) -> None:
+    for name in ("glm_moe_dsa", "glm_moe_dsa-shared"):
+        (tmp_path / name).mkdir()
+        proof = _prove(ranks, known, BY_NAME[name], 1, {}, tmp_path / name / "out", broken="keys")
+        assert proof.logprob >= 1e3 * MAX_LOGPROB_DIFF
 
 
 @pytest.mark.parametrize("case", [DEEP_DENSE, DEEP_NEXT], ids=lambda case: case.name)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from sluice.algo.key_choice import choose_keys, rotate_pairs
-
-if TYPE_CHECKING:
-    from services.trainer.backends.reference.packing import PackedLayout
+from services.trainer.backends.reference.packing import LONG_TOKENS, PackedLayout
+from sluice.algo.key_choice import choose_keys, rotate_pairs, seen_keys
 
 INDEXER = ".self_attn.indexer."  # in the names of its weights, on every backend
 ATTENTION_TYPE = "indexed_attention"  # transformers' word, by which it hands on a mask
@@ -93,3 +92,26 @@ def _choose(
             )
         )
     return tuple(chosen)
+
+
+def attend_chosen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    chosen: torch.Tensor,
+    options: Any,
+) -> torch.Tensor:
+    """Attend from [N, heads, R, D] to chosen ones of K keys, in blocks of queries.
+
+    Without a kernel of its own: it costs what all keys would.
+    """
+    total, outputs = key.shape[2], []
+    shown = mask if mask is None or mask.ndim == 2 else mask[:, 0]
+    for start in range(0, query.shape[2], LONG_TOKENS):
+        rows = slice(start, start + LONG_TOKENS)
+        seen = seen_keys(chosen, rows, total, shown)[:, None]
+        outputs.append(
+            scaled_dot_product_attention(query[:, :, rows], key, value, attn_mask=seen, **options)
+        )
+    return torch.cat(outputs, dim=2)

@@ -69,6 +69,7 @@ class Naming:
         shape = weights.shape
         # As TransformerBlock does: with a list of sparse or linear layers, but for all sparse ones.
         uneven = bool(shape.linear_layers) or 0 < len(shape.sparse_layers) < shape.layers
+        uneven |= 0 < len(shape.indexed_layers) < shape.layers
         self._lengths = {
             "decoder.layers.": shape.layers,
             VISION_LAYERS: len(shape.layer_indices(Layers.VISION)),

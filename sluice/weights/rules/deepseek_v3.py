@@ -61,6 +61,14 @@ LATENT_ATTENTION = (
     _rule("linear_proj.weight", "o_proj.weight", ("hidden", "heads*value_dim"), ShardAxis.COLUMNS),
 )
 
+LATENT_SIZES = {
+    "nope": "qk_nope_head_dim",
+    "rope": "qk_rope_head_dim",
+    "value_dim": "v_head_dim",
+    "kv_latent": "kv_lora_rank",
+    "q_latent": "q_lora_rank",
+}
+
 _LAYER = (*NORMS, *LATENT_ATTENTION, *GATED_MLP, *EXPERTS, *ROUTER_BIAS, *SHARED_EXPERTS)
 
 DEEPSEEK_V3 = Family(
@@ -73,14 +81,7 @@ DEEPSEEK_V3 = Family(
     rules=followed_by_next(_LAYER),
     defaults={"n_shared_experts": 1, "q_lora_rank": None},
     flags={"q_latent": "has:q_lora_rank"},
-    sizes={
-        "nope": "qk_nope_head_dim",
-        "rope": "qk_rope_head_dim",
-        "value_dim": "v_head_dim",
-        "kv_latent": "kv_lora_rank",
-        "q_latent": "q_lora_rank",
-        "shared_experts": "n_shared_experts",
-    },
+    sizes={**LATENT_SIZES, "shared_experts": "n_shared_experts"},
     foreign=("model.layers.{layers}.*",),
     full_precision=("*.e_score_correction_bias",),
 )

@@ -52,6 +52,7 @@ class Layers(StrEnum):
     SPARSE = "sparse"
     ATTENTION = "attention"  # softmax attention
     LINEAR_ATTENTION = "linear_attention"
+    INDEXED = "indexed"  # with an indexer, whose choice of keys layers behind it may share
     VISION = "vision"  # blocks of the vision tower
     DEEPSTACK = "deepstack"  # mergers of the vision tower that feed later layers
 

@@ -17,9 +17,10 @@ class ModelShape:
     """What the rules of a family need to know of one model. Counts; `ffn` is a width.
 
     `sparse_layers` are the indices of mixture-of-experts layers, `linear_layers` those of linear
-    attention. Flags in use: tied, attention_bias (query, key, value), output_bias, mlp_bias,
-    value_head, value_bias, stacked_experts, predicts, experts (there are some), and those of
-    families. `sizes` holds what some families have beyond the fields.
+    attention, `indexed_layers` those of indexers that choose keys. Flags in use: tied,
+    attention_bias (query, key, value), output_bias, mlp_bias, value_head, value_bias,
+    stacked_experts, predicts, experts (there are some), and those of families. `sizes` holds what
+    some families have beyond the fields.
     """
 
     layers: int
@@ -33,6 +34,7 @@ class ModelShape:
     moe_ffn: int = 0
     sparse_layers: frozenset[int] = frozenset()
     linear_layers: frozenset[int] = frozenset()
+    indexed_layers: frozenset[int] = frozenset()
     flags: frozenset[str] = field(default_factory=frozenset)
     sizes: Mapping[str, int] = field(default_factory=dict)
 
@@ -67,6 +69,7 @@ class ModelShape:
             Layers.SPARSE: self.sparse_layers,
             Layers.DENSE: set(every) - self.sparse_layers,
             Layers.LINEAR_ATTENTION: self.linear_layers,
+            Layers.INDEXED: self.indexed_layers,
             Layers.ATTENTION: set(every) - self.linear_layers,
         }[layers]
         return tuple(sorted(wanted))
@@ -134,6 +137,7 @@ def read_shape(
         moe_ffn=keys.count(family.expert_width) if experts else 0,
         sparse_layers=_sparse_layers(keys, layers, experts),
         linear_layers=_linear_layers(keys, layers),
+        indexed_layers=_indexed_layers(keys, layers),
         flags=frozenset(flags),
         sizes=sizes,
     )
@@ -224,3 +228,27 @@ def _linear_layers(keys: ConfigKeys, layers: int) -> frozenset[int]:
         return frozenset(i for i, kind in enumerate(kinds) if kind == "linear_attention")
     interval = keys.count("full_attention_interval", default=0)
     return frozenset(i for i in range(layers) if interval and (i + 1) % interval)
+
+
+def _indexed_layers(keys: ConfigKeys, layers: int) -> frozenset[int]:
+    """By `indexer_types`, a pattern of F and S, or a frequency; all where nothing says so.
+
+    None in a model without indexers.
+    """
+    if not keys.count("index_topk", default=0):
+        return frozenset()
+    kinds = keys.kinds("indexer_types", layers)
+    if kinds is None:
+        pattern = keys.get("index_topk_pattern")
+        kinds = pattern if isinstance(pattern, str) else keys.kinds("index_topk_pattern", layers)
+    if kinds is not None:
+        full = frozenset(i for i, kind in enumerate(kinds) if kind in ("full", "F"))
+        if len(kinds) != layers or not {*kinds} <= {"full", "shared", "F", "S"} or 0 not in full:
+            raise InvalidCheckpointError(
+                f"config.json: indexers are {kinds!r}, not full or shared, the first full, for "
+                f"{layers} layers"
+            )
+        return full
+    every = keys.count("index_topk_freq", default=1, least=1)
+    first = keys.count("index_skip_topk_offset", default=2)
+    return frozenset(i for i in range(layers) if max(i - first + 1, 0) % every == 0)

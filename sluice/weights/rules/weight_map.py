@@ -13,6 +13,7 @@ from sluice.weights.rules.common import PREDICTION
 from sluice.weights.rules.deepseek_v3 import DEEPSEEK_V3
 from sluice.weights.rules.glm4 import GLM4
 from sluice.weights.rules.glm4_moe import GLM4_MOE
+from sluice.weights.rules.glm_moe_dsa import GLM_MOE_DSA
 from sluice.weights.rules.llama import LLAMA
 from sluice.weights.rules.mimo import MIMO
 from sluice.weights.rules.minimax_m2 import MINIMAX_M2
@@ -45,6 +46,7 @@ FAMILIES = (
     QWEN3_5_VL_MOE,
     GLM4,
     GLM4_MOE,
+    GLM_MOE_DSA,
     DEEPSEEK_V3,
     MINIMAX_M2,
     MIMO,

@@ -120,6 +120,9 @@ def test_the_layout_follows_from_the_models_config() -> None:
         "first_k_dense_replace": 2,
     }
     assert read_routing(deepseek) == Routing(layers=3, mixtures=(2,), experts=16, chosen=2)
+    glm5 = deepseek | dict.fromkeys(("index_n_heads", "index_head_dim", "q_lora_rank"), 4)
+    glm5 |= {"architectures": ["GlmMoeDsaForCausalLM"], "index_topk": 8}
+    assert read_routing(glm5) == read_routing(deepseek)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +243,24 @@ async def test_a_mixture_with_dense_layers_is_refused(
         async with attached(mixture, recorded, routed_experts=False):
             pass
     assert "/update_weights_from_disk" not in recorded.asked
+
+
+@pytest.mark.parametrize("changes", [{}, {"indexer_rope_interleave": False}])
+async def test_indexers_that_sglang_would_rotate_otherwise_are_refused(
+    mixture: Path, changes: dict[str, Any]
+) -> None:
+    """transformers rotates pairs whatever it says, which published models say."""
+    document = {**MIXTURE, "architectures": ["GlmMoeDsaForCausalLM"], **changes}
+    (mixture / "model" / "config.json").write_text(json.dumps(document))
+    recorded = Recorded()
+    with pytest.raises(UnfitWeightsError, match="no `indexer_rope_interleave: true`"):
+        async with attached(mixture, recorded, routed_experts=False):
+            pass
+    assert "/update_weights_from_disk" not in recorded.asked
+    document["indexer_rope_interleave"] = True
+    (mixture / "model" / "config.json").write_text(json.dumps(document))
+    async with attached(mixture, recorded, routed_experts=False):
+        pass
 
 
 def test_the_process_in_front_of_sglang_needs_no_torch() -> None:

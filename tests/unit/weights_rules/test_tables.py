@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from transformers import GlmMoeDsaConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from sluice.weights.classifier import CLASSIFIED, NoClassifierError, reward_model_config
@@ -89,6 +90,40 @@ def test_dense_and_sparse_layers() -> None:
     experts = {b.expert for b in weight_map("qwen3_moe").bindings() if b.layer == 0}
     assert experts == {None, 0, 1, 2, 3}
     assert {b.expert for b in weight_map("qwen3_moe").bindings() if b.layer == 1} == {None}
+
+
+SCHEDULES: list[dict[str, Any]] = [
+    {},
+    {"index_topk_freq": 1, "index_skip_topk_offset": 5},
+    {"index_topk_freq": 3},
+    {"index_topk_freq": 4, "index_skip_topk_offset": 3},
+    {"index_topk_freq": 2, "index_skip_topk_offset": 0},
+    {"index_topk_pattern": "FSSFSSFF"},
+    {"index_topk_pattern": ["full", "shared"] * 4},
+    {"index_topk_pattern": "FSFSFSFS", "index_topk_freq": 3},
+    {"indexer_types": ["full"] + ["shared"] * 7, "index_topk_pattern": "FSSFSSFF"},
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_layers_with_an_indexer_are_those_of_transformers(schedule: dict[str, Any]) -> None:
+    base = {**HUGGING_FACE["glm_moe_dsa"][2], "num_hidden_layers": 8}
+    del base["indexer_types"]
+    known = GlmMoeDsaConfig(**base, **schedule)
+    read = {**base, **schedule, "architectures": ["GlmMoeDsaForCausalLM"]}
+    shape = read_shape(family_of(read), read)
+    assert known.indexer_types is not None
+    assert shape.indexed_layers == {i for i, k in enumerate(known.indexer_types) if k == "full"}
+    assert not shape_of("qwen3_moe").indexed_layers
+
+
+@pytest.mark.parametrize("types", [["shared", "full"], ["full"] * 3, "FX", ["full", "dense"]])
+def test_what_is_no_schedule_of_indexers_is_refused(types: Any) -> None:
+    name = "index_topk_pattern" if isinstance(types, str) else "indexer_types"
+    base = {**HUGGING_FACE["glm_moe_dsa"][2], "num_hidden_layers": 2, "indexer_types": None}
+    read = {**base, name: types, "architectures": ["GlmMoeDsaForCausalLM"]}
+    with pytest.raises(InvalidCheckpointError, match=r"indexer.* for 2 layers"):
+        read_shape(family_of(read), read)
 
 
 def test_tied_embedding_is_exported_once() -> None:

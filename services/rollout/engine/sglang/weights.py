@@ -111,6 +111,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise UnfitWeightsError(f"{directory.name}: config.json is no object")
     _refuse_dense_layers(directory.name, document)
+    _refuse_halves(directory.name, document)
     return document
 
 
@@ -122,6 +123,16 @@ def _refuse_dense_layers(name: str, document: Mapping[str, Any]) -> None:
         raise UnfitWeightsError(
             f"{name}: dense layers among those of experts (mlp_only_layers, decoder_sparse_step), "
             "which SGLang 0.5.23 would serve with weights of its own making"
+        )
+
+
+def _refuse_halves(name: str, document: Mapping[str, Any]) -> None:
+    """Refuses a GLM-5 whose indexers SGLang would rotate by halves, as no trainer does."""
+    is_glm5 = "GlmMoeDsaForCausalLM" in (document.get("architectures") or ())
+    if is_glm5 and document.get("indexer_rope_interleave") is not True:
+        raise UnfitWeightsError(
+            f"{name}: config.json has no `indexer_rope_interleave: true`, as published ones have: "
+            "without it SGLang 0.5.23 attends to other keys than trainers; add it"
         )
 
 

@@ -9,7 +9,7 @@ That one description covers a whole pack, the zig-zag and the contiguous layout.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch.nn.attention.bias import causal_lower_right
 
 from services.trainer.backends.megatron.upstream import current_device
+from services.trainer.backends.sparse import ChosenKeys, attend_chosen
 from sluice.algo.collectives import Collectives, gather_tokens
 from sluice.algo.delta_rule import PackChunks
 from sluice.algo.layout import KeyRange
@@ -40,7 +41,8 @@ class PackRuns(PackedSeqParams):  # type: ignore[misc]  # Megatron hands it thro
     one that is made again, finds that of its own pack. positions: int64[1, tokens] of this rank's.
     chunks: of the pack's rows, made by the first layer that needs them. starts: of all sequences
     of the pack, and its end; padding behind them is one more. rows: what a kernel is told of the
-    runs, made by the first layer with one.
+    runs, made by the first layer with one. chosen: the keys that indexers chose, by the layer, of
+    each run.
     """
 
     runs: tuple[KeyRange, ...] = ()
@@ -53,6 +55,7 @@ class PackRuns(PackedSeqParams):  # type: ignore[misc]  # Megatron hands it thro
     rows: PackRows | None = None
     keys: torch.Tensor | None = None
     engine: PackedSeqParams | None = None
+    chosen: dict[int, ChosenKeys] = field(default_factory=dict)
 
 
 class PackAttention(MegatronModule):  # type: ignore[misc]
@@ -84,24 +87,43 @@ class PackAttention(MegatronModule):  # type: ignore[misc]
             key, value = both.index_select(0, pack.order).split(
                 (key.shape[-1], value.shape[-1]), dim=-1
             )
-        if self.kernel is not None:
+        chosen = self.chosen_keys(pack)
+        if self.kernel is not None and not chosen:
             return self._attend_kernel(query, key, value, pack, self.kernel).flatten(2)
-        parts = [self._attend_run(query, key, value, run) for run in pack.runs]
+        seen = chosen or (None,) * len(pack.runs)
+        parts = [
+            self._attend_run(query, key, value, run, keys)
+            for run, keys in zip(pack.runs, seen, strict=True)
+        ]
         return torch.cat(parts).flatten(2)
 
+    def chosen_keys(self, pack: PackRuns) -> ChosenKeys:
+        """Returns the keys of each run that are attended to, where an indexer chooses them."""
+        return ()
+
     def _attend_run(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: KeyRange
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        run: KeyRange,
+        chosen: torch.Tensor | None,
     ) -> torch.Tensor:
         rows, columns = run.stop - run.start, run.last - run.first
         square = rows == columns
-        output = torch.nn.functional.scaled_dot_product_attention(
+        parts = (
             query[run.start : run.stop].permute(1, 2, 0, 3),
             key[run.first : run.last].permute(1, 2, 0, 3),
             value[run.first : run.last].permute(1, 2, 0, 3),
+        )
+        options: Any = {"scale": self.scale, "enable_gqa": True}
+        if chosen is not None:
+            return attend_chosen(*parts, None, chosen, options).permute(2, 0, 1, 3)
+        output = torch.nn.functional.scaled_dot_product_attention(
+            *parts,
             attn_mask=None if square else causal_lower_right(rows, columns),
             is_causal=square,
-            scale=self.scale,
-            enable_gqa=True,
+            **options,
         )
         return output.permute(2, 0, 1, 3)
 

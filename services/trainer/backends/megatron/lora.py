@@ -32,6 +32,7 @@ from services.trainer.backends.megatron.model import PolicyModel, keep_gradients
 from services.trainer.backends.megatron.model_config import uses_transformer_engine
 from services.trainer.backends.megatron.parallel import RankGroups
 from services.trainer.backends.megatron.weights import LocalTensor
+from services.trainer.backends.sparse import INDEXER
 from services.trainer.config import OptimConfig, TrainerConfig
 from sluice.weights.adapter import leaf_of, matched_layers, tensor_names
 from sluice.weights.errors import InvalidAdapterError
@@ -209,7 +210,7 @@ def _as_it_is(given: torch.Tensor) -> torch.Tensor:
 def _layer_of(name: str) -> str:
     """The layer that a tensor of a checkpoint is the weight of; empty for others."""
     found = LAYER.fullmatch(name)
-    return found["layer"] if found else ""
+    return found["layer"] if found and INDEXER not in name else ""
 
 
 def training(

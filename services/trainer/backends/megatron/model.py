@@ -36,6 +36,7 @@ from services.trainer.backends.megatron.attention import (
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.delta_net import WIDE, DeltaNet, delta_net_spec
 from services.trainer.backends.megatron.head import OutputHead, place_value_head
+from services.trainer.backends.megatron.indexer import ChosenPackAttention, ChosenSelfAttention
 from services.trainer.backends.megatron.kernels import ENGINE, core_options
 from services.trainer.backends.megatron.latent import (
     LatentPackAttention,
@@ -229,7 +230,8 @@ def _adapt_layer(layer: Any, config: TransformerConfig, transformer_engine: bool
     latent, linear = config.multi_latent_attention, layer.self_attention.module is DeltaNet
     if not linear:
         fused = config.operations["attention"] == ENGINE
-        plain = LatentPackAttention if latent else PackAttention
+        over_latents = ChosenPackAttention if config.indexed_layers else LatentPackAttention
+        plain = over_latents if latent else PackAttention
         attention.core_attention = EnginePackAttention if fused else plain
     if config.wide_norms:
         layer.self_attention.module = NormedSelfAttention
@@ -240,7 +242,8 @@ def _adapt_layer(layer: Any, config: TransformerConfig, transformer_engine: bool
         renamed = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
         layer.sharded_state_dict_keys_map = {**layer.sharded_state_dict_keys_map, **renamed}
     elif latent:
-        layer.self_attention.module = LatentSelfAttention
+        chooses = bool(config.indexed_layers)
+        layer.self_attention.module = ChosenSelfAttention if chooses else LatentSelfAttention
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
@@ -457,6 +460,7 @@ def create_policy(
     core = transformer_config(source, config, operations=options)
     core.operations = dict(operations)  # layers are built by it
     core.wide_norms = source.wide_norms
+    core.indexed_layers = source.shape.indexed_layers
     core.rotary_scaling = rotary.attention_scaling  # see upstream.py
     padded = source.padded_vocab(config)
     models = _build(source, core, config, rotary=rotary, padded_vocab=padded)

@@ -38,6 +38,7 @@ PLAIN = {
     "deepseek_v3",
     "glm4",
     "glm4_moe",
+    "glm_moe_dsa",
     "llama",
     "mimo",
     "minimax_m2",
@@ -48,8 +49,10 @@ PLAIN = {
 # by the towers of `sluice.vision`
 SEEING = {"qwen2_5_vl", "qwen3_5_vl", "qwen3_5_vl_moe", "qwen3_vl"}
 FAMILIES = {*PLAIN, *RECURRENT, *SEEING}
-LATENT = {"deepseek_v3"}  # whose attention is over latents
-BIASED = {"deepseek_v3", "glm4_moe", "minimax_m2"}  # whose routers are sigmoids with a bias
+LATENT = {"deepseek_v3", "glm_moe_dsa"}  # whose attention is over latents
+CHOOSING = {"glm_moe_dsa"}  # keys that are attended to, by indexers
+# whose routers are sigmoids with a bias
+BIASED = {"deepseek_v3", "glm4_moe", "glm_moe_dsa", "minimax_m2"}
 PREDICTING = {"deepseek_v3", "glm4_moe", "mimo", *NEXT}  # have a layer that does
 SANDWICH = {"glm4"}  # norms before and behind attention and MLP, rotated by pairs
 WIDE_NORMS = {"minimax_m2"}  # over all heads of queries, and of keys
@@ -82,6 +85,11 @@ class ModelSource:
     def latent(self) -> bool:
         """Whether attention is over latents."""
         return self.weights.family.name in LATENT
+
+    @property
+    def chooses(self) -> bool:
+        """Whether attention is to keys that an indexer chooses."""
+        return self.weights.family.name in CHOOSING
 
     @property
     def biased(self) -> bool:
@@ -166,7 +174,7 @@ def read_model(directory: Path, head: Head = "policy", *, predicts: bool = False
             f"mtp_loss_scaling_factor: of models of family {family.name!r} no layer of multi-token "
             f"prediction is trained, but of {', '.join(sorted(PREDICTING))}"
         )
-    if family.name in LATENT and not hf_config.rope_interleave:
+    if family.name in LATENT and not getattr(hf_config, "rope_interleave", True):
         raise UnsupportedFeatureError("latent attention rotates pairs: rope_interleave is false")
     if family.name in BIASED:
         _check_biased(hf_config)
@@ -216,6 +224,8 @@ def transformer_config(
         raise LayoutError("latent attention with tensor > 1 needs sequence_parallel")
     if source.recurrent:
         _check_recurrent(shape, config)
+    if source.chooses:
+        _check_choosing(shape, config)
     if source.wide_norms and shape.kv_heads % config.tensor:
         raise LayoutError(
             f"norms over all heads: {shape.kv_heads} key heads do not divide over "
@@ -228,6 +238,7 @@ def transformer_config(
         **_parallelism(config),
         **_experts(source, config),
         **_latent(hf_config, source.latent),
+        **_choosing(hf_config, source.chooses),
         **_recurrent(source),
         **operations,
     }
@@ -283,6 +294,38 @@ def _latent(hf_config: Any, latent: bool) -> dict[str, Any]:
         "v_head_dim": hf_config.v_head_dim,
         "rope_type": "rope",  # whose module takes nothing to build; LatentRotary replaces it
     }
+
+
+def _choosing(hf_config: Any, chooses: bool) -> dict[str, Any]:
+    if not chooses:
+        return {}
+    return {
+        "dsa_indexer_n_heads": hf_config.index_n_heads,
+        "dsa_indexer_head_dim": hf_config.index_head_dim,
+        "dsa_indexer_topk": hf_config.index_topk,
+    }
+
+
+def _check_choosing(shape: ModelShape, config: MegatronConfig) -> None:
+    """What an indexer chooses is shared within a chunk of layers."""
+    for first in _chunk_starts(shape, config):
+        if first not in shape.indexed_layers:
+            raise LayoutError(
+                f"layer {first} shares the keys that a layer before it chooses, and a pipeline "
+                f"chunk begins with it: those with an indexer are {sorted(shape.indexed_layers)}"
+            )
+
+
+def _chunk_starts(shape: ModelShape, config: MegatronConfig) -> list[int]:
+    """The first layer of every pipeline chunk; of layouts that `_check_layout` lets be."""
+    named = [count for count in (config.first_stage_layers, config.last_stage_layers) if count]
+    others = config.pipeline - len(named)
+    each = (shape.layers - sum(named)) // others if others else 0
+    stages = [each] * others
+    stages[:0] = [config.first_stage_layers] if config.first_stage_layers else []
+    stages += [config.last_stage_layers] if config.last_stage_layers else []
+    sizes = [count // config.virtual_pipeline for count in stages] * config.virtual_pipeline
+    return [sum(sizes[:index]) for index in range(len(sizes))]
 
 
 def _check_recurrent(shape: ModelShape, config: MegatronConfig) -> None:
@@ -429,9 +472,10 @@ def _biased_router(source: ModelSource) -> dict[str, Any]:
 
 def uses_transformer_engine(config: MegatronConfig, source: ModelSource | None = None) -> bool:
     """Says whether layers are built on TransformerEngine; LayoutError where it is missing."""
-    if source is not None and source.recurrent:
+    if source is not None and (source.recurrent or source.chooses):
         if config.layer_spec == "transformer_engine":
-            raise LayoutError("layer_spec transformer_engine: gated delta nets are local layers")
+            what = "gated delta nets" if source.recurrent else "those with indexers"
+            raise LayoutError(f"layer_spec transformer_engine: {what} are local layers")
         return False
     if config.layer_spec == "local":
         return False

@@ -14,8 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.trainer.backends.reference.packing import LONG_TOKENS, PackedLayout, PromptBucket
-from services.trainer.backends.sparse import ChosenKeys
-from sluice.algo.key_choice import seen_keys
+from services.trainer.backends.sparse import ChosenKeys, attend_chosen
 from sluice.fused_operations import Attention
 from sluice.imports import uncompiled
 
@@ -107,7 +106,7 @@ def _attend_bucket(
             raise NotImplementedError("windows and sinks over rows that share their prompt")
         out = _attend_banded(queries, keys, values, scores)
     elif chosen is not None:
-        out = _attend_chosen(queries, keys, values, bucket.mask, chosen, options)
+        out = attend_chosen(queries, keys, values, bucket.mask, chosen, options)
     elif bucket.mask is not None:
         out = scaled_dot_product_attention(queries, keys, values, attn_mask=bucket.mask, **options)
     elif bucket.query_length == bucket.key_length:
@@ -162,29 +161,6 @@ def _attend_tail(
                 attn_mask=mask[block - (stop - start) :, left:],
                 **options,
             )
-        )
-    return torch.cat(outputs, dim=2)
-
-
-def _attend_chosen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    chosen: torch.Tensor,
-    options: Any,
-) -> torch.Tensor:
-    """Attention of [N, heads, R, D] to chosen ones of K keys, in blocks of queries.
-
-    Without a kernel of its own: it costs what all keys would.
-    """
-    total, outputs = key.shape[2], []
-    shown = mask if mask is None or mask.ndim == 2 else mask[:, 0]
-    for start in range(0, query.shape[2], LONG_TOKENS):
-        rows = slice(start, start + LONG_TOKENS)
-        seen = seen_keys(chosen, rows, total, shown)[:, None]
-        outputs.append(
-            scaled_dot_product_attention(query[:, :, rows], key, value, attn_mask=seen, **options)
         )
     return torch.cat(outputs, dim=2)
 
