@@ -90,6 +90,7 @@ class EngineFleet:
         self._staging: set[asyncio.Task[None]] = set()
         self._alive: list[router_pb.Engine] = []  # when they were last asked for
         self._updates: dict[tuple[str, str], _Update] = {}  # by engine id and address
+        self._told: dict[tuple[str, str], str] = {}  # why an engine was left behind
         self._failure: BaseException | None = None  # of an update, and no engine's
 
     @property
@@ -334,7 +335,10 @@ class EngineFleet:
             return
         if (failure := task.exception()) is not None:  # a bug
             self._failure = failure
-        elif isinstance(why := task.result(), str):
+        elif not isinstance(why := task.result(), str):
+            self._told.pop(key, None)
+        elif self._told.get(key) != why:  # it is tried again every `poll_seconds`
+            self._told[key] = why
             logger.warning("engine %s is left behind: %s", key[0], why)
 
     def _result(self, update: _Update) -> tuple[float, float] | str:

@@ -38,12 +38,14 @@ class Engine(engine_grpc.EngineServiceServicer):
         self.committed = asyncio.Event()
         self.paused = self.asleep = False
         self.asked: list[str] = []  # of sleep and its end
+        self.looks = 0
         self.refusal: tuple[grpc.StatusCode, str] | None = None  # of Sleep
         self.prepared: list[int] = []
         self.moves = asyncio.Event()  # or hangs in a commit
         self.moves.set()
 
     async def GetEngine(self, request, context):
+        self.looks += 1
         return engine_pb.GetEngineResponse(
             weights=self.weights,
             deterministic=self.deterministic,
@@ -230,6 +232,30 @@ async def test_an_engine_that_comes_late_is_brought_up(world):
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
     assert late.weights == FIRST
+
+
+async def test_why_an_engine_is_left_behind_is_told_when_it_is_another_reason(world, caplog):
+    """It is asked again every second, perhaps for days."""
+    await world.add_engine("first")
+    odd = await world.add_engine("odd", deterministic=False)
+    fleet = await world.fleet(deterministic=True)
+    await fleet.commit(FIRST, wait_seconds=PATIENCE)
+    keeping = asyncio.create_task(fleet.keep_up())
+
+    def told() -> list[str]:
+        return [each.getMessage() for each in caplog.records if "left behind" in each.getMessage()]
+
+    async with asyncio.timeout(PATIENCE):
+        await until(lambda: odd.looks >= 6)
+        once = ["engine odd is left behind: it is not deterministic, and the run is"]
+        assert told() == once
+        odd.deterministic = True
+        await until(lambda: odd.weights == FIRST)
+        odd.deterministic = False
+        await fleet.commit(sample_pb2.WeightVersion(version=2, digest="two"), wait_seconds=PATIENCE)
+        assert told() == once * 2
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
 
 
 async def test_a_run_goes_on_without_an_engine_that_hangs_in_a_commit(world):
