@@ -17,14 +17,14 @@ from sluice.operations import OperationsConfig, Usage, choose
 
 # Their names begin so. Norms multiply by a weight that is stored as it is.
 _NORMS = (
-    "Arcee DeepseekV2 DeepseekV3 Ernie4_5 Exaone4 Glm Glm4 Glm4Moe Granite GraniteMoe "
-    "HunYuanDenseV1 Llama Ministral Mistral Mixtral Phi3 Qwen2 Qwen2Moe Qwen2_5_VL Qwen3 Qwen3Moe "
-    "Qwen3VLText SeedOss SmolLM3"
+    "Arcee DeepseekV2 DeepseekV3 Ernie4_5 Exaone4 Glm Glm4 Glm4Moe Glm4MoeLite GlmMoeDsa Granite "
+    "GraniteMoe HunYuanDenseV1 Llama Ministral Mistral Mixtral Phi3 Qwen2 Qwen2Moe Qwen2_5_VL "
+    "Qwen3 Qwen3Moe Qwen3VLText SeedOss SmolLM3"
 )
 _GATED = (  # gate_proj, up_proj and down_proj
-    "Cohere Cohere2 DeepseekV2 DeepseekV3 Ernie4_5 Exaone4 Glm4Moe Granite HunYuanDenseV1 Llama "
-    "Ministral Mistral Olmo Olmo2 Olmo3 Qwen2 Qwen2Moe Qwen3 Qwen3Moe Qwen3Next Qwen3VLText "
-    "Qwen3_5 Qwen3_5Moe SmolLM3"
+    "Cohere Cohere2 DeepseekV2 DeepseekV3 Ernie4_5 Exaone4 Glm4Moe Glm4MoeLite GlmMoeDsa Granite "
+    "HunYuanDenseV1 Llama Ministral Mistral Olmo Olmo2 Olmo3 Qwen2 Qwen2Moe Qwen3 Qwen3Moe "
+    "Qwen3Next Qwen3VLText Qwen3_5 Qwen3_5Moe SmolLM3"
 )
 _JOINED = "Glm Glm4 Phi3"  # gate_up_proj and down_proj
 _TURNED = (  # whole heads, by halves
