@@ -247,6 +247,16 @@ def test_passes_that_copy_beside_the_one_before_give_the_same(
             "do not divide into 4",
         ),
         ("qwen3", 1, {"layer_spec": "transformer_engine"}, "is not installed"),
+        ("qwen3", 1, {"recompute": "full", "recompute_layers": 3}, "divide the 4 layers"),
+        (
+            "qwen3",
+            2,
+            {
+                **{"pipeline": 2, "first_stage_layers": 3},
+                **{"recompute": "full", "recompute_layers": 3},
+            },
+            "recompute_layers 3 do not divide the 1 layers of a pipeline chunk",
+        ),
         ("qwen3_moe", 2, {"tensor": 2}, "need sequence_parallel"),
         ("deepseek_v3", 2, {"tensor": 2}, "sequence_parallel"),
         ("qwen3_moe", 3, {"expert": 3}, "do not divide over 3"),

@@ -312,20 +312,25 @@ def _check_choosing(shape: ModelShape, config: MegatronConfig) -> None:
         if first not in shape.indexed_layers:
             raise LayoutError(
                 f"layer {first} shares the keys that a layer before it chooses, and a pipeline "
-                f"chunk begins with it: those with an indexer are {sorted(shape.indexed_layers)}"
+                f"chunk begins with it: those with an indexer are {sorted(shape.indexed_layers)}; "
+                "see first_stage_layers and last_stage_layers"
             )
 
 
 def _chunk_starts(shape: ModelShape, config: MegatronConfig) -> list[int]:
-    """The first layer of every pipeline chunk; of layouts that `_check_layout` lets be."""
-    named = [count for count in (config.first_stage_layers, config.last_stage_layers) if count]
-    others = config.pipeline - len(named)
-    each = (shape.layers - sum(named)) // others if others else 0
-    stages = [each] * others
-    stages[:0] = [config.first_stage_layers] if config.first_stage_layers else []
-    stages += [config.last_stage_layers] if config.last_stage_layers else []
-    sizes = [count // config.virtual_pipeline for count in stages] * config.virtual_pipeline
+    """The first layer of every pipeline chunk."""
+    chunks = [count // config.virtual_pipeline for count in _stage_layers(shape, config)]
+    sizes = chunks * config.virtual_pipeline
     return [sum(sizes[:index]) for index in range(len(sizes))]
+
+
+def _stage_layers(shape: ModelShape, config: MegatronConfig) -> list[int]:
+    """How many layers each stage has, of a layout in which they divide."""
+    first = [config.first_stage_layers] if config.first_stage_layers else []
+    last = [config.last_stage_layers] if config.last_stage_layers else []
+    others = config.pipeline - len(first) - len(last)
+    each = (shape.layers - sum(first + last)) // others if others else 0
+    return [*first, *[each] * others, *last]
 
 
 def _check_recurrent(shape: ModelShape, config: MegatronConfig) -> None:
@@ -365,6 +370,13 @@ def _check_layout(shape: ModelShape, config: MegatronConfig) -> None:
         raise LayoutError(
             f"{shape.layers} layers do not divide into {chunks} pipeline chunks{apart}"
         )
+    if config.recompute == "full":
+        for count in _stage_layers(shape, config):
+            if count // config.virtual_pipeline % config.recompute_layers:
+                raise LayoutError(
+                    f"recompute_layers {config.recompute_layers} do not divide the "
+                    f"{count // config.virtual_pipeline} layers of a pipeline chunk"
+                )
     if config.expert > 1 and not shape.experts:
         raise LayoutError(f"expert {config.expert} for a model without experts")
     if shape.experts % config.expert:
