@@ -211,7 +211,7 @@ class _Plain(yaml.SafeDumper):
 
 
 Importer = Callable[
-    [str, Path, Mapping[str, str]], tuple[dict[str, Any], dict[str, Any], list[str]]
+    [str, Path, Mapping[str, str], Path], tuple[dict[str, Any], dict[str, Any], list[str]]
 ]
 
 
@@ -231,7 +231,7 @@ def write_imported(command: str, importer: Importer, arguments: Sequence[str]) -
     script = Path(places[0])
     text = read_script_file(script, command)
     text, missing = with_sourced(text, script.parent, os.environ, command)
-    run, services, left = importer(text, Path("runs") / script.stem, os.environ)
+    run, services, left = importer(text, Path("runs") / script.stem, os.environ, script.parent)
     left = [*missing, *left]
     head = f"# From {plain_lines(script.name)} by `sluice {command}`; what is left to do:\n"
     head += "".join(f"#   {plain_lines(line)}\n" for line in left)

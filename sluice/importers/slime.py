@@ -70,7 +70,7 @@ def training_command(text: str) -> tuple[str, bool] | None:
 
 
 def import_script(
-    text: str, run_dir: Path, environment: Mapping[str, str]
+    text: str, run_dir: Path, environment: Mapping[str, str], _: Path | None = None
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """run.yaml, services.yaml, and what could not be carried, a line each. Raises ConfigError.
 

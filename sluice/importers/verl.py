@@ -19,6 +19,7 @@ from sluice.importers.documents import (
     write_imported,
 )
 from sluice.importers.shell import Shell, command_place, joined_lines
+from sluice.importers.verl_files import read_config, take_options
 from sluice.importers.verl_keys import find_key
 
 COMMAND = "import-verl"
@@ -38,48 +39,49 @@ async def import_verl(arguments: Sequence[str]) -> None:
 
 
 def read_overrides(
-    text: str, environment: Mapping[str, str]
+    text: str, environment: Mapping[str, str], folder: Path | None = None
 ) -> tuple[dict[str, str], dict[str, Any], list[str]]:
     """Keys and their texts as the training command would get them, the last of each; what the
     command itself says: `megatron`, `one_step_off`, `asynchronous`; and what is not sure of all
-    that, a line each. Raises ConfigError."""
+    that, a line each. Keys of a file that it names, found from `folder` upwards, are among them.
+    Raises ConfigError."""
     lines = [line for line in joined_lines(text).splitlines() if not line.lstrip().startswith("#")]
     commands = [line[found.end() :] for line in lines if (found := _PROGRAM.search(line))]
     if not commands:
         raise ConfigError(f"{COMMAND}: the script has no command of verl's main_ppo")
     program = next(filter(None, map(_PROGRAM.search, lines)))[1] or ""
-    given: dict[str, str] = {}
-    named, left = [""], list[str]()
+    left = list[str]()
     if len(commands) > 1:
         left.append(f"the script trains {len(commands)} times: the first of its commands is read")
     shell = Shell(text, environment, COMMAND, command_place(text, _PROGRAM))
-    for word in shell.words(commands[0]):
-        if word.startswith("--"):
-            named += [word]
-        elif match := _OVERRIDE.fullmatch(word):
+    options, words = take_options(shell.words(commands[0]))
+    file = read_config(options, folder)
+    given = file.values
+    for word in words:
+        if match := _OVERRIDE.fullmatch(word):
             given[match[1]] = match[2].strip("\"'") if match[2][:1] not in "[{" else match[2]
-        elif word.strip():
+        elif word.strip() and not word.startswith("--"):
             why = "is known to the shell alone" if "$" in word else "is no key=value"
             left.append(f"{word[:MOST_TOLD]!r}: {why}; what it says is not carried")
     if not given:
         raise ConfigError(f"{COMMAND}: the command has no key=value")
     told = {
-        "megatron": any("megatron" in word for word in named),
+        "megatron": file.is_megatron,
         "one_step_off": "one_step_off" in program,
         "asynchronous": "async_main" in program,
     }
-    return given, told, [*left, *shell.doubts]
+    return given, told, [*left, *file.left, *shell.doubts]
 
 
 def import_script(
-    text: str, run_dir: Path, environment: Mapping[str, str]
+    text: str, run_dir: Path, environment: Mapping[str, str], folder: Path | None = None
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """run.yaml, services.yaml, and what could not be carried, a line each. Raises ConfigError.
 
     What a script leaves out is as verl has it, where that is not so here.
     """
     into = Imported()
-    given, command, into.left = read_overrides(text, environment)
+    given, command, into.left = read_overrides(text, environment, folder)
     into.facts |= command
     for name, value in given.items():
         key = find_key(name)
