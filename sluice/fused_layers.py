@@ -19,17 +19,17 @@ from sluice.operations import OperationsConfig, Usage, choose
 _NORMS = (
     "Arcee DeepseekV2 DeepseekV3 Ernie4_5 Exaone4 Glm Glm4 Glm4Moe Glm4MoeLite GlmMoeDsa Granite "
     "GraniteMoe HunYuanDenseV1 Llama Ministral Mistral Mixtral Phi3 Qwen2 Qwen2Moe Qwen2_5_VL "
-    "Qwen3 Qwen3Moe Qwen3VLText SeedOss SmolLM3"
+    "Qwen3 Qwen3Moe Qwen3VLMoeText Qwen3VLText SeedOss SmolLM3"
 )
 _GATED = (  # gate_proj, up_proj and down_proj
     "Cohere Cohere2 DeepseekV2 DeepseekV3 Ernie4_5 Exaone4 Glm4Moe Glm4MoeLite GlmMoeDsa Granite "
     "HunYuanDenseV1 Llama Ministral Mistral Olmo Olmo2 Olmo3 Qwen2 Qwen2Moe Qwen3 Qwen3Moe "
-    "Qwen3Next Qwen3VLText Qwen3_5 Qwen3_5Moe SmolLM3"
+    "Qwen3Next Qwen3VLMoeText Qwen3VLText Qwen3_5 Qwen3_5Moe SmolLM3"
 )
 _JOINED = "Glm Glm4 Phi3"  # gate_up_proj and down_proj
 _TURNED = (  # whole heads, by halves
     "Arcee Exaone4 Granite GraniteMoe HunYuanDenseV1 Llama Ministral Mistral Mixtral Qwen2 "
-    "Qwen2Moe Qwen2_5_VL Qwen3 Qwen3Moe Qwen3VLText SeedOss SmolLM3"
+    "Qwen2Moe Qwen2_5_VL Qwen3 Qwen3Moe Qwen3VLMoeText Qwen3VLText SeedOss SmolLM3"
 )
 NORMS = frozenset(f"{name}RMSNorm" for name in _NORMS.split())
 GATED_MLPS = frozenset(f"{name}MLP" for name in _GATED.split())

@@ -25,6 +25,7 @@ FAMILIES = {
     "qwen3_5": "Qwen3_5VisionModel",
     "qwen3_5_moe": "Qwen3_5MoeVisionModel",
     "qwen3_vl": "Qwen3VLVisionModel",
+    "qwen3_vl_moe": "Qwen3VLMoeVisionModel",
 }
 TEXT = -1  # a token that shows no image
 

@@ -36,6 +36,7 @@ CASES = {
     "qwen3_next": ConvertOptions(layout=Layout(tensor=2), plain_norms=True),
     "qwen3_5": ConvertOptions(layout=Layout(tensor=2), plain_norms=True),
     "qwen3_5_vl_moe": ConvertOptions(layout=Layout(expert=2), plain_norms=True),
+    "qwen3_vl_moe": ConvertOptions(layout=Layout(expert=2), plain_norms=True),
     "glm4_moe": ConvertOptions(layout=Layout(expert=2), plain_norms=True),
     "minimax_m2": ConvertOptions(layout=Layout(expert=2), plain_norms=True),
     "glm_moe_dsa": ConvertOptions(layout=Layout(expert=2), plain_norms=True),

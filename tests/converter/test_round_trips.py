@@ -6,17 +6,18 @@ tests/unit/weights_rules.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from sluice.weights.convert.conversion import Result, convert
 from sluice.weights.convert.options import ConvertOptions, Layout
 from sluice.weights.convert.verify import compare
-from tests.unit.weights_rules.models import HUGGING_FACE, build_model
+from tests.unit.weights_rules.models import HUGGING_FACE, build_model, exchanged, write_model
 
 LAYOUTS = {
     "TP1": Layout(),
@@ -30,6 +31,7 @@ SPARSE = (
     "qwen3_moe",
     "qwen3_30b",
     "qwen3_5_vl_moe",
+    "qwen3_vl_moe",
     "glm4_moe",
     "minimax_m2",
     "glm_moe_dsa",
@@ -48,7 +50,7 @@ CASES = [
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("families")
     for name in HUGGING_FACE:
-        build_model(name).to(torch.bfloat16).save_pretrained(root / name)
+        write_model(build_model(name).to(torch.bfloat16), root / name)
     return {name: root / name for name in HUGGING_FACE}
 
 
@@ -90,6 +92,24 @@ def test_transformers_computes_the_same(name: str, saved: dict[str, Path], tmp_p
     states = before.state_dict(), after.state_dict()
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_experts_as_transformers_writes_them_come_back_as_published(
+    saved: dict[str, Path], tmp_path: Path
+) -> None:
+    """From HF to HF they stay as they are; Megatron's format knows one way."""
+    published, straight = saved["qwen3_vl_moe"], tmp_path / "straight"
+    shutil.copytree(published, straight)
+    tensors = load_file(published / "model.safetensors")
+    save_file(exchanged(tensors), straight / "model.safetensors", {"format": "pt"})
+    to_hf(straight, tmp_path / "copied")
+    assert compare(straight, tmp_path / "copied").same
+    to_megatron(straight, tmp_path / "megatron", "EP2")
+    assert compare(straight, tmp_path / "megatron").same
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert compare(published, tmp_path / "back").same
+    to_hf(tmp_path / "megatron", tmp_path / "again", model=straight)
+    assert compare(straight, tmp_path / "again").same
 
 
 @pytest.mark.parametrize("layout", ["TP1", "TP2xPP2"])

@@ -36,6 +36,7 @@ MAX_MISMATCH = 5e-5
 # which tests/vision builds and proves
 SEEING = (
     Case("qwen3_vl", "Qwen3-VL"),
+    Case("qwen3_vl_moe", "Qwen3-VL-MoE"),
     Case("qwen2_5_vl", "Qwen2.5-VL"),
     Case("qwen3_5", "Qwen3.5"),
     Case("qwen3_5_moe", "Qwen3.5-MoE"),

@@ -17,6 +17,11 @@ from tests.models.families import EXPERTS, Case
 TEXTS = [  # of models that see, whose towers are left alone
     Case("qwen3_vl_text", "Qwen3-VL, text", {"rope_parameters": {"mrope_section": [4, 2, 2]}}),
     Case(
+        "qwen3_vl_moe_text",
+        "Qwen3-VL-MoE, text, a dense layer",
+        {**EXPERTS, "mlp_only_layers": [0], "rope_parameters": {"mrope_section": [4, 2, 2]}},
+    ),
+    Case(
         "qwen2_5_vl_text",
         "Qwen2.5-VL, text",
         {"head_dim": 8, "rope_parameters": {"mrope_section": [2, 1, 1]}},

@@ -19,14 +19,17 @@ import xxhash
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers.core_model_loading import revert_weight_conversion
 
 from services.trainer.backend import Row
 from sluice.algo.spec import LossSpec
 from sluice.samples.images import ImageRules, PreparedImage
 from sluice.samples.sample import MediaSpan
+from tests.unit.weights_rules.models import exchanged, write_model
 
 VOCABULARY, IMAGE, VIDEO, START, END, STOP = 64, 60, 61, 62, 63, 59
-SERVED = ("qwen3_vl", "qwen2_5_vl")  # by SGLang too, on a processor
+SERVED = ("qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe")  # by SGLang too, on a processor
+DEEP = ("qwen3_vl", "qwen3_vl_moe")  # whose towers feed deepstack
 FAMILIES = (*SERVED, "qwen3_5", "qwen3_5_moe")
 PPO = LossSpec(name="ppo_clip", clip_low=0.2)
 MAX_LOGPROB_DIFF = MAX_GRADIENT_DIFF = 1e-5
@@ -56,11 +59,17 @@ _TOWER = {
     "initializer_range": 0.1,
 }
 _DEEP = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+_DEEPER = {**_DEEP, "deepstack_visual_indexes": [0, 1, 2]}  # SGLang counts on three of a mixture
 _EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
+}
+_SPARSE = {  # no tensor of experts is square: transformers takes it as it is then
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
 }
 _RECURRENT = {
     "linear_num_key_heads": 2,
@@ -117,16 +126,20 @@ class Model:
         ).eval()
 
 
-def build_model(directory: Path, family: str, seed: int = 0) -> Model:
-    """Write a random model of 4 + 3 layers; of Qwen3-VL's tower two feed deepstack."""
+def build_model(directory: Path, family: str, seed: int = 0, **settings: Any) -> Model:
+    """Write a random model of 4 + 3 layers; of Qwen3-VL's tower two feed deepstack, or three.
+
+    settings: of the text.
+    """
     torch.manual_seed(seed)
     patch = 14 if family == "qwen2_5_vl" else 8  # SGLang has 14 in the code of that one (0.5.23)
     token = (2 * patch) ** 2  # pixels
     text, tower = _parts(family, patch)
+    text |= settings
     config = AutoConfig.for_model(family, text_config=text, vision_config=tower, **_TOKENS)
     module: Any = AutoModelForImageTextToText.from_config(config)
     _condition(module)
-    module.save_pretrained(directory)
+    write_model(module, directory)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": patch,
@@ -146,11 +159,14 @@ def _parts(family: str, patch: int) -> tuple[dict[str, Any], dict[str, Any]]:
     if family == "qwen2_5_vl":
         windows = {"window_size": 4 * patch, "fullatt_block_indexes": [2]}
         return {**_SHAPE, "rope_parameters": _ROPE}, {**tower, **windows}
-    if family != "qwen3_vl":
+    if family not in DEEP:
         experts = _EXPERTS if family.endswith("_moe") else {}
         positions = {"num_position_embeddings": _DEEP["num_position_embeddings"]}
         return {**text, **_RECURRENT, **experts}, {**tower, **positions}
-    return {**text, "rope_parameters": {**_ROPE, "mrope_interleaved": True}}, {**tower, **_DEEP}
+    text["rope_parameters"] = {**_ROPE, "mrope_interleaved": True}
+    if family == "qwen3_vl_moe":
+        return {**text, **_SPARSE}, {**tower, **_DEEPER}
+    return text, {**tower, **_DEEP}
 
 
 def _condition(module: torch.nn.Module) -> None:
@@ -181,8 +197,8 @@ def speak(model: Model) -> Model:
     folder = model.directory
     tokenizer.save_pretrained(folder)
     family = json.loads((folder / "config.json").read_text())["model_type"]
-    name = {"qwen3_vl": "Qwen3VL", "qwen2_5_vl": "Qwen2_5_VL"}[family] + "Processor"
-    video = {"qwen3_vl": "Qwen3VL", "qwen2_5_vl": "Qwen2VL"}[family] + "VideoProcessor"
+    name = ("Qwen3VL" if family in DEEP else "Qwen2_5_VL") + "Processor"
+    video = ("Qwen3VL" if family in DEEP else "Qwen2VL") + "VideoProcessor"
     rules = json.loads((folder / "preprocessor_config.json").read_text()) | {
         "processor_class": name
     }
@@ -349,6 +365,12 @@ class Oracle:
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
             for name, p in self.model.named_parameters()
         }
+
+
+def stored_tensors(module: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Name and cut tensors of a model of transformers as its checkpoint has them."""
+    made: dict[str, torch.Tensor] = revert_weight_conversion(module, tensors)
+    return exchanged(made) if module.config.model_type == "qwen3_vl_moe" else made
 
 
 def part_of(name: str) -> str:

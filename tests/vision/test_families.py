@@ -100,7 +100,7 @@ async def test_an_engine_shows_it_no_image(other: Path, tmp_path: Path) -> None:
     engine = create_engine("reference", config)
     try:
         if other.name.startswith("llava"):
-            with pytest.raises(UnfitWeightsError, match="qwen3_vl, not llava"):
+            with pytest.raises(UnfitWeightsError, match="qwen3_vl_moe, not llava"):
                 await engine.start()
             return
         await engine.start()
@@ -111,7 +111,7 @@ async def test_an_engine_shows_it_no_image(other: Path, tmp_path: Path) -> None:
             sampling=Sampling(max_new_tokens=2),
             media=(shown(image),),
         )
-        with pytest.raises(MediaUnsupportedError, match="qwen3_vl, not to gemma3"):
+        with pytest.raises(MediaUnsupportedError, match="qwen3_vl_moe, not to gemma3"):
             [delta async for delta in engine.generate(asked)]
     finally:
         await engine.close()

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
-from transformers.core_model_loading import revert_weight_conversion
 
 from services.rollout.engine.reference.foreign import foreign_reason
 from services.trainer.backend import Row
@@ -28,8 +27,17 @@ from tests.models.proof import (
     Summary,
 )
 from tests.rank_pool import Pool
+from tests.vision.cases import (
+    DEEP,
+    Model,
+    Oracle,
+    build_model,
+    mixed_rows,
+    part_of,
+    record,
+    stored_tensors,
+)
 from tests.vision.cases import FAMILIES as SEEN
-from tests.vision.cases import Model, Oracle, build_model, mixed_rows, part_of, record
 from tests.vision.test_parts import RATE, SETTINGS, check_moves, original
 
 fast = pytest.mark.fast
@@ -41,6 +49,9 @@ CASES = [
     pytest.param("qwen3_vl", 2, {"activation_checkpointing": True}, id="activations run again"),
     pytest.param("qwen3_vl", 2, {"reduce": "call"}, id="reduced once a call"),
     pytest.param("qwen3_vl", 2, {"reshard_after_forward": False}, id="kept gathered"),
+    pytest.param("qwen3_vl_moe", 1, {}, id="MoE, one rank"),
+    pytest.param("qwen3_vl_moe", 2, {}, id="MoE, two ranks", marks=fast),
+    pytest.param("qwen3_vl_moe", 4, {"activation_checkpointing": True}, id="MoE, four, run again"),
     pytest.param("qwen2_5_vl", 1, {}, id="2.5, one rank"),
     pytest.param("qwen2_5_vl", 2, {}, id="2.5, two ranks", marks=fast),
     pytest.param("qwen2_5_vl", 4, {"activation_checkpointing": True}, id="2.5, four, run again"),
@@ -79,13 +90,13 @@ def expect(model: Model) -> Expected:
     eyes = Oracle(model)
     oracle, rows = Stepping(eyes), mixed_rows(eyes.rules)
     logprobs = {row.sample_id: oracle.logprobs(row).detach() for row in rows}
-    gradients = revert_weight_conversion(eyes.model, eyes.gradients(rows))
+    gradients = stored_tensors(eyes.model, eyes.gradients(rows))
     steps = []
     for step in range(STEPS):
         loss = oracle.ppo_loss(mixed_rows(eyes.rules, step))
         steps.append({"loss": loss.item(), "grad_norm": oracle.step(loss, NORMALIZER)})
     named = {name: p.detach().clone() for name, p in eyes.model.named_parameters()}
-    return Expected(model, logprobs, gradients, steps, revert_weight_conversion(eyes.model, named))
+    return Expected(model, logprobs, gradients, steps, stored_tensors(eyes.model, named))
 
 
 class ExpectedByFamily:
@@ -141,7 +152,7 @@ def test_ranks_are_one_process_of_transformers(
     gradient = gradient_difference(read_ranks(tmp_path, "gradients"), want.gradients)
     assert record("gradient", gradient, name) <= MAX_GRADIENT_DIFF
     seen = {part_of(n) for n, tensor in want.gradients.items() if tensor.abs().max() > 0}
-    assert seen >= {"text", "tower", "merger"} | ({"deepstack"} if family == "qwen3_vl" else set())
+    assert seen >= {"text", "tower", "merger"} | ({"deepstack"} if family in DEEP else set())
     exchanged = read_ranks(tmp_path, "exchanged")
     for row in mixed_rows(want.model.rules):
         moved = float((exchanged[row.sample_id] - want.logprobs[row.sample_id]).abs().max())
@@ -323,8 +334,8 @@ def test_a_critic_has_the_values_and_gradients_of_transformers(
     oracle.model.zero_grad()
     total.backward()
     named = {n: p.grad for n, p in oracle.model.named_parameters() if p.grad is not None}
-    gradients = revert_weight_conversion(oracle.model, named)
-    parts = {"text", "tower", "merger"} | ({"deepstack"} if family == "qwen3_vl" else set())
+    gradients = stored_tensors(oracle.model, named)
+    parts = {"text", "tower", "merger"} | ({"deepstack"} if family in DEEP else set())
     assert {part_of(name) for name in gradients} == parts
     assert weight.grad is not None and bias.grad is not None
     gradients |= {"score.weight": weight.grad, "score.bias": bias.grad}

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.core_model_loading import revert_weight_conversion
 
 from tests.megatron.comparison import read_ranks
 from tests.megatron.settings import NORMALIZER
@@ -25,6 +24,7 @@ from tests.vision.cases import (
     mixed_rows,
     record,
     relative_distances,
+    stored_tensors,
 )
 
 fast = pytest.mark.fast
@@ -48,6 +48,13 @@ LAYOUTS = [
     pytest.param("qwen3_vl", 4, {"tensor": 2, "pipeline": 2}, id="TP2xPP2"),
     pytest.param("qwen3_vl", 4, {"tensor": 2, "context": 2}, id="TP2xCP2"),
     pytest.param("qwen3_vl", 2, {"pipeline": 2, "recompute": "full"}, id="PP2-recompute"),
+    pytest.param("qwen3_vl_moe", 1, {}, id="MoE-single"),
+    pytest.param("qwen3_vl_moe", 2, SP, id="MoE-TP2+SP"),
+    pytest.param("qwen3_vl_moe", 2, {"pipeline": 2, "first_stage_layers": 3}, id="MoE-PP2"),
+    pytest.param("qwen3_vl_moe", 2, {"expert": 2}, id="MoE-EP2", marks=fast),
+    pytest.param("qwen3_vl_moe", 2, {"context": 2}, id="MoE-CP2"),
+    pytest.param("qwen3_vl_moe", 4, {**SP, "expert": 2}, id="MoE-TP2+SPxEP2"),
+    pytest.param("qwen3_vl_moe", 4, {**SP, "tensor": 4}, id="MoE-TP4+SP"),
     pytest.param("qwen2_5_vl", 1, {}, id="2.5-single"),
     pytest.param("qwen2_5_vl", 2, SP, id="2.5-TP2+SP", marks=fast),
     pytest.param("qwen2_5_vl", 2, {"context": 2}, id="2.5-CP2"),
@@ -80,7 +87,7 @@ class ExpectedByFamily:
             model = build_model(self._root / family, family)
             oracle, rows = Oracle(model), mixed_rows(model.rules)
             logprobs = {row.sample_id: oracle.logprobs(row).detach() for row in rows}
-            gradients = revert_weight_conversion(oracle.model, oracle.gradients(rows))
+            gradients = stored_tensors(oracle.model, oracle.gradients(rows))
             self._made[family] = Expected(model, logprobs, gradients)
         return self._made[family]
 
@@ -216,7 +223,7 @@ def test_a_critic_has_the_values_and_gradients_of_transformers(
     total.backward()
     named = {n: p for n, p in oracle.model.named_parameters() if n != "lm_head.weight"}
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
-    wanted_gradients = revert_weight_conversion(oracle.model, gradients)
+    wanted_gradients = stored_tensors(oracle.model, gradients)
     assert weight.grad is not None and bias.grad is not None
     wanted_gradients |= {"score.weight": weight.grad, "score.bias": bias.grad}
     parts = relative_distances(read_ranks(tmp_path, "gradients"), wanted_gradients)

@@ -177,11 +177,6 @@ class HfSource:
         self.duplicates.append(entry.name)
 
 
-def read_names(path: Path) -> list[str]:
-    """List the tensors of a safetensors file by name."""
-    return [entry.name for entry in _read_shard(path)]
-
-
 def _read_shard(path: Path) -> list[HfEntry]:
     mapped, extents = map_shard(path)
     mapped.close()

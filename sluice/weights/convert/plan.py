@@ -21,7 +21,6 @@ from sluice.weights.checkpoint import (
     companion_files,
     is_plain_name,
     load_json,
-    shard_paths,
 )
 from sluice.weights.classifier import CRITIC, REWARD_MODEL
 from sluice.weights.convert import fp8, fp8_layout
@@ -32,7 +31,6 @@ from sluice.weights.convert.hf import (
     fill_from_origin,
     lay_out_hf,
     read_config,
-    read_names,
 )
 from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.convert.pieces import Content, Files
@@ -53,8 +51,10 @@ from sluice.weights.rules.rule import Stage
 from sluice.weights.rules.shape import read_shape
 from sluice.weights.rules.weight_map import UnknownArchitectureError, WeightMap, family_of
 from sluice.weights.shards import DTYPE_NAMES
+from sluice.weights.stored_experts import are_stacked, are_straight, tensor_shapes
 
 RECORD = "conversion.json"
+STACKED = 3  # dimensions of a tensor of all experts
 
 
 def check_files(source: Path) -> None:
@@ -166,28 +166,27 @@ def _stored(
             yield f"{name}[{index}]", content.rows(index, index + 1)
 
 
-STACKED = ".experts.gate_up_proj"
-
-
 def read_weights(
     config: dict[str, object], checkpoint: Path, *, predicts: bool = False
 ) -> WeightMap:
     """Find the rules of a model by its `config.json` and the names in an HF checkpoint of it.
 
-    Names tell apart checkpoints with a tensor for each expert and with one of all. A torch_dist
-    checkpoint that was converted from the latter says so in its record. `predicts`: with its layer
-    of multi-token prediction.
+    Names tell apart checkpoints with a tensor for each expert and with one of all, shapes how these
+    are stored. A torch_dist checkpoint that was converted from the latter says so in its record,
+    but for shapes: of it all are as they are published. `predicts`: with its layer of multi-token
+    prediction.
     """
     family = family_of(config)
     architectures = config["architectures"]
     architecture = str(architectures[0]) if isinstance(architectures, list) else ""
-    stacked = any(name.endswith(STACKED) for name in _names(checkpoint))
+    shapes = _shapes(checkpoint)
     shape = read_shape(
         family,
         config,
         value_head=architecture.endswith((CRITIC, REWARD_MODEL)),
         value_bias=architecture.endswith(CRITIC),
-        stacked_experts=stacked,
+        stacked_experts=are_stacked(shapes),
+        straight_experts=are_straight(shapes),
         predicts=predicts,
     )
     return WeightMap(family, shape)
@@ -199,16 +198,17 @@ def has_prediction(directory: Path, config: dict[str, object]) -> bool:
     return any(key.startswith(before) for key in read_keys(directory))
 
 
-def _names(checkpoint: Path) -> list[str]:
+def _shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of an HF checkpoint; names alone of what was converted from one."""
     try:
-        return [name for path in shard_paths(checkpoint) for name in read_names(path)]
+        return tensor_shapes(checkpoint)
     except MissingFileError:
         pass
     try:
         report = load_json((checkpoint / RECORD).read_bytes())["report"]
-        return [str(name) for name in report["converted"]]
+        return {str(name): () for name in report["converted"]}
     except FileNotFoundError:
-        return []
+        return {}
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedFileError(RECORD, f"is malformed: {error}") from error
 
@@ -382,11 +382,18 @@ def _cast(groups: Groups, dtype: torch.dtype, weights: WeightMap | None) -> Grou
 
 
 def _quantize(groups: Groups, options: ConvertOptions, files: Files) -> tuple[Groups, list[str]]:
-    """Weights of linear layers with their scales, and the names of the modules left as they are."""
+    """Weights of linear layers with their scales, and the names of the modules left as they are.
+
+    Raises InvalidCheckpointError for experts that are no matrices: engines would look for scales.
+    """
     made, kept = [], set()
     for name, parts in groups:
         now: list[TensorPart] = []
         for part in parts:
+            if ".experts." in part.name and len(part.shape) == STACKED:
+                raise InvalidCheckpointError(
+                    f"{part.name!r} has all experts in one tensor, for which FP8 has no layout"
+                )
             if part.content.dtype.itemsize == 1 or not _fits(part):
                 if len(part.shape) == 2 and part.name.endswith(".weight"):
                     kept.add(part.name.removesuffix(".weight"))
@@ -398,7 +405,7 @@ def _quantize(groups: Groups, options: ConvertOptions, files: Files) -> tuple[Gr
 
 
 def _fits(part: TensorPart) -> bool:
-    return part.index is None and fp8_layout.is_quantizable(part.name, part.shape)
+    return fp8_layout.is_quantizable(part.name, part.shape)
 
 
 def _quantized(part: TensorPart, options: ConvertOptions, files: Files) -> Sequence[TensorPart]:

@@ -175,7 +175,8 @@ class TorchDistSource:
         for source in range(len(binding.sources)):
             own = sorted((r for r in runs if r.source == source), key=lambda run: run.start)
             parts = [self._rows(binding, place, run.row, run.row + run.rows) for run in own]
-            if binding.pack in ALTERED or any(part is None for part in parts):
+            altered = binding.pack in ALTERED or binding.transposed
+            if altered or any(part is None for part in parts):
                 return self._computed(binding, place)
             pieces.append(tuple(piece for part in parts for piece in part or ()))
         dtype = self._dtype(binding, place)
@@ -195,7 +196,7 @@ class TorchDistSource:
         return {
             source.name: Content(
                 dtype,
-                source.part,
+                source.stored_part,
                 compute=lambda name=source.name: compute(name),  # type: ignore[misc]
                 working_bytes=2 * size,
             )

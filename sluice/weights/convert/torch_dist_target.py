@@ -304,6 +304,7 @@ class ToTorchDist:
         plain = (
             alike
             and binding.pack not in ALTERED
+            and not binding.transposed
             and (binding.cut is not ShardAxis.COLUMNS or partition.size == 1)
         )
         if not plain or any(source.compute is not None for source in sources):

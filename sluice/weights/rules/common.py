@@ -207,22 +207,33 @@ _SINGLE = (
     ),
     SourceTensor(f"{_EXPERT}down_proj.weight", ("hidden", "moe_ffn")),
 )
-_STACKED = (
-    (
-        SourceTensor(
-            f"{_HF}mlp.experts.gate_up_proj",
-            ("2*moe_ffn", "hidden"),
-            sections=("moe_ffn", "moe_ffn"),
-            stacked=True,
-        ),
-    ),
-    SourceTensor(f"{_HF}mlp.experts.down_proj", ("hidden", "moe_ffn"), stacked=True),
-)
+
+
+def _stacked(*, transposed: bool) -> tuple[tuple[SourceTensor, ...], SourceTensor]:
+    first = SourceTensor(
+        f"{_HF}mlp.experts.gate_up_proj",
+        ("2*moe_ffn", "hidden"),
+        sections=("moe_ffn", "moe_ffn"),
+        stacked=True,
+        transposed=transposed,
+    )
+    second = SourceTensor(
+        f"{_HF}mlp.experts.down_proj", ("hidden", "moe_ffn"), stacked=True, transposed=transposed
+    )
+    return (first,), second
+
+
+_STACKED = _stacked(transposed=False)
 EXPERTS = (ROUTER, *expert_layers(*_SINGLE))
 EITHER_EXPERTS = (  # checkpoints with a tensor for each expert, or with one of all
     ROUTER,
     *expert_layers(*_SINGLE, ("!stacked_experts",)),
     *expert_layers(*_STACKED, ("stacked_experts",)),
+)
+TRANSPOSED_EXPERTS = (  # always one tensor of all, published with its axes exchanged
+    ROUTER,
+    *expert_layers(*_stacked(transposed=True), ("!straight_experts",)),
+    *expert_layers(*_STACKED, ("straight_experts",)),
 )
 
 ROUTER_BIAS = (

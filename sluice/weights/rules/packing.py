@@ -41,7 +41,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Slice:
-    """Part start..stop (exclusive) along `axis` of the HF tensor `name`.
+    """Part start..stop (exclusive) along `axis` of the HF tensor `name`, as it is stored.
 
     `index` is the expert where the tensor holds all of them; `axis` counts after that.
     """
@@ -90,12 +90,12 @@ def source_slices(binding: Binding, partition: Partition) -> tuple[Slice, ...]:
     """
     if binding.cut is ShardAxis.COLUMNS:
         return tuple(
-            Slice(s.name, 1, *_share(binding, s.part[1], partition), index=s.index)
+            Slice(s.name, int(not s.transposed), *_share(binding, s.part[1], partition), s.index)
             for s in binding.sources
         )
     bounds = _bounds(binding, row_runs(binding, partition))
     return tuple(
-        Slice(source.name, 0, *bound, index=source.index)
+        Slice(source.name, int(source.transposed), *bound, source.index)
         for source, bound in zip(binding.sources, bounds, strict=True)
     )
 
@@ -109,6 +109,9 @@ def pack(binding: Binding, parts: Sequence[torch.Tensor], partition: Partition) 
 
     if binding.pack is Pack.SHIFTED:
         return _shift(binding, parts[0])
+    if binding.transposed:
+        pairs = zip(binding.sources, parts, strict=True)
+        parts = [part.T if source.transposed else part for source, part in pairs]
     if binding.cut is ShardAxis.COLUMNS:
         return parts[0]
     runs = row_runs(binding, partition)
@@ -133,6 +136,14 @@ def unpack(binding: Binding, shares: Sequence[torch.Tensor]) -> dict[str, torch.
     The inverse of `pack`: padding is dropped; a tensor that is not cut is taken from rank 0. Of a
     tensor that holds all experts this is the part of the binding's own.
     """
+    whole = _unpack(binding, shares)
+    if not binding.transposed:
+        return whole
+    stored = {source.name for source in binding.sources if source.transposed}
+    return {n: t.T.contiguous() if n in stored else t for n, t in whole.items()}
+
+
+def _unpack(binding: Binding, shares: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     import torch
 
     if binding.pack is Pack.SHIFTED:

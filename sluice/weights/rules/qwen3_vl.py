@@ -1,12 +1,20 @@
-"""Qwen3-VL, dense: Qwen3 under a vision tower of plain MLPs and LayerNorm, with deepstack.
+"""Qwen3-VL, dense and mixture of experts: Qwen3 under a tower of plain MLPs and LayerNorm.
 
-Some of the tower's blocks feed later layers of the language model through mergers of their own.
+Some of the tower's blocks feed later layers of the language model through mergers of their own
+(deepstack).
 """
 
 from __future__ import annotations
 
 from sluice.weights.rules import vision
-from sluice.weights.rules.common import ATTENTION, ENDS, GATED_MLP, NORMS, QK_NORM
+from sluice.weights.rules.common import (
+    ATTENTION,
+    ENDS,
+    GATED_MLP,
+    NORMS,
+    QK_NORM,
+    TRANSPOSED_EXPERTS,
+)
 from sluice.weights.rules.rule import Family, Layers, WeightRule
 
 HF = "model.language_model."
@@ -62,17 +70,25 @@ _DEEPSTACK = (
 SIZES = {**vision.SIZES, "vision_positions": "vision_config.num_position_embeddings"}
 DEFAULTS = {"vision_config.in_channels": 3, "vision_config.temporal_patch_size": 2}
 
+_TEXT = (*ENDS, *NORMS, *ATTENTION, *QK_NORM, *GATED_MLP)
+
 QWEN3_VL = Family(
     name="qwen3_vl",
     architectures=("Qwen3VLForConditionalGeneration",),
-    rules=(
-        *vision.nested((*ENDS, *NORMS, *ATTENTION, *QK_NORM, *GATED_MLP), HF),
-        *TOWER,
-        *_DEEPSTACK,
-    ),
+    rules=(*vision.nested(_TEXT, HF), *TOWER, *_DEEPSTACK),
     text="text_config",
     defaults={"head_dim": 128, **DEFAULTS},
     flags={"attention_bias": "attention_bias", "output_bias": "attention_bias"},
     sizes={**SIZES, "deepstack": "vision_config.deepstack_visual_indexes"},
+    prefix="language_model.",
+)
+QWEN3_VL_MOE = Family(
+    name="qwen3_vl_moe",
+    architectures=("Qwen3VLMoeForConditionalGeneration",),
+    rules=(*vision.nested((*_TEXT, *TRANSPOSED_EXPERTS), HF), *TOWER, *_DEEPSTACK),
+    text="text_config",
+    defaults=QWEN3_VL.defaults,
+    flags=QWEN3_VL.flags,
+    sizes=QWEN3_VL.sizes,
     prefix="language_model.",
 )

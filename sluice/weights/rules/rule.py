@@ -62,13 +62,15 @@ class SourceTensor:
     """An HF tensor; `shape` holds sizes of the ModelShape ("q", "hidden", "heads*nope" ...).
 
     `sections` are the rows of each section, where there is more than one. `stacked`: the tensor
-    holds all experts, along an axis before `shape`.
+    holds all experts, along an axis before `shape`. `transposed`: it is stored with the two axes of
+    `shape` exchanged.
     """
 
     name: str
     shape: tuple[str, ...]
     sections: tuple[str, ...] = ()
     stacked: bool = False
+    transposed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

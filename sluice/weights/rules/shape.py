@@ -19,8 +19,8 @@ class ModelShape:
     `sparse_layers` are the indices of mixture-of-experts layers, `linear_layers` those of linear
     attention, `indexed_layers` those of indexers that choose keys. Flags in use: tied,
     attention_bias (query, key, value), output_bias, mlp_bias, value_head, value_bias,
-    stacked_experts, predicts, experts (there are some), and those of families. `sizes` holds what
-    some families have beyond the fields.
+    stacked_experts, straight_experts, predicts, experts (there are some), and those of families.
+    `sizes` holds what some families have beyond the fields.
     """
 
     layers: int
@@ -82,13 +82,16 @@ def read_shape(
     value_head: bool = False,
     value_bias: bool = True,
     stacked_experts: bool = False,
+    straight_experts: bool = False,
     predicts: bool = False,
 ) -> ModelShape:
     """Read the shape of a model of `family` from its parsed `config.json`.
 
     `value_head`: the model ends in one value per token instead of logits, with a bias or without.
-    `stacked_experts`: its HF checkpoint has one tensor of all experts of a layer. `predicts`: with
-    its layer of multi-token prediction, whose MLP is of experts where the model has any.
+    `stacked_experts`: its HF checkpoint has one tensor of all experts of a layer.
+    `straight_experts`: with axes as other families have them, where those of this one are published
+    exchanged. `predicts`: with its layer of multi-token prediction, whose MLP is of experts where
+    the model has any.
     Raises InvalidCheckpointError naming a missing or malformed key.
     """
     keys = ConfigKeys(config, family)
@@ -110,6 +113,7 @@ def read_shape(
             ("value_head", value_head),
             ("value_bias", value_head and value_bias),
             ("stacked_experts", stacked_experts),
+            ("straight_experts", straight_experts),
             ("predicts", predicts),
         )
         if is_set

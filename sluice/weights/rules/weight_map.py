@@ -28,7 +28,7 @@ from sluice.weights.rules.qwen3_5 import (
     QWEN3_NEXT,
 )
 from sluice.weights.rules.qwen3_moe import QWEN3_MOE
-from sluice.weights.rules.qwen3_vl import QWEN3_VL
+from sluice.weights.rules.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 from sluice.weights.rules.rule import Family, Pack, ShardAxis, SourceTensor, Stage, WeightRule
 from sluice.weights.rules.shape import ModelShape
 
@@ -39,6 +39,7 @@ FAMILIES = (
     QWEN3_MOE,
     QWEN2_5_VL,
     QWEN3_VL,
+    QWEN3_VL_MOE,
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,
@@ -87,18 +88,25 @@ class TensorShapeError(InvalidCheckpointError):
 class HfTensor:
     """A tensor of an HF checkpoint; with an `index`, a binding has only that expert's part.
 
-    `rows` are those of its sections, which fill it; empty is one section.
+    `shape` is as it is stored. `rows` are those of its sections, which fill it; empty is one
+    section. `transposed`: rows are stored as columns.
     """
 
     name: str
     shape: tuple[int, ...]
     index: int | None = None
     rows: tuple[int, ...] = ()
+    transposed: bool = False
+
+    @property
+    def stored_part(self) -> tuple[int, ...]:
+        """Shape of what a binding takes of it, as it is stored."""
+        return self.shape if self.index is None else self.shape[1:]
 
     @property
     def part(self) -> tuple[int, ...]:
         """Shape of what a binding takes of it."""
-        return self.shape if self.index is None else self.shape[1:]
+        return self.stored_part[::-1] if self.transposed else self.stored_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +130,11 @@ class Binding:
     copies: tuple[HfTensor, ...] = ()
     heads: int = 0
     section_keys: tuple[str, ...] = ()
+
+    @property
+    def transposed(self) -> bool:
+        """Whether rows of it are stored as columns."""
+        return any(source.transposed for source in self.sources)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -286,11 +299,13 @@ def _layers_of(rule: WeightRule, shape: ModelShape) -> tuple[int | None, ...]:
 def _bind(rule: WeightRule, shape: ModelShape, layer: int | None, expert: int | None) -> Binding:
     def tensor(source: SourceTensor) -> HfTensor:
         sizes = tuple(shape.dimension(name) for name in source.shape)
+        sizes = sizes[::-1] if source.transposed else sizes
         return HfTensor(
             source.name.format(layer=layer, expert=expert, layers=shape.layers),
             (shape.experts, *sizes) if source.stacked else sizes,
             expert if source.stacked else None,
             tuple(shape.dimension(name) for name in source.sections),
+            source.transposed,
         )
 
     return Binding(

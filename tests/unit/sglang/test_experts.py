@@ -23,6 +23,7 @@ from services.rollout.engine.sglang.samples import (
     parse_experts,
     read_routing,
 )
+from services.rollout.engine.sglang.weights import read_model, read_version
 from services.rollout.errors import EngineFailedError, UnfitWeightsError
 from sluice.weights.store import WeightStore
 from tests.imported import import_checkpoint
@@ -43,6 +44,12 @@ MIXTURE = {
     "mlp_only_layers": [1],
 }
 ROUTING = Routing(layers=3, mixtures=(0, 2), experts=4, chosen=2)
+SIGHT: dict[str, Any] = {
+    **dict.fromkeys(("depth", "hidden_size", "intermediate_size", "num_heads"), 8),
+    **dict.fromkeys(("out_hidden_size", "patch_size", "spatial_merge_size"), 8),
+    "num_position_embeddings": 8,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
 LENGTH = {"type": "length", "length": 2}
 
 
@@ -261,6 +268,56 @@ async def test_indexers_that_sglang_would_rotate_otherwise_are_refused(
     (mixture / "model" / "config.json").write_text(json.dumps(document))
     async with attached(mixture, recorded, routed_experts=False):
         pass
+
+
+SEEING = {
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+    "text_config": {**MIXTURE, "mlp_only_layers": []},
+    "vision_config": {"deepstack_visual_indexes": [8, 16, 24]},
+    "vocab_size": 70,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"text_config": MIXTURE}, "dense layers"),
+        ({"text_config": {**MIXTURE, "decoder_sparse_step": 2}}, "dense layers"),
+        ({"vision_config": {"deepstack_visual_indexes": [8, 16]}}, r"is \[8, 16\]"),
+        ({"vision_config": None}, "deepstack_visual_indexes is None"),
+        ({}, "as transformers writes it"),
+    ],
+)
+def test_a_mixture_that_sees_and_that_sglang_would_serve_wrong_is_refused(
+    tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    """Square tensors of experts tell by the other one how they are stored."""
+    model = write_model(
+        tmp_path / "model",
+        **{
+            "model.language_model.layers.0.mlp.experts.gate_up_proj": np.ones((4, 8, 8), "f4"),
+            "model.language_model.layers.0.mlp.experts.down_proj": np.ones((4, 8, 4), "f4"),
+        },
+    )
+    (model / "config.json").write_text(json.dumps(SEEING | changes))
+    with pytest.raises(UnfitWeightsError, match=says):
+        read_model(model)
+    store = WeightStore(tmp_path / "store", durable=False)
+    version = import_checkpoint(store, model, None, 0)
+    assert version.directory is not None
+    with pytest.raises(UnfitWeightsError, match=says):
+        read_version(version.version, version.digest, version.directory)
+
+
+def test_a_mixture_that_sees_is_taken_as_it_is_published(tmp_path: Path) -> None:
+    names = ("gate_up_proj", "down_proj")
+    prefix = "model.language_model.layers.0.mlp.experts."
+    shapes = ((4, 8, 8), (4, 4, 8))
+    experts = {f"{prefix}{n}": np.ones(s, "f4") for n, s in zip(names, shapes, strict=True)}
+    model = write_model(tmp_path / "model", **experts)
+    (model / "config.json").write_text(json.dumps(SEEING))
+    assert read_model(model).shapes[f"{prefix}down_proj"] == (4, 4, 8)
+    assert read_routing(SEEING | {"vision_config": SIGHT}).mixtures == (0, 1, 2)
 
 
 def test_the_process_in_front_of_sglang_needs_no_torch() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from sluice.weights.rules.shape import ModelShape, read_shape
 from sluice.weights.rules.weight_map import WeightMap, family_of
@@ -181,6 +182,29 @@ HUGGING_FACE: dict[str, Described] = {  # name -> (config class, model class, ar
                 "num_position_embeddings": 16,
             },
             "tie_word_embeddings": True,
+            **IMAGES,
+            **MARKS,
+        },
+    ),
+    "qwen3_vl_moe": (  # Qwen3-VL-30B-A3B: 32 heads on 4, untied; every layer of experts
+        "Qwen3VLMoeConfig",
+        "Qwen3VLMoeForConditionalGeneration",
+        {
+            "text_config": {
+                **TEXT,
+                **SPARSE,
+                "num_experts": 4,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]},
+            },
+            "vision_config": {
+                **VISION,
+                "deepstack_visual_indexes": [0, 1],
+                "num_position_embeddings": 16,
+            },
+            "tie_word_embeddings": False,
             **IMAGES,
             **MARKS,
         },
@@ -371,6 +395,22 @@ def build_model(name: str, seed: int = 0) -> Any:
 
 
 def save_model(name: str, directory: Path, seed: int = 0) -> Path:
-    """Write `build_model` as transformers does."""
-    build_model(name, seed).save_pretrained(directory)
+    """Write `build_model` as such models are published."""
+    return write_model(build_model(name, seed), directory)
+
+
+def write_model(model: Any, directory: Path) -> Path:
+    """Write a model as transformers does, but for experts of Qwen3-VL-MoE as they are published."""
+    model.save_pretrained(directory)
+    if model.config.model_type == "qwen3_vl_moe":
+        path = directory / "model.safetensors"
+        save_file(exchanged(load_file(path)), path, {"format": "pt"})
     return directory
+
+
+def exchanged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Exchange the last two axes of tensors of all experts."""
+    return {
+        name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
+        for name, tensor in tensors.items()
+    }

@@ -24,6 +24,7 @@ from sluice.weights.rules.packing import (
 from sluice.weights.rules.rule import Family, Layers, Pack, ShardAxis, Stage, WeightRule
 from sluice.weights.rules.shape import read_shape
 from sluice.weights.rules.weight_map import WeightMap, family_of
+from sluice.weights.stored_experts import FIRST, SECOND, are_straight
 from tests.unit.weights_rules.layouts import FILE, config_of, layout_of, numbers, share
 from tests.unit.weights_rules.models import HUGGING_FACE
 
@@ -91,6 +92,9 @@ def mutations(rule: WeightRule) -> Iterator[tuple[str, tuple[WeightRule, ...]]]:
         changes["shift"] = {"pack": Pack.ONE}
     if rule.pack is Pack.QKV:
         changes["groups"] = {"groups": "one"}
+    if rule.sources[0].stacked:
+        other = replace(rule.sources[0], transposed=not rule.sources[0].transposed)
+        changes["transposed"] = {"sources": (other,)}
     if rule.padded:
         changes["padding"] = {"padded": False}
     if rule.copies:
@@ -245,6 +249,44 @@ def test_experts_in_one_tensor_or_in_many() -> None:
         gate, up = whole[expert].chunk(2)
         assert torch.equal(share(binding, Partition(1, 2)), torch.cat([gate[10:], up[10:]]))
     assert not any("experts.0" in key for key in stacked.hf_tensors())
+
+
+@pytest.mark.parametrize("straight", [False, True])
+def test_experts_whose_axes_are_exchanged(straight: bool) -> None:
+    """[expert, hidden, gate and up], [expert, width, hidden], or as transformers writes them."""
+    config = cached_config("qwen3_vl_moe")
+    family = family_of(config)
+    weights = WeightMap(family, read_shape(family, config, straight_experts=straight))
+    prefix = "model.language_model.layers.1.mlp.experts."
+    whole = {name: hf(weights, f"{prefix}{name}_proj") for name in ("gate_up", "down")}
+    assert whole["gate_up"].shape == ((4, 40, 32) if straight else (4, 32, 40))
+    assert whole["down"].shape == ((4, 32, 20) if straight else (4, 20, 32))
+    for expert in range(4):
+        first, second = (
+            weights.binding(f"decoder.layers.1.mlp.experts.local_experts.{expert}.{name}.weight")
+            for name in ("linear_fc1", "linear_fc2")
+        )
+        both, down = (whole[name][expert] for name in ("gate_up", "down"))
+        gate, up = (both if straight else both.T).chunk(2)
+        assert torch.equal(share(first, Partition()), torch.cat([gate, up]))
+        assert torch.equal(share(first, Partition(1, 2)), torch.cat([gate[10:], up[10:]]))
+        columns = (down if straight else down.T)[:, 10:]
+        assert torch.equal(share(second, Partition(1, 2)), columns)
+        for binding, part in ((first, both), (second, down)):
+            shares = [share(binding, Partition(rank, 2)) for rank in (0, 1)]
+            (made,) = unpack(binding, shares).values()
+            assert torch.equal(made, part) and made.is_contiguous()
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(32, 20), (32, 16), (32, 32)])
+def test_how_experts_are_stored_shows_in_both_tensors(hidden: int, width: int) -> None:
+    """One alone is square where hidden is the width, or twice as much."""
+    names = [f"layers.0.mlp{name}" for name in (FIRST, SECOND)]
+    published = ((4, hidden, 2 * width), (4, width, hidden))
+    assert not are_straight(dict(zip(names, published, strict=True)))
+    saved = ((4, 2 * width, hidden), (4, hidden, width))
+    assert are_straight(dict(zip(names, saved, strict=True)))
+    assert not are_straight({"layers.0.mlp.experts.0.up_proj.weight": (width, hidden)})
 
 
 def test_foreign_tensors_are_not_unknown() -> None:

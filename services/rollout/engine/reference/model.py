@@ -36,6 +36,7 @@ from sluice.operations import UNASKED, OperationError, OperationsConfig, Usage, 
 from sluice.priority import lower_priority
 from sluice.vision import VisionTower, rotary_positions
 from sluice.weights.manifest import Manifest
+from sluice.weights.stored_experts import TRANSPOSED_TYPES, as_stored
 
 with uncompiled():
     from transformers import (
@@ -130,7 +131,8 @@ class ServingModel:
             sees = config.model_type in vision.FAMILIES
             own = {"text_config": IMPLEMENTATION} if sees else IMPLEMENTATION
             # of layers that are not known here, some may count on the device that they are made on
-            with nullcontext() if self._foreign else unsymbolic():
+            unsymbolically = nullcontext() if self._foreign else unsymbolic()
+            with unsymbolically, as_stored(directory, config.model_type):
                 model, report = (
                     AutoModelForImageTextToText if sees else AutoModelForCausalLM
                 ).from_pretrained(
@@ -183,6 +185,7 @@ class ServingModel:
         )
         self.adapters = AdapterLayers(self.module, device)
         self._places = _places(model)
+        self._transposes = config.model_type in TRANSPOSED_TYPES
         self._shapes = {names: model.get_parameter(names[0]).shape for names in self._places}
         self._dtype, self._device = dtype, device
         self._tap: ExpertRecorder | None = None
@@ -302,7 +305,9 @@ class ServingModel:
         return answer
 
     def names_match(self, tensors: Mapping[str, Shaped]) -> bool:
-        """Whether `fit` finds every parameter by name; further tensors do not matter."""
+        """Whether `fit` finds every parameter by name, as it is; further tensors do not matter."""
+        if self._transposes:
+            return False
         return all(any(name in tensors for name in names) for names in self._places)
 
     def check_incoming(self, manifest: Manifest) -> None:
@@ -314,7 +319,7 @@ class ServingModel:
         """Raises UnfitWeightsError for tensors that `fit` could not take as they are named."""
         if not self.names_match(tensors):
             raise UnfitWeightsError(
-                "the checkpoint names tensors in another way than the model: it needs the store",
+                "the checkpoint has tensors in another way than the model: it needs the store",
                 version=version,
             )
         self._check_shapes(tensors)

@@ -40,10 +40,14 @@ from sluice.weights.checkpoint import (
 )
 from sluice.weights.manifest import Manifest, StoredTensor, TensorEntry
 from sluice.weights.prediction import predicts
+from sluice.weights.stored_experts import are_straight
 
 if TYPE_CHECKING:
     from services.rollout.engine.interface import IncomingWeights
     from sluice.weights.transfer.plan import Membership
+
+
+SEEING_MIXTURE, SEEING_MIXTURE_LAYERS = "Qwen3VLMoeForConditionalGeneration", 3
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ def read_version(
         manifest = checked_manifest(directory, version, digest)
         verify_files(directory, manifest, checked)
     config = read_config(directory)
+    _refuse_straight_experts(directory.name, config, manifest.tensors)
     images = ImageReader.of_model(directory, config)
     check_processor(manifest, images.processor)
     return DiskVersion(version, digest, directory, manifest.tensors, config, images)
@@ -98,6 +103,7 @@ def read_model(directory: Path) -> DiskVersion:
     """Hashes a model directory, which is version 0; blocks. Raises UnfitWeightsError."""
     digest, tensors = describe_model(directory)
     config = read_config(directory)
+    _refuse_straight_experts(directory.name, config, tensors)
     images = ImageReader.of_model(directory, config)
     return DiskVersion(0, digest, directory, tensors, config, images)
 
@@ -112,14 +118,18 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise UnfitWeightsError(f"{directory.name}: config.json is no object")
     _refuse_dense_layers(directory.name, document)
     _refuse_halves(directory.name, document)
+    _refuse_other_deepstack(directory.name, document)
     return document
 
 
 def _refuse_dense_layers(name: str, document: Mapping[str, Any]) -> None:
-    """Refuses a Qwen3-MoE with dense layers, whose weights SGLang leaves unread."""
-    is_qwen3 = "Qwen3MoeForCausalLM" in (document.get("architectures") or ())
-    step = document.get("decoder_sparse_step")
-    if is_qwen3 and (document.get("mlp_only_layers") or step not in (None, 1)):
+    """Refuses a mixture of Qwen3's with dense layers, whose weights SGLang leaves unread."""
+    architectures = document.get("architectures") or ()
+    if not {"Qwen3MoeForCausalLM", SEEING_MIXTURE} & {*architectures}:
+        return
+    text = document.get("text_config")
+    text = text if isinstance(text, Mapping) else document
+    if text.get("mlp_only_layers") or text.get("decoder_sparse_step") not in (None, 1):
         raise UnfitWeightsError(
             f"{name}: dense layers among those of experts (mlp_only_layers, decoder_sparse_step), "
             "which SGLang 0.5.23 would serve with weights of its own making"
@@ -133,6 +143,36 @@ def _refuse_halves(name: str, document: Mapping[str, Any]) -> None:
         raise UnfitWeightsError(
             f"{name}: config.json has no `indexer_rope_interleave: true`, as published ones have: "
             "without it SGLang 0.5.23 attends to other keys than trainers; add it"
+        )
+
+
+def _refuse_other_deepstack(name: str, document: Mapping[str, Any]) -> None:
+    """Refuses a Qwen3-VL-MoE whose images add to another count of layers than SGLang's."""
+    if SEEING_MIXTURE not in (document.get("architectures") or ()):
+        return
+    tower = document.get("vision_config")
+    layers = tower.get("deepstack_visual_indexes") if isinstance(tower, Mapping) else None
+    if not isinstance(layers, list) or len(layers) != SEEING_MIXTURE_LAYERS:
+        raise UnfitWeightsError(
+            f"{name}: deepstack_visual_indexes is {layers}, and SGLang 0.5.23 adds images to "
+            f"{SEEING_MIXTURE_LAYERS} layers of a {SEEING_MIXTURE}"
+        )
+
+
+def _refuse_straight_experts(
+    name: str, document: Mapping[str, Any], tensors: Mapping[str, TensorEntry | StoredTensor]
+) -> None:
+    """Refuses experts of a Qwen3-VL-MoE as transformers writes them: SGLang takes them for others.
+
+    Where they are square it would serve them transposed without a word.
+    """
+    if SEEING_MIXTURE not in (document.get("architectures") or ()):
+        return
+    if are_straight({key: tuple(tensor.shape) for key, tensor in tensors.items()}):
+        raise UnfitWeightsError(
+            f"{name}: experts.gate_up_proj is [experts, 2 x width, hidden], as transformers writes "
+            "it; SGLang reads [experts, hidden, 2 x width], as it is published. `sluice convert` "
+            "to torch_dist and back makes that of it: docs/converter.md"
         )
 
 

@@ -65,14 +65,12 @@ FAMILIES: dict[str, Layout] = {
     "qwen3_moe": "shared",
     "qwen3_next": "rows",
     "qwen3_vl": "shared",
+    "qwen3_vl_moe": "shared",
     "seed_oss": "shared",
     "smollm3": "shared",
     "starcoder2": "shared",
 }
 IMAGES = "it reads images, which nothing here shows it; docs/vision.md has the families that are"
-TRANSPOSED = (
-    "its experts are stored transposed or not, which a rank cannot tell by its part of them"
-)
 REFUSED: dict[str, str] = {
     "bloom": "it takes positions from a mask of padding, so rows of a pack see each other",
     "gemma2": "it caps scores and logits",
@@ -81,7 +79,6 @@ REFUSED: dict[str, str] = {
     "minimax": "its recurrent layers run over the rows of a pack",
     "nemotron": "its layers do not hand on to attention how rows are packed",
     "qwen2_vl": IMAGES,
-    "qwen3_vl_moe": TRANSPOSED,
 }
 MEASURED_ROPE = {"dynamic", "longrope"}
 LEARNED_POSITIONS = {"gpt2": ("n_positions", 1024), "opt": ("max_position_embeddings", 2048)}
@@ -100,6 +97,7 @@ TENSOR_REFUSED: dict[str, str] = {  # of families that are trained with fsdp.ten
     "qwen3_5": SEES,
     "qwen3_5_moe": SEES,
     "qwen3_vl": SEES,
+    "qwen3_vl_moe": SEES,
 }
 
 

@@ -79,6 +79,7 @@ from sluice.model_types import read_config
 from sluice.operations import UNASKED, OperationsConfig, Usage
 from sluice.samples.images import ImageRules
 from sluice.vision import Patches, VisionTower
+from sluice.weights.stored_experts import as_stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +283,8 @@ def load_model(
     attention = CONTEXT_IMPLEMENTATION if settings.context > 1 else IMPLEMENTATION
     disable_progress_bar()
     # a new head and an unused one are what is asked for
-    with damage_named(Path(path)), errors_only():
+    stored = as_stored(Path(path), config.model_type)
+    with damage_named(Path(path)), errors_only(), stored:
         model, loading = kind.from_pretrained(
             path,
             config=config,

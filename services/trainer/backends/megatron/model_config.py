@@ -24,6 +24,7 @@ from sluice.weights.rules.packing import padded_rows
 from sluice.weights.rules.rule import Stage
 from sluice.weights.rules.shape import ModelShape, read_shape
 from sluice.weights.rules.weight_map import WeightMap, family_of
+from sluice.weights.stored_experts import are_stacked, are_straight, tensor_shapes
 
 DTYPES = {
     "float32": torch.float32,
@@ -47,13 +48,14 @@ PLAIN = {
     "qwen3_moe",
 }
 # by the towers of `sluice.vision`
-SEEING = {"qwen2_5_vl", "qwen3_5_vl", "qwen3_5_vl_moe", "qwen3_vl"}
+SEEING = {"qwen2_5_vl", "qwen3_5_vl", "qwen3_5_vl_moe", "qwen3_vl", "qwen3_vl_moe"}
 FAMILIES = {*PLAIN, *RECURRENT, *SEEING}
 LATENT = {"deepseek_v3", "glm_moe_dsa"}  # whose attention is over latents
 CHOOSING = {"glm_moe_dsa"}  # keys that are attended to, by indexers
 # whose routers are sigmoids with a bias
 BIASED = {"deepseek_v3", "glm4_moe", "glm_moe_dsa", "minimax_m2"}
 PREDICTING = {"deepseek_v3", "glm4_moe", "mimo", *NEXT}  # have a layer that does
+NORMALISING = {"qwen3_vl_moe"}  # routers that transformers knows one kind of
 SANDWICH = {"glm4"}  # norms before and behind attention and MLP, rotated by pairs
 WIDE_NORMS = {"minimax_m2"}  # over all heads of queries, and of keys
 
@@ -155,7 +157,7 @@ def read_model(directory: Path, head: Head = "policy", *, predicts: bool = False
     """Read `config.json` below `directory`; a classifier of one label has values anyway.
 
     `predicts`: with its layer of multi-token prediction. Raises UnknownArchitectureError,
-    InvalidCheckpointError or UnsupportedFeatureError.
+    InvalidCheckpointError, MissingFileError or UnsupportedFeatureError.
     """
     config = json.loads((directory / "config.json").read_bytes())
     family = family_of(config)
@@ -178,15 +180,22 @@ def read_model(directory: Path, head: Head = "policy", *, predicts: bool = False
         raise UnsupportedFeatureError("latent attention rotates pairs: rope_interleave is false")
     if family.name in BIASED:
         _check_biased(hf_config)
+    if family.name in NORMALISING and not getattr(hf_config, "norm_topk_prob", True):
+        raise UnsupportedFeatureError(
+            f"norm_topk_prob is false, and transformers normalises in models of {family.name!r}"
+        )
     architecture = config["architectures"][0]
     is_classifier = architecture.endswith((CRITIC, REWARD_MODEL))
     if is_classifier and hf_config.num_labels != 1:
         raise UnsupportedFeatureError(f"a critic has 1 label, not {hf_config.num_labels}")
     if is_classifier and predicts:
         raise UnsupportedFeatureError("mtp_loss_scaling_factor: a critic predicts no tokens")
+    shapes = tensor_shapes(directory)
     shape = read_shape(
         family,
         config,
+        stacked_experts=are_stacked(shapes),
+        straight_experts=are_straight(shapes),
         value_head=is_classifier or head != "policy",
         value_bias=head == "value" or (head == "policy" and architecture.endswith(CRITIC)),
         predicts=predicts,

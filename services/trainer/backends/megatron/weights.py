@@ -66,9 +66,12 @@ class HfCheckpoint:
         return {name: tuple(piece.get_shape()) for name, piece in self._slices.items()}
 
     def read(self, part: Slice) -> torch.Tensor:
-        bounds = slice(part.start, part.stop)
+        bounds = [slice(None)] * part.axis + [slice(part.start, part.stop)]
         source = self._slices[part.name]
-        tensor: torch.Tensor = source[bounds] if part.axis == 0 else source[:, bounds]
+        if part.index is None:
+            tensor: torch.Tensor = source[tuple(bounds)]
+        else:
+            tensor = source[(slice(part.index, part.index + 1), *bounds)][0]
         self.bytes_read += tensor.nbytes
         return tensor
 
@@ -239,17 +242,46 @@ def export_tensors(
 
     `read` gives what is exported of each, in the parameter's shape. Of the copies of a tensor
     over data and context ranks the first is taken; its shares are gathered on one of the tensor
-    ranks, each in turn. Collective over the tensor-parallel groups: run it to the end.
+    ranks, each in turn, and experts that are one HF tensor on one of the ranks that hold them.
+    Collective over the tensor- and expert-parallel groups: run it to the end.
     """
+    waiting: dict[str, list[torch.Tensor]] = {}
     for index, tensor in enumerate(tensors):
-        expert = tensor.binding.expert is not None
-        if tensor.binding.alias or _copy_index(expert=expert) != 0:
+        binding = tensor.binding
+        expert = binding.expert is not None
+        if binding.alias or _copy_index(expert=expert) != 0:
             continue
         group = parallel.tensor_group(expert=expert)
-        owner = index % group.size()
-        shares = _collect(read(tensor), tensor.binding.cut, owner, group)
-        if shares is not None:
-            yield unpack(tensor.binding, shares)
+        stacked = binding.sources[0].index is not None
+        turn = (binding.layer or 0) if stacked else index  # all of a layer on one rank
+        shares = _collect(read(tensor), binding.cut, turn % group.size(), group)
+        if shares is None:
+            continue
+        made = unpack(binding, shares)
+        if not stacked:
+            yield made
+            continue
+        for name, part in made.items():
+            waiting.setdefault(name, []).append(part)
+            if (whole := _join_experts(waiting, name, binding)) is not None:
+                yield {name: whole}
+
+
+def _join_experts(
+    waiting: dict[str, list[torch.Tensor]], name: str, binding: Binding
+) -> torch.Tensor | None:
+    """The tensor of all experts, on one of the ranks that hold some of them.
+
+    None elsewhere, and while others of this rank's are still to come. Collective over the
+    expert-parallel group: its ranks have as many each, in the order of experts.
+    """
+    group = parallel_state.get_expert_model_parallel_group()
+    (count,) = {source.shape[0] for source in binding.sources}
+    if len(waiting[name]) < count // group.size():
+        return None
+    owner = (binding.layer or 0) % group.size()
+    shares = _collect(torch.stack(waiting.pop(name)), ShardAxis.ROWS, owner, group)
+    return None if shares is None else torch.cat(shares)
 
 
 def write_shards(

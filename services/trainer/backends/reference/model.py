@@ -34,6 +34,7 @@ from sluice.model_types import read_config
 from sluice.operations import UNASKED, OperationsConfig, Usage
 from sluice.samples.images import ImageRules
 from sluice.vision import TEXT, Features, VisionTower
+from sluice.weights.stored_experts import as_stored
 
 with uncompiled():
     from transformers import (
@@ -265,7 +266,8 @@ def _load(path: str, config: PretrainedConfig, head: Head) -> Any:
     else:
         kind, config.num_labels = AutoModelForTokenClassification, 1
     # a new head and an unused one are what is asked for
-    with damage_named(Path(path)), errors_only(), unsymbolic():
+    stored = as_stored(Path(path), config.model_type)
+    with damage_named(Path(path)), errors_only(), unsymbolic(), stored:
         model, loading = kind.from_pretrained(path, output_loading_info=True, **options)
     check_loading(Path(path), head, loading)
     if "score.weight" in loading["missing_keys"]:
