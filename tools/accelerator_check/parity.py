@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.trainer.backend import TrainingBackend
+from services.trainer.backend import ModelName, TrainingBackend
 from services.trainer.config import OptimConfig
 from sluice import platform
 from sluice.algo.spec import LossSpec
@@ -68,8 +68,8 @@ def measure(work: StepWork, backend: str, model: Path, *options: str) -> dict[st
     place.mkdir(exist_ok=True)
     found: dict[str, torch.Tensor] = {}
 
-    def logprobs(of: TrainingBackend) -> torch.Tensor:
-        return joined(of.compute_logprobs([rows], model="policy", temperature=1.0), rows)
+    def logprobs(of: TrainingBackend, by: ModelName = "policy") -> torch.Tensor:
+        return joined(of.compute_logprobs([rows], model=by, temperature=1.0), rows)
 
     with alone(place):
         with backend_here(place, half=False, optim=AS_GRADIENT) as policy:
@@ -88,6 +88,7 @@ def measure(work: StepWork, backend: str, model: Path, *options: str) -> dict[st
             found["logprobs_after"] = logprobs(policy)
         with backend_here(place, half=True, optim=training) as policy:
             found["logprobs_bf16"] = logprobs(policy)
+            found["reference_bf16"] = logprobs(policy, "reference")  # of the same weights
     return found
 
 
@@ -123,7 +124,10 @@ def compare(
         "losses_of_steps": _most((found["losses"] - expected["losses"]) / scale),
         "logprob_max_after": _most(found["logprobs_after"] - expected["logprobs_after"]),
     }
-    bf16 = float((found["logprobs_bf16"] - expected["logprobs"]).abs().mean())
+    bf16 = max(
+        float((found[name] - expected["logprobs"]).abs().mean())
+        for name in ("logprobs_bf16", "reference_bf16")
+    )
     moved = _most(expected["logprobs_after"] - expected["logprobs"])
     worst = max(parts.values())
     work.record(fp32=math.nan if rehearsal else worst, bf16=bf16, **parts, moved_by_steps=moved)

@@ -51,6 +51,7 @@ def figures() -> Figures:
         "losses": torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64),
         "logprobs_after": torch.linspace(-8, -1, 50),
         "logprobs_bf16": torch.linspace(-9, -1, 50) + 0.01,
+        "reference_bf16": torch.linspace(-9, -1, 50) + 0.01,
     }
 
 
@@ -75,6 +76,7 @@ def unmoved(found: Figures) -> None:
         (shifted("losses", -1e-2), "fp32 differs by 0.0033"),
         (shifted("logprobs_after", 1e-3), "fp32 differs by 0.001"),
         (shifted("logprobs_bf16", 0.1), "bf16 log-probs differ by 0.11"),
+        (shifted("reference_bf16", 0.1), "bf16 log-probs differ by 0.11"),
         (shifted("logprobs", float("nan")), "a figure is not finite"),
     ],
 )
