@@ -51,7 +51,7 @@ def choose_keys(
     for start in range(0, query_NRHD.shape[1], block):
         part = slice(start, start + block)
         with torch.autocast(key_NKD.device.type, enabled=False):
-            scores = torch.relu(query_NRHD[:, part].float() @ keys)
+            scores = (query_NRHD[:, part].float() @ keys).relu_()
             summed = (weight_NRH[:, part, None].float() @ scores)[:, :, 0]
         may = _may_see(part, query_NRHD.shape[1], total, mask, summed.device)
         summed = summed.masked_fill(~may, -torch.inf)

@@ -27,7 +27,9 @@ from tests.models.families import Case, build, rename_type
 
 Tensors = dict[str, torch.Tensor]
 EXTRA = ("enorm", "hnorm", "eh_proj", "norm")
-NUMBERED_ON = ("deepseek_v3", "glm4_moe")  # the layer follows the last, with copies of the ends
+BY_LAYER = {"layer_types", "mlp_layer_types", "indexer_types"}  # settings that have one of each
+# the layer follows the last, with copies of the ends
+NUMBERED_ON = ("deepseek_v3", "glm4_moe", "glm_moe_dsa")
 PLAIN_NORMS = (*NUMBERED_ON, "mimo")  # others have them around zero
 NAMES = {  # of those, and of the layer
     "following": (
@@ -90,14 +92,16 @@ def build_predicting(case: Case, directory: Path) -> Predicting:
     settings["num_hidden_layers"] = layers + 1
     if kinds := settings.get("layer_types"):
         settings["layer_types"] = [*kinds, "full_attention"]
+    if kinds := settings.get("indexer_types"):
+        settings["indexer_types"] = [*kinds, "full"]
     plain = replace(case, settings=settings, model_type=case.known, runs=())
     whole = build(plain, directory / "whole").directory
     made = Predicting(case, Model(directory / "model"), whole, layers)
     shutil.copytree(whole, made.model.directory)
     config = json.loads((whole / "config.json").read_text())
     config["num_hidden_layers"] = layers
-    if "layer_types" in config:
-        config["layer_types"] = config["layer_types"][:layers]
+    for name in BY_LAYER & config.keys():
+        config[name] = config[name][:layers]
     (made.model.directory / "config.json").write_text(json.dumps(config))
     if case.runs:
         rename_type(case, made.model.directory)
@@ -269,8 +273,9 @@ def _as_whole(made: Predicting, checkpoint: Path, tensors: Tensors) -> Path:
 def _of_layers(config: Any, which: slice) -> Any:
     made = copy.deepcopy(config)
     made.num_hidden_layers = len(range(config.num_hidden_layers)[which])
-    if getattr(config, "layer_types", None):
-        made.layer_types = config.layer_types[which]
+    for name in BY_LAYER:
+        if getattr(config, name, None):
+            setattr(made, name, getattr(config, name)[which])
     return made
 
 

@@ -160,6 +160,17 @@ def test_other_keys_than_were_chosen_are_seen(
 
 
 @pytest.mark.parametrize("case", SPARSE, ids=lambda case: case.name)
+def test_layers_that_are_run_again_see_the_keys_that_were_chosen(
+    pool: Pool, tmp_path: Path, case: Case
+) -> None:
+    """The layer whose choice another shares may be run again by then, or not."""
+    model = build(case, tmp_path / "model")
+    more = {"fsdp": {"activation_checkpointing": True, "context": 2}}
+    proof = prove(pool, case, model, expect(model, 2), tmp_path / "out", 2, **more)
+    assert proof.holds
+
+
+@pytest.mark.parametrize("case", SPARSE, ids=lambda case: case.name)
 def test_what_chooses_keys_is_published_bit_for_bit(pool: Pool, tmp_path: Path, case: Case) -> None:
     """No gradient reaches it, and weight decay, which all others have here, is none of its own."""
     model = build(case, tmp_path / "model")

@@ -34,6 +34,7 @@ from tests.rank_pool import JobError, Pool
 BY_NAME = {case.name: case for case in CASES}
 DENSE, NEXT, LATENT = (BY_NAME[name] for name in ("qwen3_5_text", "qwen3_next", "deepseek_v3"))
 SPARSE, GLM, MIMO = (BY_NAME[name] for name in ("qwen3_5_moe_text", "glm4_moe", "mimo"))
+CHOOSING, SHARING = (BY_NAME[name] for name in ("glm_moe_dsa", "glm_moe_dsa-shared"))
 DEEP_DENSE = replace(DENSE, settings={**DENSE.settings, **DEEP}, of="deep")
 TIED = replace(DENSE, settings={**DENSE.settings, "tie_word_embeddings": True}, of="tied")
 SCALE = 0.3
@@ -95,6 +96,10 @@ LAYOUTS = [
     pytest.param(LATENT, 4, {"context": 2, "pipeline": 2}, id="latent-CP2xPP2"),
     pytest.param(GLM, 2, SCATTERED, id="glm-TP2+SP"),
     pytest.param(GLM, 2, {"expert": 2, "context": 2}, id="glm-EP2xCP2"),
+    pytest.param(CHOOSING, 1, {}, id="choosing-single"),
+    pytest.param(CHOOSING, 2, {**SCATTERED, "recompute": "full"}, id="choosing-TP2+SP-recompute"),
+    pytest.param(CHOOSING, 4, {"context": 2, "pipeline": 2}, id="choosing-CP2xPP2"),
+    pytest.param(SHARING, 2, {"recompute": "selective"}, id="sharing-DP2-recompute"),
     pytest.param(MIMO, 2, {"tensor": 2}, id="mimo-TP2"),
     pytest.param(MIMO, 2, {"pipeline": 2}, id="mimo-PP2"),
     pytest.param(DENSE, 2, {"tensor": 2}, id="dense-TP2"),

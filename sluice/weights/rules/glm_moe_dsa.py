@@ -6,12 +6,12 @@ The first layers are dense. A layer of multi-token prediction follows the last o
 from __future__ import annotations
 
 from sluice.weights.rules.common import (
-    ENDS,
     EXPERTS,
     GATED_MLP,
     NORMS,
     ROUTER_BIAS,
     SHARED_EXPERTS,
+    followed_by_next,
 )
 from sluice.weights.rules.deepseek_v3 import LATENT_ATTENTION, LATENT_SIZES
 from sluice.weights.rules.rule import Family, Layers, SourceTensor, Stage, WeightRule
@@ -32,11 +32,12 @@ _INDEXER = tuple(  # every rank has all of it
     )
 )
 _ATTENTION = (*NORMS, *LATENT_ATTENTION, *_INDEXER)
+_LAYER = (*_ATTENTION, *GATED_MLP, *EXPERTS, *ROUTER_BIAS, *SHARED_EXPERTS)
 
 GLM_MOE_DSA = Family(
     name="glm_moe_dsa",
     architectures=("GlmMoeDsaForCausalLM",),
-    rules=(*ENDS, *_ATTENTION, *GATED_MLP, *EXPERTS, *ROUTER_BIAS, *SHARED_EXPERTS),
+    rules=followed_by_next(_LAYER),
     defaults={"n_shared_experts": 1},
     flags={"q_latent": True},
     sizes={

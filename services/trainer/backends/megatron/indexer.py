@@ -81,13 +81,17 @@ class Indexer(torch.nn.Module):
 class ChosenPackAttention(LatentPackAttention):
     """Attention over a pack to the keys that the indexer of this layer, or of one before, chose."""
 
-    def __init__(self, config: Any, *, layer_number: int, **options: Any) -> None:
+    def __init__(
+        self, config: Any, *, layer_number: int, predicts: bool = False, **options: Any
+    ) -> None:
+        """predicts: it is the layer of multi-token prediction, which has its own indexer."""
         super().__init__(config, layer_number=layer_number, **options)
-        indexed, own = config.indexed_layers, layer_number - 1
+        own = config.num_layers if predicts else layer_number - 1
+        indexed = config.indexed_layers | {config.num_layers}
         self.chooser = max(layer for layer in indexed if layer <= own)
         self.indexer = Indexer(config) if self.chooser == own else None
         # A layer that is run again in backward, in part or without the one whose choice it shares.
-        is_shared = own + 1 < config.num_layers and own + 1 not in indexed
+        is_shared = own < config.num_layers and own + 1 not in indexed
         self.keeps = is_shared or config.recompute_granularity == "selective"
 
     def chosen_keys(self, pack: PackRuns) -> ChosenKeys:

@@ -222,6 +222,9 @@ def prediction_layer_spec(config: TransformerConfig, *, transformer_engine: bool
     sparse = config.moe_layer_freq if config.num_moe_experts else [0]
     layer = copy.deepcopy(layers[sparse.index(max(sparse))])
     _adapt_layer(layer.submodules, config, transformer_engine)
+    if config.indexed_layers:
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = ModuleSpec(ChosenPackAttention, params={"predicts": True})
     return layer
 
 

@@ -54,7 +54,7 @@ LATENT = {"deepseek_v3", "glm_moe_dsa"}  # whose attention is over latents
 CHOOSING = {"glm_moe_dsa"}  # keys that are attended to, by indexers
 # whose routers are sigmoids with a bias
 BIASED = {"deepseek_v3", "glm4_moe", "glm_moe_dsa", "minimax_m2"}
-PREDICTING = {"deepseek_v3", "glm4_moe", "mimo", *NEXT}  # have a layer that does
+PREDICTING = {"deepseek_v3", "glm4_moe", "glm_moe_dsa", "mimo", *NEXT}  # have a layer that does
 NORMALISING = {"qwen3_vl_moe"}  # routers that transformers knows one kind of
 SANDWICH = {"glm4"}  # norms before and behind attention and MLP, rotated by pairs
 WIDE_NORMS = {"minimax_m2"}  # over all heads of queries, and of keys
