@@ -30,7 +30,7 @@ one sample at a time. Two processors, no accelerator, float32, gloo.
 
 Models of `rope_type: longrope` (Phi-3 and 4 of 128k tokens) are refused by the reference engine as
 `UNSUPPORTED_MODEL`: once a row is longer than the first training all of its tokens have other
-angles, those that are cached too.
+angles, those that are cached too. So is Gemma 4, the heads of whose layers are of several sizes.
 
 Kimi K2 and MiMo name code of their own in their directories, which is never run: they run by that
 of DeepSeek-V3 and of Qwen2, which it repeats. Published versions keep their `config.json`. The

@@ -67,6 +67,16 @@ def _check_rope(config: PretrainedConfig) -> None:
             )
 
 
+def _check_layers(config: PretrainedConfig) -> None:
+    """Raises UnsupportedModelError for layers of several sizes, as Gemma 4 has them."""
+    if getattr(config, "is_heterogeneous", False):
+        raise UnsupportedModelError(
+            f"layers of model_type {config.model_type} differ in their sizes, such as that of a "
+            "head: this engine does not serve it, another backend may",
+            model_type=config.model_type,
+        )
+
+
 class ExpertRecorder:
     """Records which experts the routers of a transformers model choose, pass by pass."""
 
@@ -125,6 +135,7 @@ class ServingModel:
         """
         config = read_model_config(directory)
         _check_rope(config.get_text_config())
+        _check_layers(config.get_text_config())
         self._foreign = foreign_reason(config.get_text_config())
         transformers_logging.disable_progress_bar()  # a server's log is no terminal
         try:

@@ -75,6 +75,8 @@ REFUSED: dict[str, str] = {
     "bloom": "it takes positions from a mask of padding, so rows of a pack see each other",
     "gemma2": "it caps scores and logits",
     "gemma3": IMAGES,
+    "gemma4": IMAGES,
+    "gemma4_text": "it caps its logits, and a head of one layer is not the size of another's",
     "lfm2": "its convolutions run over the rows of a pack",
     "minimax": "its recurrent layers run over the rows of a pack",
     "nemotron": "its layers do not hand on to attention how rows are packed",
