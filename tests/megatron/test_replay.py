@@ -108,6 +108,7 @@ def test_rollout_replay_equals_a_forced_model(
         ),
         pytest.param("qwen3_moe", 2, {"pipeline": 2, "virtual_pipeline": 2}, id="PP2xVPP2"),
         pytest.param("deepseek_v3", 1, {}, id="deepseek-single"),
+        pytest.param("glm_moe_dsa_shared", 2, {"pipeline": 2}, id="glm5-shared-PP2"),
     ],
 )
 def test_recorded_experts_outlive_the_weights(
