@@ -34,6 +34,12 @@ class Flag:
     put: Put | None = None
 
 
+LONG_PROMPTS = (
+    "a longer prompt is neither left out nor cut here, and leaves less to its answer: leave such "
+    "rows out of the file"
+)
+
+
 class NotCarriedError(Exception):
     """A value has no counterpart; the message says what to do."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from sluice.config import ConfigError
 from sluice.importers.documents import (
+    LONG_PROMPTS,
     UNKNOWN,
     Imported,
     NotCarriedError,
@@ -391,7 +392,9 @@ def _documents(into: Imported, run_dir: Path) -> tuple[dict[str, Any], dict[str,
     if "max_model_length" not in engine:
         longest = max(sampling["max_new_tokens"], facts.get("eval_tokens", 0))
         engine["max_model_length"] = longest + facts.get("prompt_length", PROMPT_LENGTH)
-        if "prompt_length" not in facts:
+        if "prompt_length" in facts:
+            into.left.append(f"--rollout-max-prompt-len: {LONG_PROMPTS}")
+        else:
             into.left.append(
                 f"--rollout-max-prompt-len: is missing; engine.max_model_length has {PROMPT_LENGTH}"
                 " tokens for prompts, and longer ones leave less to their answers"

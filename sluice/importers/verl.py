@@ -10,6 +10,7 @@ from typing import Any
 
 from sluice.config import ConfigError
 from sluice.importers.documents import (
+    LONG_PROMPTS,
     UNKNOWN,
     Imported,
     NotCarriedError,
@@ -397,6 +398,8 @@ def _prompts(into: Imported) -> None:
         "math; several: environments of one file, each with its where: {data_source: ...}, see "
         "docs/rollout.md"
     )
+    if facts.get("filters_prompts") or facts.get("truncation", "error") != "error":
+        into.left.append(f"data.max_prompt_length: {LONG_PROMPTS}")
     if facts.get("reward_manager") == "dapo":
         into.left.append(
             "reward_model.reward_manager dapo: what is wrong has a reward of 0 here, of -1 there"

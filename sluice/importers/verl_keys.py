@@ -249,9 +249,11 @@ KEYS: dict[str, Flag] = {
     "data.max_response_length": fact("response_length", whole, "run: sampling.max_new_tokens"),
     "data.shuffle": fact("shuffle", truth, "run: prompts.shuffle"),
     "data.seed": key_of("run", "seed", whole),
-    "data.filter_overlong_prompts": unneeded("a prompt that is too long is dropped by name"),
+    "data.filter_overlong_prompts": fact(
+        "filters_prompts", truth, "", "by hand: leave rows above max_prompt_length out of the file"
+    ),
     "data.filter_overlong_prompts_workers": unneeded("rows are looked at when they are asked for"),
-    "data.truncation": unneeded("a prompt that is too long is dropped by name"),
+    "data.truncation": fact("truncation", str, "", "not there but as error: no prompt is cut"),
     "data.return_raw_chat": unneeded("rows are chats as they are"),
     "data.return_raw_input_ids": unneeded("rows are chats as they are"),
     "data.return_full_prompt": _LOGGED,

@@ -344,6 +344,10 @@ def test_a_critic_is_clipped_and_averaged_as_that_of_the_script(model: Path) -> 
         ("--rm-type deepscaler", "--rm-type deepscaler: an answer without </think>"),
         ("--rollout-max-response-len 9", "--rollout-max-prompt-len: is missing"),
         (
+            "--rollout-max-response-len 9 --rollout-max-prompt-len 512",
+            "--rollout-max-prompt-len: a longer prompt is neither left out nor cut",
+        ),
+        (
             "--rollout-num-gpus-per-engine 8 --sglang-pp-size 3",
             "--rollout-num-gpus-per-engine 8: is no multiple of pp_size",
         ),
@@ -369,7 +373,6 @@ def test_a_value_that_cannot_be_is_told(flags: str, told: str) -> None:
     [
         "--moe-router-bias-update-rate 0 --moe-z-loss-coeff 0.0 --moe-token-drop-policy probs",
         "--train-backend megatron --ci-test --rollout-data-transport nixl",
-        "--rollout-max-prompt-len 512 --rollout-max-response-len 9",
         "--rollout-max-context-len 512 --rollout-max-response-len 9",
     ],
 )

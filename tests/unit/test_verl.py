@@ -427,6 +427,21 @@ def test_what_cannot_be_carried_is_said(keys: str, word: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("keys", "is_told"),
+    [
+        ("data.filter_overlong_prompts=True", True),
+        ("data.truncation=left", True),
+        ("data.truncation='error' data.filter_overlong_prompts=False", False),
+        ("data.max_prompt_length=9", False),  # a longer one is an error there
+    ],
+)
+def test_prompts_that_verl_leaves_out_or_cuts_are_told(keys: str, is_told: bool) -> None:
+    _, _, left = imported(keys)
+    told = "data.max_prompt_length: a longer prompt is neither left out nor cut"
+    assert any(line.startswith(told) for line in left) is is_told
+
+
+@pytest.mark.parametrize(
     ("text", "value"),
     [
         ("$((2 * N + 1))", "15"),
