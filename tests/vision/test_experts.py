@@ -26,9 +26,11 @@ from services.trainer.config import TrainerConfig
 from services.trainer.errors import UnquantizableWeightsError
 from services.trainer.rank.quantization import quantizing
 from sluice.config import parse_config
+from sluice.weights.checkpoint import companion_files
 from sluice.weights.convert.conversion import convert
 from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.errors import InvalidCheckpointError
+from sluice.weights.host_cache import HostCache
 from sluice.weights.rules.shape import read_shape
 from sluice.weights.rules.weight_map import WeightMap, family_of
 from sluice.weights.shards import PublishedShards
@@ -37,7 +39,7 @@ from tests.imported import import_checkpoint
 from tests.megatron.comparison import read_ranks
 from tests.rank_pool import Pool
 from tests.unit.weights_rules.models import exchanged
-from tests.vision.asking import check, request, rows_and_images, sample
+from tests.vision.asking import check, followed, request, rows_and_images, sample
 from tests.vision.cases import (
     MAX_LOGPROB_DIFF,
     PPO,
@@ -198,6 +200,42 @@ async def test_the_reference_engine(stored: Stored, model: Model, tmp_path: Path
         await engine.commit(version.version, PauseMode.WAIT)
         for row, images in rows_and_images(model):
             check(oracle, row, "reference engine", await sample(engine, request(row, images)))
+    finally:
+        await engine.close()
+
+
+async def test_a_version_that_is_a_delta(tmp_path: Path) -> None:
+    """Experts alone have moved, and are served."""
+    model = build_model(tmp_path / "model", FAMILY)
+    values = {"model": str(model.directory), "store": str(tmp_path), "durable": False}
+    values |= {"trainable": {"allow": ["*.mlp.experts.down_proj"]}}
+    config = parse_config(TrainerConfig, {**values, "optim": {"learning_rate": 1e-2}})
+    backend, rows = ReferenceBackend(config, Mesh(rank=0, world_size=1)), mixed_rows(model.rules)
+    store = WeightStore(tmp_path / "weights", durable=False)
+    shards, last = PublishedShards(keep=True, sync=False), None
+    for _ in range(2):
+        base = None if last is None else last.version
+        staging = store.allocate(base)
+        shards.begin(base)
+        files = backend.write_shards(staging.directory, shards.submit)
+        shards.finish(staging.version)
+        companions = companion_files(model.directory)
+        first, last = last, store.commit(staging, files, companions, 0, base=base)
+        backend.forward_backward([rows], PPO)
+        backend.step(normalizer=50.0, learning_rate=None)
+    assert first is not None and last is not None and last.base == first.version
+    held = HostCache(tmp_path / "host", store).take(last.version)
+    oracle, before = Oracle(Model(held.directory)), Oracle(model)
+    engine = create_engine("reference", EngineConfig(model=str(model.directory), threads=1))
+    try:
+        await engine.start()
+        await engine.prepare(last.version, last.digest, held.directory)
+        await engine.commit(last.version, PauseMode.WAIT)
+        for row, images in rows_and_images(model):
+            deltas = await sample(engine, request(row, images))
+            check(oracle, row, "reference engine", deltas)
+            old = before.logprobs(followed(row, deltas[0])).detach()
+            assert (torch.tensor(list(deltas[0].logprobs)) - old).abs().max() > 1e-3
     finally:
         await engine.close()
 

@@ -299,6 +299,7 @@ def test_tensor_and_context_ranks_are_refused_by_name(
         pytest.param("qwen3_vl", 1, {}, id="critic-1"),
         pytest.param("qwen3_vl", 2, {}, id="critic-2", marks=fast),
         pytest.param("qwen3_vl", 2, {"activation_checkpointing": True}, id="critic-2, run again"),
+        pytest.param("qwen3_vl_moe", 2, {}, id="MoE, critic-2"),
         pytest.param("qwen2_5_vl", 2, {}, id="2.5, critic-2"),
         pytest.param("qwen3_5", 2, {}, id="3.5, critic-2"),
     ],

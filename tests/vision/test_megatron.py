@@ -176,12 +176,13 @@ def test_a_first_chunk_that_is_too_short_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("world", "layout"),
+    ("family", "world", "layout"),
     [
-        pytest.param(1, {}, id="critic-single", marks=pytest.mark.fast),
-        pytest.param(2, SP, id="critic-TP2+SP"),
-        pytest.param(2, {"context": 2}, id="critic-CP2"),
-        pytest.param(4, {"tensor": 2, "pipeline": 2}, id="critic-TP2xPP2"),
+        pytest.param("qwen3_vl", 1, {}, id="critic-single", marks=pytest.mark.fast),
+        pytest.param("qwen3_vl", 2, SP, id="critic-TP2+SP"),
+        pytest.param("qwen3_vl", 2, {"context": 2}, id="critic-CP2"),
+        pytest.param("qwen3_vl", 4, {"tensor": 2, "pipeline": 2}, id="critic-TP2xPP2"),
+        pytest.param("qwen3_vl_moe", 2, SP, id="MoE-critic-TP2+SP"),
     ],
 )
 def test_a_critic_has_the_values_and_gradients_of_transformers(
@@ -189,11 +190,12 @@ def test_a_critic_has_the_values_and_gradients_of_transformers(
     expected: ExpectedByFamily,
     tmp_path: Path,
     request: pytest.FixtureRequest,
+    family: str,
     world: int,
     layout: dict[str, Any],
 ) -> None:
     """Of the weights that two steps of the value loss have made: a new head says zero."""
-    model, name = expected("qwen3_vl").model, request.node.callspec.id
+    model, name = expected(family).model, request.node.callspec.id
     answers = pool.run(
         "vision_critic",
         world,
