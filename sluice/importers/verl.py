@@ -97,6 +97,9 @@ def import_script(
                 into.left.append(f"{name}: {error}")
         elif not key.why.startswith("not needed"):
             into.left.append(f"{name}: {key.why}")
+    for name in ("prompt_length", "response_length"):  # an engine's own are those that count
+        if (own := into.facts.get(f"engine_{name}")) is not None:
+            into.facts[name] = own
     _sizes(into)
     _algorithm(into)
     _optim(into)

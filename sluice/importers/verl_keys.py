@@ -410,6 +410,12 @@ KEYS: dict[str, Flag] = {
         "rollout", "engine.sglang.server_args.mem_fraction_static", number
     ),
     f"{_ROLLOUT}.max_num_seqs": key_of("rollout", "engine.max_running", whole),
+    f"{_ROLLOUT}.prompt_length": fact(
+        "engine_prompt_length", whole, "rollout: engine.max_model_length", "else as of data"
+    ),
+    f"{_ROLLOUT}.response_length": fact(
+        "engine_response_length", whole, "run: sampling.max_new_tokens", "else as of data"
+    ),
     f"{_ROLLOUT}.max_model_len": key_of("rollout", "engine.max_model_length", whole),
     f"{_ROLLOUT}.dtype": key_of("rollout", "engine.dtype", plain_text),
     f"{_ROLLOUT}.enforce_eager": Flag(
@@ -692,8 +698,6 @@ UNNEEDED: dict[str, frozenset[str]] = {
             "max_num_batched_tokens",
             "mode",
             "multi_stage_wake_up",
-            "prompt_length",
-            "response_length",
             "scheduling_policy",
             "skip_tokenizer_init",
             "update_weights_bucket_megabytes",

@@ -426,6 +426,16 @@ def test_what_cannot_be_carried_is_said(keys: str, word: str) -> None:
     assert any(word in line for line in left), left
 
 
+def test_lengths_of_the_engine_count_before_those_of_the_data() -> None:
+    data = "data.max_prompt_length=64 data.max_response_length=128"
+    engine = "actor_rollout_ref.rollout"
+    keys = f"{engine}.response_length=32 {data} {engine}.prompt_length=16 data.val_files=/v.parquet"
+    run, services, _ = imported(keys)
+    assert run["sampling"]["max_new_tokens"] == 32
+    assert run["evaluation"]["datasets"]["v"]["sampling"]["max_new_tokens"] == 32
+    assert services["services"]["rollout"]["config"]["engine"]["max_model_length"] == 48
+
+
 @pytest.mark.parametrize(
     ("keys", "is_told"),
     [
