@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,27 +78,27 @@ def _find(name: str, path: str, folder: Path) -> Path | None:
     """Variables of a path stand for a folder above it."""
     known = _VARIABLE.sub("", path)
     parts = known if known.startswith("/") and path.startswith("/") else known.lstrip("/")
-    if "\0" in name + parts or "$" in name:
+    if "$" in name:
         return None
     absolute = folder.absolute()
     above = (absolute, *absolute.parents)
     places = [base / more / parts for base in above for more in ("", "verl/trainer")]
-    return next((file for each in places if (file := each / f"{name}.yaml").is_file()), None)
+    files = (each / f"{name}.yaml" for each in places)
+    return next((file for file in files if os.path.isfile(file)), None)  # also of no name of a file
 
 
 def _read(place: Path, into: ConfigFile, depth: int) -> None:
     text = read_script_file(place, COMMAND)
     try:
         document = load_yaml(text)
+        own = dict(_flat(document)) if isinstance(document, dict) else {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{COMMAND}: {place} is no YAML: {reason}") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{COMMAND}: {place} is no object")
-    defaults = document.pop("defaults", [])
+    defaults = document.get("defaults", [])
     defaults = list(defaults) if isinstance(defaults, list) else []
-    document.pop("hydra", None)
-    own = dict(_flat(document))
     if "_self_" not in defaults:
         defaults.append("_self_")
     for entry in defaults:
@@ -114,7 +115,7 @@ def _take_default(entry: Any, place: Path, into: ConfigFile, depth: int) -> None
         beside = place.parent / f"{name.removesuffix('.yaml')}.yaml"
         if OWN.fullmatch(name) or name in PARTS or name.startswith(("dp_", "megatron_")):
             continue
-        if isinstance(entry, dict) or depth == 0 or "\0" in name or not beside.is_file():
+        if isinstance(entry, dict) or depth == 0 or not os.path.isfile(beside):
             into.left.append(
                 f"{place.name}: defaults: {name[:200]}: is not read; what it says is not carried"
             )
@@ -125,7 +126,7 @@ def _take_default(entry: Any, place: Path, into: ConfigFile, depth: int) -> None
 def _flat(tree: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, str]]:
     """Keys with points in them, as a command gives them, and their texts."""
     for key, value in tree.items():
-        if str(key).startswith("_"):
+        if str(key).startswith("_") or (not above and key in ("defaults", "hydra")):
             continue
         if isinstance(value, dict):
             yield from _flat(value, f"{above}{key}.")

@@ -82,7 +82,9 @@ def test_of_files_of_verl_itself_nothing_is_told(
     assert not any("config-name" in line for line in left)
 
 
-@pytest.mark.parametrize("name", ["other", "$NAME", "../config/other", "ppo_trainer_split"])
+@pytest.mark.parametrize(
+    "name", ["other", "$NAME", "../config/other", "ppo_trainer_split", "x" * 200, "\0", ".."]
+)
 def test_a_file_that_is_not_found_is_told(tmp_path: Path, name: str) -> None:
     command = f"{RUN} --config-path=$X/examples/config --config-name={name} a=b"
     for folder in (write(tmp_path), None):
@@ -107,7 +109,13 @@ def test_defaults_of_the_file_are_read_in_their_order(tmp_path: Path) -> None:
     assert read_overrides(command, {}, folder)[2]
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "\0", "a: 2024-99-99"])
+def test_a_name_too_long_for_a_file_is_told(tmp_path: Path) -> None:
+    for options in (f"--config-name={'x' * 5000}", f"-cp {'y/' * 3000} -cn z"):
+        (line,) = read_overrides(f"{RUN} {options} a=b", {}, tmp_path)[2]
+        assert "is not found" in line
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "\0", "a: 2024-99-99", "a: &x {b: *x}"])
 def test_a_file_that_is_no_yaml_is_named(tmp_path: Path, text: str) -> None:
     folder = write(tmp_path, text)
     with pytest.raises(ConfigError, match=r"mine\.yaml"):
