@@ -39,12 +39,21 @@ _COUNTED = re.compile(  # a variable gets a value that nothing here tells
 )
 _ASIDE = re.compile(  # behind something else in its line
     r"^[ \t]*[^\s#][^\n]*?(?:\bthen|\bdo|\belse|&&|\|\||;)[ \t]+(?:export[ \t]+)?"
-    r"(?P<aside>[A-Za-z_]\w*)\+?=",
+    r"(?P<aside>[A-Za-z_]\w*)\+?=(?!\()",
     re.MULTILINE,
 )
 _SETTINGS = (_ASSIGNMENT, _DEFAULT, _COUNTED, _ASIDE)
 _NAMED = ("name", "default", "counted", "aside")
-_ARRAY = re.compile(r"([ \t]*)([A-Za-z_]\w*)(\+?)=\((.*)")
+_ARRAY = re.compile(
+    r"(?:^|(?<=[;&|]))(?P<indent>[ \t]*(?:(?:then|do|else)[ \t]+)?)"
+    r"(?:(?:export|readonly|local|declare)[ \t]+(?:-\w+[ \t]+)*)?"
+    r"(?P<name>[A-Za-z_]\w*)(?P<adds>\+?)=\(",
+    re.MULTILINE,
+)
+_PIECE = re.compile(  # of the body of an array
+    r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|(?<![^\s(])\#[^\n]*|(?P<bracket>[()])|[^\\'"#()]+|.""",
+    re.DOTALL,
+)
 _REFERENCE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
 _EXPANSION = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 _OWN_ARGUMENTS = re.compile(r"\$(?:[@*]|\{[@*][^{}]*\})")  # of the script: none
@@ -80,6 +89,7 @@ class Shell:
         self, text: str, environment: Mapping[str, str], command: str, until: int | None = None
     ) -> None:
         self._command, self._environment = command, environment
+        self._text = text
         self._grown = 0
         self._variables = dict(environment)
         self._set = set[str]()  # by the script
@@ -102,11 +112,17 @@ class Shell:
             name = next(names[key] for key in _NAMED if names.get(key))
             if name not in variables:
                 self._take(name, names)
-        for adds, name, body in _read_arrays(text):
+        for array, body in _read_arrays(text):
+            name = array["name"]
             if name in arrays:
                 continue
-            if not adds:
+            is_branch = bool(array["indent"]) or text[: array.start()].endswith((";", "&", "|"))
+            more = re.sub(rf'"?\$\{{{name}\[[@*]\]\}}"?', "", body)  # A=("${A[@]}" b)
+            adds, body = bool(array["adds"]) or more != body, more
+            if not adds and not is_branch:
                 self._arrays[name] = []
+            elif not adds and any(each.strip() for each in self._arrays.get(name, ())):
+                self._doubted[name] = f"{name}: is set in several branches; all of them count here"
             self._arrays.setdefault(name, []).append(body)
 
     def _take(self, name: str, names: Mapping[str, str | None]) -> None:
@@ -159,17 +175,39 @@ class Shell:
         for word in self._cut(line):
             if _OUTSIDE.fullmatch(word):
                 break
-            word = word.translate(_TEXTS)
-            if match := _EXPANSION.fullmatch(word):
-                words += self._cut(self._array(match[1]))
-            elif not _OWN_ARGUMENTS.fullmatch(word):
-                words.append(word)
+            words += self._expanded(word.translate(_TEXTS))
         return words
+
+    def _expanded(self, word: str, depth: int = DEPTH) -> list[str]:
+        """A word, or those of the array that it stands for."""
+        match = _EXPANSION.fullmatch(word)
+        if match is None:
+            return [] if _OWN_ARGUMENTS.fullmatch(word) else [word]
+        name = match[1]
+        self._used.add(name)
+        if name not in self._arrays:
+            if known := self._variables.get(name):
+                return self._cut(known)
+            self._arrays[name] = []
+            if self._is_named(name):
+                self._doubted[name] = f"{name}: is an array that is set in no way that is read here"
+        if depth == 0:
+            return [word]
+        inner = self._cut(self._array(name))
+        return [more for each in inner for more in self._expanded(each, depth - 1)]
+
+    def _is_named(self, name: str) -> bool:
+        """Whether the script names a variable otherwise than to read all of its array."""
+        for found in re.finditer(rf"(?<!\{{)\b{name}\b(?!\[[@*])", self._text):
+            line = self._text[self._text.rfind("\n", 0, found.start()) + 1 : found.start()]
+            if not line.lstrip().startswith("#"):
+                return True
+        return False
 
     def array_words(self) -> Iterator[str]:
         """The words of all arrays, for a script without the command."""
         for name in self._arrays:
-            yield from self._cut(self._array(name))
+            yield from self._expanded(f"${{{name}[@]}}")
 
     def _array(self, name: str) -> str:
         array = "\n".join(self._arrays.get(name, ()))
@@ -223,30 +261,23 @@ class Shell:
         return [" ".join(parts).replace(_INNER, "#") for parts in words]
 
 
-def _read_arrays(text: str) -> list[tuple[bool, str, str]]:
-    """Arrays in the order in which they begin: whether it adds to one of the name, name, body.
-
-    One ends in the line that it begins in, or above the first that begins with a bracket.
-    """
-    found: list[tuple[bool, str, str]] = []
-    opened: tuple[bool, str] | None = None
-    place, body = 0, list[str]()
-    for line in text.split("\n"):
-        if opened and line.lstrip().startswith(")"):
-            found.insert(place, (*opened, "\n".join([*body, ""])))
-            opened = None
+def _read_arrays(text: str) -> Iterator[tuple[re.Match[str], str]]:
+    """Arrays in the order in which they begin, and their bodies; one without an end is the last."""
+    place = 0
+    while found := _ARRAY.search(text, place):
+        place = found.end()
+        line = text[text.rfind("\n", 0, found.start()) + 1 : found.start()]
+        if line.lstrip().startswith("#"):
             continue
-        match = _ARRAY.fullmatch(line)
-        rest = match[4].rstrip() if match else ""
-        if match and rest.endswith(")"):
-            if not re.search(r"[()]", rest[:-1]):
-                found.append((bool(match[1] or match[3]), match[2], rest[:-1]))
-        elif match and not opened:
-            opened, place, body = (bool(match[1] or match[3]), match[2]), len(found), [match[4]]
-            continue
-        if opened:
-            body.append(line)
-    return found
+        depth = 1
+        for piece in _PIECE.finditer(text, place):
+            depth += {"(": 1, ")": -1}.get(piece["bracket"] or "", 0)
+            if depth == 0:
+                yield found, text[place : piece.start()]
+                place = piece.end()
+                break
+        else:
+            return
 
 
 def _is_text(value: str, name: str) -> bool:
