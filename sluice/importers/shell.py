@@ -116,7 +116,7 @@ class Shell:
             name = array["name"]
             if name in arrays:
                 continue
-            is_branch = bool(array["indent"]) or text[: array.start()].endswith((";", "&", "|"))
+            is_branch = bool(array["indent"]) or text.endswith((";", "&", "|"), 0, array.start())
             more = re.sub(rf'"?\$\{{{name}\[[@*]\]\}}"?', "", body)  # A=("${A[@]}" b)
             adds, body = bool(array["adds"]) or more != body, more
             if not adds and not is_branch:
