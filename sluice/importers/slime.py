@@ -26,7 +26,7 @@ from sluice.importers.slime_flags import REWARDS, find_flag
 
 COMMAND = "import-slime"
 _TRAIN = re.compile(r"\btrain(_async)?\.py\b[\"']?")
-_TRAINS = re.compile(r"[^#]*\bpython[\w.]*[ \t][^#]*?\btrain(?:_async)?\.py\b")
+_RUN = re.compile(r"\bpython[\w.]*[ \t][^#\n]*?\btrain(?:_async)?\.py\b")
 
 
 async def import_slime(arguments: Sequence[str]) -> None:
@@ -45,7 +45,7 @@ def read_script(
     Arrays are put in where the command names them; of a script without it, all are. Raises
     ConfigError.
     """
-    shell = Shell(text, environment, COMMAND, command_place(text, _TRAIN))
+    shell = Shell(text, environment, COMMAND, command_place(text, _RUN))
     command = training_command(text)
     words = list(shell.array_words()) if command is None else shell.words(command[0])
     if not any(word.startswith("--") for word in words):
@@ -57,15 +57,21 @@ def read_script(
             flags.append((name, [value] if equals else []))
         elif flags:
             flags[-1][1].append(word)
-    times = sum(bool(_TRAINS.match(line)) for line in joined_lines(text).splitlines())
+    lines = joined_lines(text).splitlines()
+    times = sum(bool(_RUN.search(line)) for line in lines if not line.lstrip().startswith("#"))
     several = f"the script trains {times} times: the first of its commands is read"
     return flags, [*([several] if times > 1 else []), *shell.doubts]
 
 
 def training_command(text: str) -> tuple[str, bool] | None:
-    """What stands behind the name of the program, and whether that is train_async.py."""
-    for line in joined_lines(text).splitlines():
-        if (found := _TRAIN.search(line)) and not line.lstrip().startswith("#"):
+    """What stands behind the name of the program, and whether that is train_async.py.
+
+    A line that runs it by Python goes before one that only names it, such as one of pkill.
+    """
+    lines = [line for line in joined_lines(text).splitlines() if not line.lstrip().startswith("#")]
+    run = [line for line in lines if _RUN.search(line)]
+    for line in run or lines:
+        if found := _TRAIN.search(line):
             return line[found.end() :], bool(found[1])
     return None
 

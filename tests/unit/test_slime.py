@@ -227,6 +227,7 @@ python train.py --hf-checkpoint ${BASE}/m --tensor-model-parallel-size ${TP} \\
 
 def test_of_a_script_that_trains_twice_the_first_command_is_read_and_the_others_are_told() -> None:
     text = """
+pkill -9 -f train.py
 if x
 then
   LR=1e-6
