@@ -126,13 +126,14 @@ def _sizes(into: Imported) -> None:
         groups = facts.get("generated", groups)
     samples = facts.get("samples", 1)
     if samples == 1:
-        groups, mini, samples = max(1, groups // 2), max(1, mini // 2), 2
+        groups, samples = max(1, groups // 2), 2
+        mini = max(1, mini // 2) if mini > 0 else mini
         into.left.append(
             "actor_rollout_ref.rollout.n 1: a group has at least 2 samples; the files have 2, and "
             "half as many groups"
         )
     run["groups_per_step"], run["samples_per_group"] = groups, samples
-    parts, rest = divmod(groups, max(1, mini))
+    parts, rest = divmod(groups, mini) if mini > 0 else (0, 0)
     if rest or parts < 1:
         into.left.append(
             f"actor_rollout_ref.actor.ppo_mini_batch_size {mini}: does not divide the {groups} "

@@ -404,6 +404,8 @@ def test_values_are_those_that_verl_would_train_with(
         ("algorithm.adv_estimator=remax", "'remax' is not there"),
         ("actor_rollout_ref.actor.clip_ratio=0.1", "clip_ratio_low and clip_ratio_high count"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=300", "does not divide"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=0", "ppo_mini_batch_size 0: does not divide"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=-4", "ppo_mini_batch_size -4: does not"),
         ("actor_rollout_ref.actor.ppo_epochs=65", "algorithm.epochs: "),
         ("actor_rollout_ref.actor.use_kl_loss=maybe", "neither true nor false"),
         ("actor_rollout_ref.actor.optim.lr=nan", "is not finite"),
