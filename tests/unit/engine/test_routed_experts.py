@@ -11,14 +11,16 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from services.rollout.engine.config import EngineConfig
-from services.rollout.engine.interface import Delta, Engine, FinishReason
+from services.rollout.engine.interface import Delta, Engine, FinishReason, PauseMode
 from services.rollout.engine.reference.core import EngineCore
 from services.rollout.engine.reference.engine import ReferenceEngine
 from services.rollout.engine.reference.loading import open_model
 from services.rollout.engine.reference.model import ExpertRecorder
 from services.rollout.engine.wire import join_deltas
 from services.rollout.errors import UnsupportedModelError
-from tests.contract.engine.cases import SIZES, Model, request_of
+from sluice.weights.store import WeightStore
+from tests.contract.engine.cases import SIZES, Model, complete, request_of
+from tests.imported import import_checkpoint
 
 EXPERTS = {
     "num_experts": 6,
@@ -148,4 +150,30 @@ async def test_a_model_without_experts_is_refused(qwen3: Model) -> None:
     engine = ReferenceEngine(EngineConfig(model=str(qwen3.directory), routed_experts=True))
     with pytest.raises(UnsupportedModelError, match="routed_experts"):
         await engine.start()
+    await engine.close()
+
+
+async def test_a_version_that_is_refused_is_refused_again(qwen3: Model, tmp_path: Path) -> None:
+    """A loop asks every second: an engine that then served would not do what it was told to."""
+    record = import_checkpoint(WeightStore(tmp_path, durable=False), qwen3.directory, None, 0)
+    engine = ReferenceEngine(EngineConfig(threads=1, routed_experts=True))
+    await engine.start()
+    try:
+        for _ in range(2):
+            with pytest.raises(UnsupportedModelError, match="routed_experts"):
+                await engine.prepare(record.version, record.digest, record.directory)
+    finally:
+        await engine.close()
+
+
+async def test_an_engine_without_a_model_tells_of_its_first_version(
+    mixture: Model, tmp_path: Path
+) -> None:
+    record = import_checkpoint(WeightStore(tmp_path, durable=False), mixture.directory, None, 0)
+    engine = ReferenceEngine(EngineConfig(threads=1, routed_experts=True))
+    await engine.start()
+    await engine.prepare(record.version, record.digest, record.directory)
+    await engine.commit(record.version, PauseMode.WAIT)
+    (sample,) = await complete(engine, request_of("a", [1, 2]))
+    assert_told(mixture, [1, 2], sample)
     await engine.close()

@@ -277,7 +277,11 @@ class ReferenceEngine(Engine):
         # where a tensor lies may round a product otherwise
         shares = not config.deterministic
         self._versions = VersionLoader(
-            self._dtype, self._device, shares=shares, asked=config.operations
+            self._dtype,
+            self._device,
+            shares=shares,
+            asked=config.operations,
+            ready=self._watched,
         )
         self._serving: PreparedWeights | None = None
         self._base_asleep: ServedWeights | None = None  # the model's own that served, meanwhile
@@ -354,13 +358,10 @@ class ReferenceEngine(Engine):
         self._check_awake()
         if self._prepared.has(version, digest):
             return
-        known = self._versions.model
         core = self._core
         weights = await self._load(
             partial(self._versions.load, version, digest, directory, core.base, core.adapters)
         )
-        if known is None:
-            self._watched(self._known_model())
         self._prepared.add(weights)
         self._prepare_seconds = time.monotonic() - began
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,12 +160,15 @@ class VersionLoader:
         *,
         shares: bool = False,
         asked: OperationsConfig = UNASKED,
+        ready: Callable[[ServingModel], object] = lambda model: None,
     ) -> None:
         """`shares`: versions that lie in memory of the host, in this dtype, serve as they lie.
 
-        asked: of models that are made of versions, which operations are chosen ahead.
+        asked: of models that are made of versions, which operations are chosen ahead. ready: is
+        called with such a model; it raises for one that shall not serve.
         """
         self._dtype, self._device, self._asked = dtype, device, asked
+        self._ready = ready
         self._shares = shares and device.type == "cpu"
         self._pool = ThreadPoolExecutor(READERS, "engine-shards", initializer=lower_priority)
         self._spare = SpareMemory()
@@ -254,7 +257,9 @@ class VersionLoader:
         finally:
             self.forget()
         if self.model is None:
-            self.model = ServingModel(directory, self._dtype, self._device, self._asked)
+            made = ServingModel(directory, self._dtype, self._device, self._asked)
+            self._ready(made)
+            self.model = made
         model = self.model
         check_processor(manifest, model.images.processor)
         if model.names_match(tensors):
