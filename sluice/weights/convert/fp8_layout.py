@@ -16,8 +16,10 @@ from sluice.weights.errors import InvalidCheckpointError
 SCALE = "_scale_inv"
 FP8 = "F8_E4M3"  # of safetensors
 BLOCK = (128, 128)
-_QUANTIZED = re.compile(r"(\w_proj|_proj_with_mqa|\.in_proj_qkv|\.in_proj_z)\.weight$")
-_KEPT = re.compile(r"(^|\.)(visual|lm_head|embed_tokens)\.")
+_QUANTIZED = re.compile(
+    r"(\w_proj|_proj_with_mqa|\.in_proj_qkv|\.in_proj_z|\.experts\.\d+\.w[123])\.weight$"
+)
+_KEPT = re.compile(r"(^|\.)(visual|lm_head|embed_tokens|indexer)\.")
 
 
 def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:

@@ -15,6 +15,7 @@ from services.trainer.errors import UnquantizableWeightsError
 from services.trainer.rank.quantization import quantizing
 from sluice.config import ConfigError, parse_config
 from sluice.weights.convert.fp8 import restored
+from sluice.weights.convert.fp8_layout import is_quantizable
 from sluice.weights.errors import InvalidCheckpointError
 from sluice.weights.manifest import ShardFile
 from tests import fp8_oracle as oracle
@@ -33,6 +34,29 @@ def quantized(tensors: Mapping[str, torch.Tensor], casts: Mapping[str, torch.dty
 
     quantizing(write, how.get("scale_format", "float32"))(Path(), "f", tensors, casts)()
     return written[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("self_attn.q_b_proj", True),
+        ("self_attn.kv_a_proj_with_mqa", True),
+        ("linear_attn.in_proj_qkv", True),
+        ("mlp.experts.0.gate_proj", True),
+        ("block_sparse_moe.experts.11.w1", True),  # MiniMaxAI/MiniMax-M2 has them so
+        ("block_sparse_moe.experts.11.w2", True),
+        ("block_sparse_moe.experts.11.w3", True),
+        ("block_sparse_moe.gate", False),
+        ("mlp.gate", False),
+        ("linear_attn.in_proj_a", False),
+        ("self_attn.indexer.weights_proj", False),  # SGLang makes it without scales
+        ("self_attn.indexer.wk", False),
+        ("input_layernorm", False),
+    ],
+)
+def test_layers_that_hugging_face_s_checkpoints_have_in_fp8(name: str, wanted: bool) -> None:
+    assert is_quantizable(f"model.layers.3.{name}.weight", (128, 128)) is wanted
+    assert not is_quantizable(f"model.layers.3.{name}.weight", (128,))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (128, 128), (129, 257), (1, 300), (300, 2)])

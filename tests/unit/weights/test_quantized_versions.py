@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from services.rollout.engine.reference.loading import VersionLoader, check_plain, open_model
 from services.rollout.errors import DigestMismatchError, UnfitWeightsError
@@ -21,6 +25,7 @@ from sluice.weights.shards import PublishedShards
 from sluice.weights.store import StoredVersion, WeightStore
 from tests import fp8_oracle as oracle
 from tests.contract.engine.cases import build_model
+from tests.models.families import CASES, build
 
 NAME = "model.layers.0.mlp.down_proj.weight"
 CPU = torch.device("cpu")
@@ -44,8 +49,17 @@ class Published:
         return oracle.numbers(codes, tensors[f"{NAME}_scale_inv"].numpy())
 
 
-def publish(root: Path, change_config=lambda config: None) -> Published:
-    model = build_model(root / "model", "qwen3", 0)
+def as_it_is(config: dict[str, Any]) -> None:
+    pass
+
+
+def publish(
+    root: Path, change_config: Callable[[dict[str, Any]], object] = as_it_is, family: str = ""
+) -> Published:
+    if family:
+        model: Any = build(next(case for case in CASES if case.name == family), root / "model")
+    else:
+        model = build_model(root / "model", "qwen3", 0)
     plain = load_file(model.directory / "model.safetensors")
     store = WeightStore(root / "weights", durable=False)
     staging = store.allocate(None)
@@ -58,9 +72,10 @@ def publish(root: Path, change_config=lambda config: None) -> Published:
     kept = modules_kept({n: (t.dtype, t.shape) for n, t in shard.tensors.items()})
     config["quantization_config"] = quantization_config(kept, "float32")
     change_config(config)
-    path = staging.directory / "config.json"
+    path, ends = (staging.directory / f"{name}.json" for name in ("config", "generation_config"))
     path.write_text(json.dumps(config))
-    return Published(store, store.commit(staging, [shard], [path], 0), plain)
+    ends.write_text(json.dumps({"eos_token_id": [3, 7]}))
+    return Published(store, store.commit(staging, [shard], [path, ends], 0), plain)
 
 
 def load(published: Published, loader: VersionLoader) -> torch.Tensor:
@@ -82,10 +97,39 @@ def test_weights_are_what_they_stand_for(tmp_path: Path, dtype: torch.dtype) -> 
     loader.stage(published.directory / shard.file_name, shard)  # of no use here
     assert torch.equal(load(published, loader), first)  # by an engine that has a model
     assert NAME in loader.model.parameter_names()
+    assert {3, 7} <= loader.model.stop_token_ids
     loader.close()
     if dtype == torch.float32:
         _, opened = open_model(published.directory, dtype, CPU)
         assert torch.equal(opened.parameters[NAME].detach(), first)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "qwen3_next", "minimax_m2"]
+)
+def test_experts_are_what_they_stand_for(tmp_path: Path, family: str) -> None:
+    """Stored one by one, which transformers puts together."""
+    published = publish(tmp_path, family=family)
+    stored = load_file(published.directory / "model.safetensors")
+    exact = shutil.copytree(tmp_path / "model", tmp_path / "exact")
+    numbers = dict(published.plain)
+    for name in published.plain:
+        if (scales := stored.get(f"{name}_scale_inv")) is not None:
+            codes = stored[name].view(torch.uint8).numpy()
+            numbers[name] = torch.from_numpy(oracle.numbers(codes, scales.numpy())).float()
+    assert sum("expert" in name for name in numbers if f"{name}_scale_inv" in stored) >= 12
+    save_file(numbers, exact / "model.safetensors", {"format": "pt"})
+    module: Any = AutoModelForCausalLM.from_pretrained(exact, dtype=torch.float32)
+    expected, loader = dict(module.named_parameters()), VersionLoader(torch.float32, CPU)
+    record = published.record
+    first = loader.load(record.version, record.digest, published.directory)
+    again = loader.load(record.version, record.digest, published.directory)  # by one with a model
+    _, opened = open_model(published.directory, torch.float32, CPU)
+    for weights in (first, again, opened):
+        assert weights.parameters.keys() == expected.keys()
+        for name, value in weights.parameters.items():
+            torch.testing.assert_close(value.data, expected[name].data, rtol=1e-6, atol=0)
+    loader.close()
 
 
 @pytest.mark.parametrize("known", [False, True])

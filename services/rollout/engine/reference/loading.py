@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -96,13 +97,13 @@ def open_model(
     Raises UnfitWeightsError or UnsupportedModelError.
     """
     digest, tensors = describe_model(directory)
-    model = ServingModel(directory, dtype, device, asked)
-    if not is_quantized(tensors):
-        return model, PreparedWeights(0, digest, model.parameters())
-    with reading(0):
-        stored = {n: t for path in shard_paths(directory) for n, t in load_file(path).items()}
-        fitted = model.fit(_restored(stored, directory, dtype))
-    return model, PreparedWeights(0, digest, fitted)
+    numbers = None
+    if is_quantized(tensors):
+        with reading(0):
+            stored = {n: t for path in shard_paths(directory) for n, t in load_file(path).items()}
+            numbers = _restored(stored, directory, dtype)
+    model = ServingModel(directory, dtype, device, asked, numbers)
+    return model, PreparedWeights(0, digest, model.parameters())
 
 
 def _restored(
@@ -251,22 +252,21 @@ class VersionLoader:
                     parameters = self.model.adopt(values)
                     owned = not self._is_shared(directory)
                     return PreparedWeights(version, digest, parameters, owned)
-                tensors = dict(load_verified(directory, manifest))
+                tensors, numbers = dict(load_verified(directory, manifest)), None
                 if quantized:
-                    tensors = _restored(tensors, directory, self._dtype)
+                    tensors = numbers = _restored(tensors, directory, self._dtype)
         finally:
             self.forget()
+        made = partial(ServingModel, directory, self._dtype, self._device, self._asked, numbers)
         if self.model is None:
-            made = ServingModel(directory, self._dtype, self._device, self._asked)
-            self._ready(made)
-            self.model = made
+            self._ready(first := made())
+            self.model = first
         model = self.model
         check_processor(manifest, model.images.processor)
         if model.names_match(tensors):
             return PreparedWeights(version, digest, model.fit(tensors), owned=True)
         # Checkpoints of some architectures name or cut tensors in another way than the module.
-        converted = ServingModel(directory, self._dtype, self._device, self._asked)
-        return PreparedWeights(version, digest, model.fit(converted.parameters()), owned=True)
+        return PreparedWeights(version, digest, model.fit(made().parameters()), owned=True)
 
     def _load_adapter(
         self, directory: Path, manifest: Manifest, base: ServedWeights | None

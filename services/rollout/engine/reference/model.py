@@ -42,8 +42,10 @@ with uncompiled():
     from transformers import (
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
+        GenerationConfig,
         PretrainedConfig,
     )
+    from transformers.utils import GENERATION_CONFIG_NAME
     from transformers.utils import logging as transformers_logging
 
 FEATURE_TOKENS = 1 << 16  # of images seen last, whose features are kept
@@ -128,10 +130,12 @@ class ServingModel:
         dtype: torch.dtype,
         device: torch.device,
         asked: OperationsConfig = UNASKED,
+        numbers: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Builds from an HF directory; raises UnsupportedModelError, UnfitWeightsError.
 
-        asked: which operations are chosen ahead.
+        asked: which operations are chosen ahead. numbers: what its tensors stand for, by the same
+        names, where it has them quantized.
         """
         config = read_model_config(directory)
         _check_rope(config.get_text_config())
@@ -144,10 +148,12 @@ class ServingModel:
             # of layers that are not known here, some may count on the device that they are made on
             unsymbolically = nullcontext() if self._foreign else unsymbolic()
             with unsymbolically, as_stored(directory, config.model_type):
-                model, report = (
-                    AutoModelForImageTextToText if sees else AutoModelForCausalLM
-                ).from_pretrained(
-                    directory,
+                auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+                load = partial(auto.from_pretrained, directory)
+                if numbers is not None:  # which the class itself takes alone
+                    kind = auto._model_mapping[type(config)]
+                    load = partial(kind.from_pretrained, None, state_dict=numbers)
+                model, report = load(
                     config=config,
                     dtype=dtype,
                     attn_implementation=None if self._foreign else own,
@@ -158,6 +164,8 @@ class ServingModel:
             if not sees and reads_media(config.to_dict()):
                 why = f"models that see are {', '.join(vision.FAMILIES)}, not {config.model_type}"
             raise UnfitWeightsError(f"{name!r} is no usable model: {why}") from error
+        if numbers is not None and (directory / GENERATION_CONFIG_NAME).is_file():
+            model.generation_config = GenerationConfig.from_pretrained(directory)
         for what in ("missing_keys", "mismatched_keys"):
             if report[what]:
                 name = str(min(report[what]))
