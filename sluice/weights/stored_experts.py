@@ -41,13 +41,18 @@ def are_stacked(names: Iterable[str]) -> bool:
 def are_straight(shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Tell whether tensors of all experts of a layer are as transformers writes them, by both.
 
-    One alone does not say so, as it may be square. False where there are none.
+    One alone does not say so, as it may be square. True where those of any layer are, which no
+    reader takes beside others; False where there are none.
     """
-    for name, first in shapes.items():
-        second = shapes.get(name.removesuffix(FIRST) + SECOND, ())
-        if name.endswith(FIRST) and len(first) == len(second) == 3:
-            return first[1:] == (2 * second[2], second[1])
-    return False
+    pairs = (
+        (first, shapes.get(name.removesuffix(FIRST) + SECOND, ()))
+        for name, first in shapes.items()
+        if name.endswith(FIRST)
+    )
+    return any(
+        len(first) == len(second) == 3 and first[1:] == (2 * second[2], second[1])
+        for first, second in pairs
+    )
 
 
 @contextmanager

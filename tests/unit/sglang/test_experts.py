@@ -310,13 +310,21 @@ def test_a_mixture_that_sees_and_that_sglang_would_serve_wrong_is_refused(
 
 
 def test_a_mixture_that_sees_is_taken_as_it_is_published(tmp_path: Path) -> None:
-    names = ("gate_up_proj", "down_proj")
-    prefix = "model.language_model.layers.0.mlp.experts."
-    shapes = ((4, 8, 8), (4, 4, 8))
-    experts = {f"{prefix}{n}": np.ones(s, "f4") for n, s in zip(names, shapes, strict=True)}
+    """In all of its layers."""
+    prefix = "model.language_model.layers.{}.mlp.experts.{}_proj"
+    experts = {
+        prefix.format(layer, name): np.ones(shape, "f4")
+        for layer in range(2)
+        for name, shape in {"gate_up": (4, 8, 8), "down": (4, 4, 8)}.items()
+    }
     model = write_model(tmp_path / "model", **experts)
     (model / "config.json").write_text(json.dumps(SEEING))
-    assert read_model(model).shapes[f"{prefix}down_proj"] == (4, 4, 8)
+    down = prefix.format(1, "down")
+    assert read_model(model).shapes[down] == (4, 4, 8)
+    mixed = write_model(tmp_path / "mixed", **experts | {down: np.ones((4, 8, 4), "f4")})
+    (mixed / "config.json").write_text(json.dumps(SEEING))
+    with pytest.raises(UnfitWeightsError, match="as transformers writes it"):
+        read_model(mixed)
     assert read_routing(SEEING | {"vision_config": SIGHT}).mixtures == (0, 1, 2)
 
 
