@@ -42,7 +42,8 @@ they did not. No gradient comes through that choice, so indexers are frozen: the
 loaded, bit for bit. Their weights are no targets of `lora`. Trainers have no kernel for it: rows of
 more than `index_topk` tokens cost what dense attention does, and the indexer; shorter ones see all
 of their keys, by the kernels of others, and run no indexer. An engine that scores by 8 bits, as
-SGLang's, chooses other keys where scores are near; of equal scores trainers take the first.
+SGLang's, chooses other keys where scores are near, as does the reference engine in bfloat16, where
+transformers rounds what weighs heads; of equal scores trainers take the first.
 
 Families that see ([how](vision.md)) have four layers and a tower of three, and are shown images, in
 rollouts too; *demo* stands where these are those of `make demo-vision`.

@@ -7,6 +7,7 @@ A small attention of its own scores the keys that a query may see, and the best 
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import linear
 
 MOST_SCORES = 1 << 26  # of heads that are made at once
 
@@ -24,6 +25,15 @@ def rotate_pairs(
     cosine, sine = cosine[..., : size // 2], sine[..., : size // 2]
     parts = first * cosine - second * sine, second * cosine + first * sine, rest
     return torch.cat(parts, dim=-1)
+
+
+def weigh_heads(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return float32[..., heads] of hidden states, of narrower ones and in autocast too.
+
+    As SGLang does on CUDA; transformers rounds it where the model is bfloat16.
+    """
+    with torch.autocast(hidden.device.type, enabled=False):
+        return linear(hidden.float(), weight.float())
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.trainer.backends.reference.packing import LONG_TOKENS, PackedLayout
-from sluice.algo.key_choice import choose_keys, rotate_pairs, seen_keys
+from sluice.algo.key_choice import choose_keys, rotate_pairs, seen_keys, weigh_heads
 
 INDEXER = ".self_attn.indexer."  # in the names of its weights, on every backend
 ATTENTION_TYPE = "indexed_attention"  # transformers' word, by which it hands on a mask
@@ -75,7 +75,7 @@ def _choose(
     queries_THD = rotate_pairs(queries_THD, cosine[:, None], sine[:, None], rotated)
     keys_TD = indexer.k_norm(indexer.wk(hidden_states[0]))
     keys_SD = layout.gather_indexed(rotate_pairs(keys_TD, cosine, sine, rotated))
-    weights_TH = indexer.weights_proj(hidden_states[0].to(indexer.weights_proj.weight.dtype))
+    weights_TH = weigh_heads(hidden_states[0], indexer.weights_proj.weight)
     chosen: list[torch.Tensor | None] = []
     for bucket in layout.buckets:
         if bucket.key_length <= count:

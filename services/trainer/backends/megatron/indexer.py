@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from torch.nn.functional import linear
 
 from services.trainer.backends.megatron.attention import PackRuns
 from services.trainer.backends.megatron.latent import (
@@ -24,7 +23,7 @@ from services.trainer.backends.megatron.latent import (
 from services.trainer.backends.megatron.upstream import current_device
 from services.trainer.backends.sparse import ChosenKeys
 from sluice.algo.collectives import gather_tokens
-from sluice.algo.key_choice import choose_keys, rotate_pairs
+from sluice.algo.key_choice import choose_keys, rotate_pairs, weigh_heads
 
 
 class Indexer(torch.nn.Module):
@@ -56,8 +55,7 @@ class Indexer(torch.nn.Module):
             return ()
         query, _ = self.linear_wq_b(latent)
         key, _ = self.linear_wk(hidden)
-        # what weighs heads is float32 in transformers, in narrower models too
-        weight = linear(hidden.float(), self.linear_weights_proj.weight.float())
+        weight = weigh_heads(hidden, self.linear_weights_proj.weight)
         key = self.k_norm(key)
         if self._scattered and parallel_state.get_tensor_model_parallel_world_size() > 1:
             query, key, weight = map(gather_from_sequence_parallel_region, (query, key, weight))
