@@ -61,8 +61,7 @@ class EngineTransfers:
 
         Raises NoTransferError or TransferFailedError.
         """
-        if not self._engine.status().transfer_ranks:
-            raise NoTransferError("this engine reads weights from the store only")
+        _check_takes_part(self._engine.status())
         async with self._joining:
             if group == self.group:
                 return
@@ -137,6 +136,15 @@ def typed_error(version: int, error: WeightStoreError | OSError) -> ServiceError
             return TransferFailedError(f"version {version} did not come in time")
         case _:
             return UnfitWeightsError(f"version {version} cannot be had: {error}", version=version)
+
+
+def _check_takes_part(status: EngineStatus) -> None:
+    """Raises NoTransferError. A server that is started by its first version has no ranks before."""
+    if status.transfer_ranks:
+        return
+    if status.version is None:
+        raise NoTransferError("this engine has no weights yet: it reads its first from the store")
+    raise NoTransferError("this engine reads weights from the store only")
 
 
 def _broken(group: str, error: Exception) -> TransferFailedError:
@@ -233,8 +241,7 @@ class EngineWeights:
         That is NoTransferError, NotFoundError, DigestMismatchError, UnfitWeightsError or
         StoreUnreachableError.
         """
-        if not self._engine.status().transfer_ranks:
-            raise NoTransferError("this engine reads weights from the store only")
+        _check_takes_part(self._engine.status())
         await self._check_digest(version, digest)
         try:
             manifest = await asyncio.to_thread(self._store.expected, version)

@@ -18,6 +18,7 @@ from services.rollout.engine.weights import EngineWeights, Transfer
 from services.rollout.errors import (
     DigestMismatchError,
     NotQuietError,
+    NoTransferError,
     TransferGroupNotJoinedError,
 )
 from sluice.weights.checkpoint import checked_shard
@@ -40,6 +41,7 @@ class BareEngine:
         self.group = ""
         self._prepared: list[int] = []
         self.serving: int | None = None
+        self.transfer_ranks = 1
         self.restorable: int | None = None
         self.asleep = False
 
@@ -53,7 +55,7 @@ class BareEngine:
             rank_loads=(),
             max_running=1,
             max_model_length=1,
-            transfer_ranks=1,
+            transfer_ranks=self.transfer_ranks,
         )
 
     async def join_transfer(self, members: Sequence[Membership], seconds: float) -> None:
@@ -202,6 +204,25 @@ async def test_a_transfer_comes_over_the_group_it_names_or_not_at_all(
         await first
     await second
     assert engine.received == ["second"]
+    await weights.close()
+
+
+@pytest.mark.parametrize(
+    ("serving", "message"),
+    [(None, "no weights yet: it reads its first from the store"), (1, "from the store only")],
+)
+async def test_who_takes_no_part_yet_is_told_from_who_never_does(
+    policy, store, tmp_path, serving: int | None, message: str
+) -> None:
+    """SGLang is started with its first version, and takes later ones over a group."""
+    record = policy.publish()
+    engine = BareEngine()
+    engine.serving, engine.transfer_ranks = serving, 0
+    weights = engine_weights(engine, store, HostCache(tmp_path / "cache", store))
+    with pytest.raises(NoTransferError, match=message):
+        await weights.check_transfer(record.version, record.digest)
+    with pytest.raises(NoTransferError, match=message):
+        await weights.transfers.join("one", [], PATIENCE)
     await weights.close()
 
 
