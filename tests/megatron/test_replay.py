@@ -125,6 +125,7 @@ def test_recorded_experts_outlive_the_weights(
         assert answer["brought"] == pytest.approx(answer["replayed"], abs=1e-6)
         assert "recorded for other tokens" in answer["missing"][0]
         assert "no experts were recorded" in answer["missing"][1]
+        assert "algorithm.loss.old_logprobs: old" in answer["missing"][1]
 
 
 def sampled(row: Row) -> Sample:

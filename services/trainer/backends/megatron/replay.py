@@ -136,13 +136,16 @@ class RoutingReplay:
         if self.mode == "recorded":
             for record in (c.records.get(row.sample_id) for c in self._chunks if c.layers):
                 if record is None:
-                    return f"{named}: no experts were recorded; compute its old log-probs first"
+                    return (
+                        f"{named}: no experts were recorded; compute its old log-probs first "
+                        "(algorithm.loss.old_logprobs: old of a run)"
+                    )
                 if not torch.equal(record.token_ids, row.token_ids):
                     return f"{named}: experts were recorded for other tokens"
             return ""
         experts, length = row.routed_experts, len(row.token_ids)
         if experts is None:
-            return f"{named} has no routed_experts"
+            return f"{named} has no routed_experts; set engine.routed_experts: true of its engine"
         wanted = (len(self._sparse), self._choices)
         if len(experts) not in (length, length - 1) or tuple(experts.shape[1:]) != wanted:
             return (
