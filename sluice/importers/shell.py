@@ -105,25 +105,33 @@ class Shell:
         self, text: str, arrays: Collection[str] = (), variables: Collection[str] = ()
     ) -> None:
         """Take in what a part of the script sets, but for those names."""
-        joined = joined_lines(text)
-        found = [m for each in _SETTINGS for m in each.finditer(joined)]
-        for match in sorted(found, key=lambda match: match.start(match.lastgroup or 0)):
+        joined = text.replace("\\\n", "  ")  # as long, so that places are those of the text
+        found = [(m.start(m.lastgroup or 0), m, "") for s in _SETTINGS for m in s.finditer(joined)]
+        found += [(match.start(), match, body) for match, body in _read_arrays(text)]
+        for _, match, body in sorted(found, key=lambda each: each[0]):
             names = match.groupdict()
             name = next(names[key] for key in _NAMED if names.get(key))
-            if name not in variables:
-                self._take(name, names)
-        for array, body in _read_arrays(text):
-            name = array["name"]
-            if name in arrays:
-                continue
-            is_branch = bool(array["indent"]) or text.endswith((";", "&", "|"), 0, array.start())
-            more = re.sub(rf'"?\$\{{{name}\[[@*]\]\}}"?', "", body)  # A=("${A[@]}" b)
-            adds, body = bool(array["adds"]) or more != body, more
-            if not adds and not is_branch:
-                self._arrays[name] = []
-            elif not adds and any(each.strip() for each in self._arrays.get(name, ())):
-                self._doubted[name] = f"{name}: is set in several branches; all of them count here"
-            self._arrays.setdefault(name, []).append(body)
+            if match.re is not _ARRAY:
+                if name not in variables:
+                    self._take(name, names)
+            elif name not in arrays:
+                is_aside = text.endswith((";", "&", "|"), 0, match.start())
+                is_branch = bool(names["indent"]) or is_aside
+                self._take_array(name, body, adds=bool(names["adds"]), is_branch=is_branch)
+
+    def _take_array(self, name: str, body: str, *, adds: bool, is_branch: bool) -> None:
+        """With the values that variables have where it stands, as a shell does."""
+        more = re.sub(rf'"?\$\{{{name}\[[@*]\]\}}"?', "", body)  # A=("${A[@]}" b)
+        adds = adds or more != body
+        if not adds and not is_branch:
+            self._arrays[name] = []
+            self._doubted.pop(name, None)
+        elif not adds and any(each.strip() for each in self._arrays.get(name, ())):
+            self._doubted[name] = f"{name}: is set in several branches; all of them count here"
+        self._used.clear()
+        self._arrays.setdefault(name, []).append(self.replaced(more))
+        if doubts := self.doubts:
+            self._doubted.setdefault(name, doubts[0])
 
     def _take(self, name: str, names: Mapping[str, str | None]) -> None:
         if names.get("counted"):

@@ -26,6 +26,7 @@ ACTOR = "actor_rollout_ref.actor"
 OVERRIDE = f"{ACTOR}.optim.override_optimizer_config"
 OFFLOADED = f"+{OVERRIDE}.optimizer_cpu_offload=True +{OVERRIDE}.use_precision_aware_optimizer=True"
 RUN = "python3 -m verl.trainer.main_ppo "
+LONG = "echo" + " \\\n  x" * 50 + "\n"  # a command
 SCRIPT = r"""
 set -x
 NNODES=${NNODES:-1}
@@ -578,6 +579,8 @@ def test_the_last_of_a_key_counts_and_quotes_are_no_part_of_a_value() -> None:
         (f"A=(\n a=1 # it's (\n b=2)\n{RUN}${{A[@]}}", {"a": "1", "b": "2"}),
         (f"declare -a A=(a=1); B=(b=2) # c\n{RUN}${{A[@]}} ${{B[@]}}", {"a": "1", "b": "2"}),
         (f'A=(a=1)\nB=("${{A[@]}}" b=2)\n{RUN}"${{B[@]}}"', {"a": "1", "b": "2"}),
+        (f"N=1\nA=(a=$N)\nN=2\n{RUN}${{A[@]}} b=$N", {"a": "1", "b": "2"}),
+        (f"{LONG}N=1\nA=(a=$N)\nN=2\nA+=(b=$N)\nN=3\n{RUN}${{A[@]}}", {"a": "1", "b": "2"}),
         (f'A=(a=1)\nA=("${{A[@]}}" b=2)\n{RUN}"${{A[@]}}"', {"a": "1", "b": "2"}),
         (f"A=()\nif x; then A=(a=1); fi\n# A=(a=2)\n{RUN}${{A[@]}}", {"a": "1"}),
         (f"N=1\nB=(b=1)\n{RUN}a=$N ${{B[@]}}\nN=2\nB=(b=2)", {"a": "1", "b": "1"}),
@@ -610,6 +613,7 @@ def test_a_variable_whose_value_a_shell_alone_knows_is_not_put_in(line: str) -> 
         (f"if x\nthen\n  N=1\nelse\n  N=2\nfi\nM=$N\n{RUN}a=$M", "N: is set in several branches"),
         (f"N=1\nif x; then N=2; fi\n{RUN}a=$N", "N: is set behind a condition"),
         (f"N=1\nx && N=2\nN+=3\n{RUN}a=$N", "N: is set behind a condition"),
+        (f"N=1\nx && N=2\nA=(a=$N)\nN=3\n{RUN}${{A[@]}}", "N: is set behind a condition"),
         (f"{RUN}a=1 $MORE", "'$MORE': is known to the shell alone"),
         (f"if x; then A=(a=1); else A=(a=2); fi\n{RUN}${{A[@]}}", "A: is set in several branches"),
         (f"read -ra A <<< 'a=1'\n{RUN}b=1 ${{A[@]}}", "A: is an array that is set in no way"),
