@@ -165,12 +165,17 @@ class TrainingRows(ABC):
 
 
 def _characters(value: Any) -> int:
-    """Of all texts in a value of a row."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_characters, value.values()))
-    return sum(map(_characters, value)) if isinstance(value, list) else 0
+    """Of all that a template may write out of a value of a row, keys and numbers too."""
+    total, waiting = 0, [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict):
+            waiting += [*each, *each.values()]
+        elif isinstance(each, list):
+            waiting += each
+        elif each is not None:
+            total += len(each) if isinstance(each, str) else len(str(each))
+    return total
 
 
 class ConversationRows(TrainingRows):
