@@ -24,8 +24,8 @@ with uncompiled():
     from transformers.utils import logging as transformers_logging
 
 HEADS = {"ForSequenceClassification": "sequence", "ForTokenClassification": "token"}
-PROBES = (3, 11, 6)  # tokens of texts that are scored at the start, alone and together
-LARGEST_GAP = {torch.float32: 1e-3, torch.bfloat16: 1e-1}  # of both, for scores of about 1
+PROBES = (3, 11, 6, 2, 9, 4, 8, 5)  # tokens of texts scored at the start, alone and together
+LARGEST_GAP = {torch.float32: 1e-3, torch.bfloat16: 1e-1}  # of both, of the largest score
 
 
 class ValueModel:
@@ -123,9 +123,10 @@ class ValueModel:
         texts = [[token if token != self._pad else 1 - (token == 1) for token in t] for t in texts]
         together = self.score(texts)
         alone = [self.score([text])[0] for text in texts]
-        gap = LARGEST_GAP[self._model.dtype]
+        # A score near 0 is a sum of terms as large as those of others, and rounded as they are
+        gap = LARGEST_GAP[self._model.dtype] * max(1.0, *map(abs, alone))
         for one, other in zip(together, alone, strict=True):
-            if not abs(one - other) <= gap * max(1.0, abs(other)):  # NaN neither
+            if not abs(one - other) <= gap:  # NaN neither
                 raise ConfigError(
                     f"model: a text has score {one:g} among longer ones and {other:g} alone"
                 )

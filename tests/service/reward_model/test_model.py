@@ -194,6 +194,31 @@ def test_a_model_that_reads_its_padding_is_refused(tmp_path: Path) -> None:
         load(tmp_path, max_length=32)
 
 
+@pytest.mark.parametrize("seed", [1, 5, 8, 10])
+def test_scores_near_zero_are_rounded_as_large_ones_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Rewards of about 20 in bfloat16, of probes so long that their rounding shows on a CPU too."""
+    monkeypatch.setattr(
+        "services.rollout.reward_model.model.PROBES", (20, 60, 40, 30, 50, 25, 45, 35)
+    )
+    torch.manual_seed(seed)
+    config = transformers.Qwen3Config(
+        vocab_size=13, hidden_size=128, intermediate_size=256, num_hidden_layers=16, num_labels=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=64,
+        initializer_range=0.2, pad_token_id=12,
+    )  # fmt: skip
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    torch.nn.init.normal_(model.score.weight, std=20 / 128**0.5)
+    model.save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(
+        build_tiny_qwen3(tmp_path / "plain", 0)
+    ).save_pretrained(tmp_path)
+    (score,) = load(tmp_path, dtype="bfloat16").score([[1, 2, 3]])
+    (wide,) = load(tmp_path).score([[1, 2, 3]])
+    assert score == pytest.approx(wide, abs=4)
+
+
 def test_max_length_is_what_the_model_has_places_for(qwen3: Path) -> None:
     assert load(qwen3).max_length == 64 and load(qwen3, max_length=5).max_length == 5
     with pytest.raises(ConfigError, match="max_length: the model has 64 places"):
