@@ -25,7 +25,7 @@ _SUM = re.compile(rf"\$\(\(({_INSIDE})\)\)")
 _ASSIGNMENT = re.compile(
     r"^(?P<indent>[ \t]*)(?:(?:export|readonly|local|declare)[ \t]+(?:-\w+[ \t]+)*)?"
     r"(?P<name>[A-Za-z_]\w*)(?P<adds>\+?)="
-    rf"""(?P<value>"[^"]*"|'[^']*'|\$\(\({_INSIDE}\)\)|[^\s#;(][^\s;]*|)[ \t]*(?:\#.*)?$""",
+    rf"""(?P<value>"[^"]*"|'[^']*'|\$\(\({_INSIDE}\)\)|[^\s#;(][^\s;]*|)[ \t]*(?:[#;].*)?$""",
     re.MULTILINE,
 )
 _DEFAULT = re.compile(
@@ -63,8 +63,8 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 _QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""")
 _SIGNS = {ord(sign): 0xE000 + place for place, sign in enumerate("<>&|;")}  # where quoted, text
 _TEXTS = {place: sign for sign, place in _SIGNS.items()}
-_HASH = re.compile(  # within a word, where no comment begins
-    r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|(?<!\S)\#[^\n]*|(?P<inner>\#)"""
+_HASH = re.compile(  # within a word, where no comment begins; lines that go on end in none
+    r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|(?<!\S)\#[^\n]*|(?P<inner>\#)|(?P<joint>\\\n)"""
 )
 _INNER = "\ue010"
 _OPERATORS: dict[type[ast.AST], Callable[[int, int], int]] = {
@@ -250,7 +250,7 @@ class Shell:
     def _cut(self, text: str) -> list[str]:
         """The words of a shell; a substitution such as `$(seq 2)` is one."""
         try:
-            plain = _HASH.sub(lambda m: _INNER if m["inner"] else m[0], self.replaced(text))
+            plain = _HASH.sub(_plain, self.replaced(text))
             cut = shlex.split(plain, comments=True)
         except ValueError as error:
             detail = f"the script is no text of a shell: {error}"
@@ -267,6 +267,10 @@ class Shell:
             else:
                 depth = 0
         return [" ".join(parts).replace(_INNER, "#") for parts in words]
+
+
+def _plain(found: re.Match[str]) -> str:
+    return _INNER if found["inner"] else "" if found["joint"] else found[0]
 
 
 def _read_arrays(text: str) -> Iterator[tuple[re.Match[str], str]]:

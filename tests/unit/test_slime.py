@@ -225,6 +225,12 @@ python train.py --hf-checkpoint ${BASE}/m --tensor-model-parallel-size ${TP} \\
     assert any(line.startswith("--sglang-cuda-graph-bs: '$(seq 16 8 32)'") for line in left)
 
 
+def test_lines_of_an_array_may_go_on() -> None:
+    """But for a comment, which ends where its line does."""
+    script = "A=(\n --lr 1 \\\n --colocate\\\n # --off 1 \\\n --on 2 \\\n)\npython train.py ${A[@]}"
+    assert read_script(script, {})[0] == [("lr", ["1"]), ("colocate", []), ("on", ["2"])]
+
+
 def test_of_a_script_that_trains_twice_the_first_command_is_read_and_the_others_are_told() -> None:
     text = """
 pkill -9 -f train.py

@@ -580,6 +580,7 @@ def test_the_last_of_a_key_counts_and_quotes_are_no_part_of_a_value() -> None:
         (f"declare -a A=(a=1); B=(b=2) # c\n{RUN}${{A[@]}} ${{B[@]}}", {"a": "1", "b": "2"}),
         (f'A=(a=1)\nB=("${{A[@]}}" b=2)\n{RUN}"${{B[@]}}"', {"a": "1", "b": "2"}),
         (f"N=1\nA=(a=$N)\nN=2\n{RUN}${{A[@]}} b=$N", {"a": "1", "b": "2"}),
+        (f"N=1\nN=2; M=3\n{RUN}a=$N", {"a": "2"}),
         (f"{LONG}N=1\nA=(a=$N)\nN=2\nA+=(b=$N)\nN=3\n{RUN}${{A[@]}}", {"a": "1", "b": "2"}),
         (f'A=(a=1)\nA=("${{A[@]}}" b=2)\n{RUN}"${{A[@]}}"', {"a": "1", "b": "2"}),
         (f"A=()\nif x; then A=(a=1); fi\n# A=(a=2)\n{RUN}${{A[@]}}", {"a": "1"}),
