@@ -35,6 +35,13 @@ class OutOfOrderError(ServiceError):
     reason = "OUT_OF_ORDER"
 
 
+class UnfitEnginesError(ServiceError):
+    """No engine takes such an adapter, however often it is asked."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "UNFIT_ADAPTER"
+
+
 class JournalDamagedError(ServiceError):
     """Something is not as it was written to the journal."""
 

@@ -33,6 +33,7 @@ from services.gateway.errors import (
     OutOfOrderError,
     RefusedError,
     SkippedStepError,
+    UnfitEnginesError,
     is_own_fault,
 )
 from services.gateway.journal import (
@@ -522,7 +523,7 @@ class TrainedModel:
         await self._release_snapshots()
         try:
             await self._engines.bring_up(sampler)
-        except NotReadyError as error:  # they are given it when they are asked for samples
+        except (NotReadyError, UnfitEnginesError) as error:  # whoever samples gives or is told it
             logger.warning("sampler %s: no engine has its weights by now: %s", sampler.id, error)
         answer = {"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}
         return Done(state, JSON, _json(answer), sampler=sampler)

@@ -13,7 +13,7 @@ import numpy as np
 
 from services.gateway import schema
 from services.gateway.config import GatewayConfig
-from services.gateway.errors import GoneError, RefusedError
+from services.gateway.errors import GoneError, RefusedError, UnfitEnginesError
 from services.gateway.journal import SamplerRecord
 from services.gateway.requests import LARGEST_NUMBER, SampleTokens, SamplingParams
 from sluice.api.common.v1 import sample_pb2
@@ -66,8 +66,8 @@ class Engines:
     async def bring_up(self, sampler: SamplerRecord) -> None:
         """Have every engine hold the weights of a sampler; those that cannot are logged.
 
-        Calls for one version share the work. Raises NotReadyError where no engine has it, and
-        GoneError where the store has not.
+        Calls for one version share the work. Raises NotReadyError where no engine has it,
+        UnfitEnginesError where none ever will, and GoneError where the store has not.
         """
         if not sampler.version:
             return
@@ -94,6 +94,8 @@ class Engines:
                 )
         if len(failed) == len(engines):
             causes = "; ".join(str(error) for error in failed)
+            if failed and all(error.reason == UnfitEnginesError.reason for error in failed):
+                raise UnfitEnginesError(f"no engine takes this adapter: {causes}")
             raise NotReadyError(causes or "the router knows no engine")
 
     async def _give(

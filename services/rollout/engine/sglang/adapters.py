@@ -87,7 +87,7 @@ class AdapterFolders:
         """Checks a version of the store, and writes it as SGLang needs it.
 
         Raises DigestMismatchError naming the tensor or file, AdapterBaseError, UnfitAdapterError,
-        or UnfitWeightsError.
+        UnfitWeightsError, or EngineFailedError where no server has been up yet.
         """
         with reading(version):
             manifest = checked_manifest(directory, version, digest)
@@ -118,9 +118,14 @@ class AdapterFolders:
 
 
 def check_server(manifest: Manifest, spec: AdapterSpec, capabilities: Capabilities | None) -> None:
-    """Raises UnfitAdapterError for an adapter that the server was not started for."""
+    """Raises UnfitAdapterError for an adapter that the server was not started for.
+
+    Of one that has not been up yet nothing is known: EngineFailedError, which is no refusal.
+    """
     version = manifest.version
-    if capabilities is None or not capabilities.lora_rank:
+    if capabilities is None:
+        raise EngineFailedError("SGLang is being started")
+    if not capabilities.lora_rank:
         raise UnfitAdapterError(
             f"version {version} is an adapter, and SGLang was started without: set "
             "engine.sglang.lora",
