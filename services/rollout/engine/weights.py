@@ -183,6 +183,7 @@ class EngineWeights:
         self._preparations: dict[tuple[int, str], asyncio.Task[float]] = {}
         self._groups: dict[tuple[int, str], str] = {}  # that these come over; empty: the store
         self._committing = asyncio.Lock()
+        self._pinned: set[int] | None = None  # versions; unknown before the first
         # Of one thread: what unpins all but some comes after the pins it knows of, and before
         # those that it does not list.
         self._pinning = ThreadPoolExecutor(1, "weight-pins")
@@ -384,6 +385,7 @@ class EngineWeights:
     def _open(self, version: int, pin: bool) -> StoredVersion:
         try:
             if pin:
+                self._note_pins().add(version)  # also where the pin fails, and may be there
                 self._store.pin(version, self._owner)
             return self._store.find(version)
         except VersionNotFoundError:
@@ -414,6 +416,15 @@ class EngineWeights:
             del self._ready[version]
 
     def _unpin_all_but(self, used: frozenset[int]) -> None:
-        for version, owners in self._store.pins().items():
-            if self._owner in owners and version not in used:
-                self._store.unpin(version, self._owner)
+        pinned = self._note_pins()
+        for version in pinned - used:
+            self._store.unpin(version, self._owner)
+            pinned.remove(version)
+
+    def _note_pins(self) -> set[int]:
+        """The versions that this engine has pinned: what was left of it is looked for once, not at
+        every commit of every engine among the pins of all of them."""
+        if self._pinned is None:
+            pins = self._store.pins()
+            self._pinned = {version for version, owners in pins.items() if self._owner in owners}
+        return self._pinned

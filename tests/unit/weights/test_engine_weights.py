@@ -113,6 +113,34 @@ async def happens(event: threading.Event) -> None:
     assert await asyncio.to_thread(event.wait, PATIENCE)
 
 
+async def test_pins_of_all_engines_are_listed_once_and_not_at_every_commit(
+    policy, store, tmp_path
+) -> None:
+    """With many engines each would read what all of them pin. What a former process left goes."""
+
+    class Watched(WeightStore):
+        lists = 0
+
+        def pins(self) -> dict[int, set[str]]:
+            self.lists += 1
+            return super().pins()
+
+    records = [policy.publish() for _ in range(4)]
+    store.pin(records[0].version, "engine")  # of a former process
+    for record in records:
+        store.pin(record.version, "another")
+    watched = Watched(store.location, durable=False)
+    weights = engine_weights(BareEngine(), watched, HostCache(tmp_path / "cache", watched))
+    for record in records[1:]:
+        await weights.prepare(record.version, record.digest)
+        await weights.commit(record.version, record.digest, PauseMode.WAIT)
+    held = {version for version, owners in store.pins().items() if "engine" in owners}
+    assert held == {records[-1].version}
+    assert all("another" in owners for owners in store.pins().values())
+    assert watched.lists == 1
+    await weights.close()
+
+
 async def test_an_engine_that_stops_while_it_pins_leaves_no_pin(policy, store, tmp_path) -> None:
     held = Held()
 
