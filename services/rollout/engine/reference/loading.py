@@ -257,16 +257,18 @@ class VersionLoader:
                     tensors = numbers = _restored(tensors, directory, self._dtype)
         finally:
             self.forget()
-        made = partial(ServingModel, directory, self._dtype, self._device, self._asked, numbers)
+        build = partial(ServingModel, directory, self._dtype, self._device, self._asked, numbers)
+        converted = None
         if self.model is None:
-            self._ready(first := made())
-            self.model = first
+            self._ready(converted := build())
+            self.model = converted
         model = self.model
         check_processor(manifest, model.images.processor)
         if model.names_match(tensors):
             return PreparedWeights(version, digest, model.fit(tensors), owned=True)
         # Checkpoints of some architectures name or cut tensors in another way than the module.
-        return PreparedWeights(version, digest, model.fit(made().parameters()), owned=True)
+        converted = converted or build()
+        return PreparedWeights(version, digest, model.fit(converted.parameters()), owned=True)
 
     def _load_adapter(
         self, directory: Path, manifest: Manifest, base: ServedWeights | None
