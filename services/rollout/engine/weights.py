@@ -385,7 +385,7 @@ class EngineWeights:
     def _open(self, version: int, pin: bool) -> StoredVersion:
         try:
             if pin:
-                self._note_pins().add(version)  # also where the pin fails, and may be there
+                self._own_pins().add(version)  # also where the pin fails, and may be there
                 self._store.pin(version, self._owner)
             return self._store.find(version)
         except VersionNotFoundError:
@@ -416,12 +416,12 @@ class EngineWeights:
             del self._ready[version]
 
     def _unpin_all_but(self, used: frozenset[int]) -> None:
-        pinned = self._note_pins()
+        pinned = self._own_pins()
         for version in pinned - used:
             self._store.unpin(version, self._owner)
             pinned.remove(version)
 
-    def _note_pins(self) -> set[int]:
+    def _own_pins(self) -> set[int]:
         """The versions that this engine has pinned: what was left of it is looked for once, not at
         every commit of every engine among the pins of all of them."""
         if self._pinned is None:
