@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -43,6 +44,42 @@ MAX_STEPS = 1 << 53
 MAX_SEED = 2**63 - 1  # that every generator takes
 MAX_THREADS = 4096
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+# what log-probs, gradients and steps depend on, and what of it they do not: where it is written,
+# what a layout says, and what only has other work done for the same numbers
+_SHAPING = {
+    "model",
+    "reference_model",
+    "seed",
+    "optim",
+    "trainable",
+    "vision",
+    "lora",
+    "max_tokens_per_micro_batch",
+    "oversize_policy",
+    "publish_dtype",
+    "publish",
+    "autocast",
+    "float32_head",
+    "operations",
+    "threads",
+    "fsdp",
+    "megatron",
+}
+_NOT_SHAPING = {
+    "optim": {"max_consecutive_skips"},
+    "lora": {"start", "max_adapters"},
+    "publish": {"delta", "chain"},
+    "fsdp": {"tensor", "context", "activation_checkpointing", "reshard_after_forward", "unproven"},
+    "megatron": {
+        "tensor",
+        "pipeline",
+        "virtual_pipeline",
+        "context",
+        "expert",
+        "max_shard_bytes",
+        "save_threads",
+    },
+}
 
 
 class OptimConfig(Config):
@@ -376,6 +413,12 @@ class TrainerConfig(ProcessConfig):
         return ""
 
     @property
+    def shaping(self) -> dict[str, str]:
+        """What a run that goes on should have in common with its past, by name, as JSON."""
+        dumped = self.model_dump(mode="json", include=_SHAPING, exclude=_NOT_SHAPING)
+        return {name: json.dumps(value) for name, value in _leaves(dumped)}
+
+    @property
     def longest_row(self) -> int | None:
         """Tokens that a row may have on ranks that hold it whole; None where nothing bounds it."""
         alone = self.oversize_policy == "alone"
@@ -616,3 +659,12 @@ class TrainerConfig(ProcessConfig):
 
 def is_loopback(host: str) -> bool:
     return plain_host(host) in LOOPBACK
+
+
+def _leaves(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by dotted name, each with its value."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value

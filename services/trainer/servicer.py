@@ -699,6 +699,7 @@ def describe(trainer: Trainer) -> pb.Trainer:
         max_row_tokens=trainer.max_row_tokens,
         trains_adapters=trainer.config.lora is not None,
         fixed_reference=trainer.config.fixed_reference,
+        settings=trainer.config.shaping,
         adapters=[describe_adapter(policy) for policy in state.adapters.values()],
     )
     if state.weights is not None:

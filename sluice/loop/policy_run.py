@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sluice import faults
+from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.config import ConfigError
 from sluice.loop import trace
 from sluice.loop.config import RunConfig
@@ -166,9 +167,9 @@ class PolicyRun(TrainerRun[RunConfig]):
         self.step, self.optimizer_step = self.step + 1, trained.optimizer_step
         self._recovery.note_step()
 
-    async def _layouts(self) -> dict[str, dict[str, int]]:
-        layouts = await super()._layouts()
-        return layouts if self.critic is None else {**layouts, "critic": await self.critic.layout()}
+    async def _trainers(self) -> dict[str, trainer_pb.Trainer]:
+        found = await super()._trainers()
+        return found if self.critic is None else {**found, "critic": await self.critic.describe()}
 
     async def _begin_critic_checkpoint(self, checkpoint_id: str) -> SavingCheckpoint | None:
         return None if self.critic is None else await self.critic.begin_checkpoint(checkpoint_id)

@@ -34,7 +34,8 @@ _WAYS_ON = "put a copy back, or begin another run_dir from a checkpoint (initial
 FORMAT, SEAL = 2, "manifest_digest"  # earlier releases wrote neither
 FORMAT_OF_CRITIC = 3  # with the step of a critic, which releases of format 2 do not know
 FORMAT_OF_REFERENCE = 4  # with a version of weights as the reference
-KNOWN_FORMATS = (FORMAT, FORMAT_OF_CRITIC, FORMAT_OF_REFERENCE)
+FORMAT_OF_TRAINERS = 5  # with the settings of trainers
+KNOWN_FORMATS = (FORMAT, FORMAT_OF_CRITIC, FORMAT_OF_REFERENCE, FORMAT_OF_TRAINERS)
 # what a sample and its part in the gradients depend on, besides the prompts
 _SHAPING = {
     "algorithm",
@@ -69,9 +70,9 @@ class RunCheckpoint:
 
     `step` is the loop's, `optimizer_step` the trainer's; `position` the ledger's next row. The
     weights are those published last: 0 and empty where none were yet. `settings` are digests of
-    those that shaped the run so far; `layouts` how the ranks of each trainer were laid out. The
-    reference of the KL is a version of the weights, those after `reference_step`, or 0: that of
-    the trainer's settings.
+    those that shaped the run so far; `layouts` how the ranks of each trainer were laid out, and
+    `trainers` the settings of each that its numbers depend on. The reference of the KL is a version
+    of the weights, those after `reference_step`, or 0: that of the trainer's settings.
     """
 
     step: int
@@ -85,6 +86,7 @@ class RunCheckpoint:
     critic_optimizer_step: int | None = None  # earlier releases did not write it
     settings: dict[str, str] = field(default_factory=dict)
     layouts: dict[str, dict[str, int]] = field(default_factory=dict)
+    trainers: dict[str, dict[str, str]] = field(default_factory=dict)
     reference_version: int = 0
     reference_step: int = 0
 
@@ -100,6 +102,7 @@ def write_run_checkpoint(directory: Path, run_checkpoint: RunCheckpoint) -> None
     has_step = run_checkpoint.critic_optimizer_step is not None
     number = FORMAT_OF_CRITIC if has_step else FORMAT
     number = FORMAT_OF_REFERENCE if run_checkpoint.reference_version else number
+    number = FORMAT_OF_TRAINERS if run_checkpoint.trainers else number
     data = seal({"format": number, **document_of(run_checkpoint)}, SEAL)
     replace_file(_path(directory, run_checkpoint.step), data, temporary=directory)
 
@@ -111,6 +114,8 @@ def document_of(run_checkpoint: RunCheckpoint) -> dict[str, Any]:
         del document["critic_optimizer_step"]
     if not run_checkpoint.reference_version:
         del document["reference_version"], document["reference_step"]
+    if not run_checkpoint.trainers:
+        del document["trainers"]
     return document
 
 
@@ -429,7 +434,10 @@ def _named(before: Any, now: Any, path: tuple[str, ...]) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value)
+    return _clipped(json.dumps(value))
+
+
+def _clipped(text: str) -> str:
     return text if len(text) <= _NAMED_LENGTH else f"{text[:_NAMED_LENGTH]}..."
 
 
@@ -455,6 +463,37 @@ def check_layouts(
                 f"({name}: {had}; now {has})"
             )
         note(f"resumed with another layout of ranks ({name}: {had}; now {has}): numbers differ")
+
+
+def check_trainers(
+    run_checkpoint: RunCheckpoint,
+    trainers: Mapping[str, Mapping[str, str]],
+    note: Callable[[str], None],
+    *,
+    deterministic: bool,
+) -> None:
+    """Notes settings of trainers that are others than when they saved, which they do not say.
+
+    Raises ConfigError where the run is to be deterministic. Earlier releases of either recorded
+    none, or not all: only what both know is compared.
+    """
+    for name, before in run_checkpoint.trainers.items():
+        now = trainers.get(name, {})
+        told = [
+            f"{key}: {_clipped(before[key])}, now {_clipped(now[key])}"
+            for key in sorted(before.keys() & now.keys())
+            if before[key] != now[key]
+        ]
+        if not told:
+            continue
+        more = [f"{len(told) - _NAMED} more"] if len(told) > _NAMED else []
+        named = "; ".join([*told[:_NAMED], *more])
+        if deterministic:
+            raise ConfigError(
+                f"deterministic: the {name} of the run to resume had other settings ({named}); "
+                "give it those again, or resume without deterministic"
+            )
+        note(f"resumed with other settings of the {name} ({named})")
 
 
 def digest_of(value: object) -> str:

@@ -26,6 +26,7 @@ from sluice.loop.run_directory import (
     RunCheckpoint,
     check_layouts,
     check_ledger,
+    check_trainers,
     damaged_run_checkpoints,
     latest_run_checkpoint,
     list_run_checkpoints,
@@ -159,10 +160,10 @@ class TrainerRun(ABC, Generic[C]):
         """Has the critic save beside what follows, if there is one."""
         return None
 
-    async def _layouts(self) -> dict[str, dict[str, int]]:
-        """Returns how the ranks of each trainer are laid out."""
+    async def _trainers(self) -> dict[str, trainer_pb.Trainer]:
+        """Returns each trainer that learns, by what it is to the run."""
         seconds = self.config.service_timeout_seconds
-        return {"trainer": layout_of(await wait_for_trainer(self.trainer, seconds))}
+        return {"trainer": await wait_for_trainer(self.trainer, seconds)}
 
     async def _begin(self) -> None:
         """Goes back to the newest run checkpoint that is intact, or begins.
@@ -177,12 +178,10 @@ class TrainerRun(ABC, Generic[C]):
         lost = damaged_run_checkpoints(self._run_checkpoints)
         trained = self.ledger.last_consumed_step()
         for run_checkpoint in reversed(list_run_checkpoints(self._run_checkpoints)):
-            check_layouts(
-                run_checkpoint,
-                await self._layouts(),
-                self.report.note,
-                deterministic=self._deterministic,
-            )
+            layouts, settings = _described(await self._trainers())
+            note, deterministic = self.report.note, self._deterministic
+            check_layouts(run_checkpoint, layouts, note, deterministic=deterministic)
+            check_trainers(run_checkpoint, settings, note, deterministic=deterministic)
             try:
                 await self._restore(run_checkpoint)
             except (RemoteError, CheckpointLostError) as error:
@@ -288,6 +287,7 @@ class TrainerRun(ABC, Generic[C]):
         """
         await self._settle_saving()
         await self._retention.settle()
+        layouts, settings = _described(await self._trainers())
         run_checkpoint = RunCheckpoint(
             step=self.step,
             optimizer_step=self.optimizer_step,
@@ -297,7 +297,8 @@ class TrainerRun(ABC, Generic[C]):
             position=self.ledger.next_position(),
             seed=self.config.seed,
             settings=self._settings,
-            layouts=await self._layouts(),
+            layouts=layouts,
+            trainers=settings,
             reference_version=self._reference.version,
             reference_step=self._reference.step,
         )
@@ -416,3 +417,12 @@ class TrainerRun(ABC, Generic[C]):
             f"{restored.checkpoint} restores other weights than version {before}, which was "
             f"published from them: {', '.join(different[:4])}"
         )
+
+
+def _described(
+    trainers: Mapping[str, trainer_pb.Trainer],
+) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, str]]]:
+    """How the ranks of trainers are laid out, and their settings where they say them."""
+    layouts = {name: layout_of(trainer) for name, trainer in trainers.items()}
+    told = {name: dict(each.settings) for name, each in trainers.items() if each.settings}
+    return layouts, told

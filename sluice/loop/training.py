@@ -231,8 +231,8 @@ class Critic:
             )
         self.optimizer_step = loaded.step
 
-    async def layout(self) -> dict[str, int]:
-        return layout_of(await wait_for_trainer(self.client, self._wait_seconds))
+    async def describe(self) -> pb.Trainer:
+        return await wait_for_trainer(self.client, self._wait_seconds)
 
     async def begin_checkpoint(self, checkpoint_id: str) -> SavingCheckpoint:
         """Has the state of now saved beside what follows."""

@@ -28,6 +28,7 @@ from sluice.loop.run_directory import (
     check_layouts,
     check_ledger,
     check_resumed,
+    check_trainers,
     damaged_run_checkpoints,
     digest_of,
     latest_run_checkpoint,
@@ -308,7 +309,7 @@ def test_a_run_checkpoint_under_the_name_of_another_is_none(cuts) -> None:
 
 def test_a_run_checkpoint_of_a_newer_release_is_refused(cuts, tmp_path, ledger) -> None:
     """Going back to the one before would throw away what that release has trained."""
-    document = {**asdict(RUN_CHECKPOINT), "format": 5, "moon": "full"}
+    document = {**asdict(RUN_CHECKPOINT), "format": 6, "moon": "full"}
     (cuts / "00000004.json").write_bytes(seal(document, "manifest_digest"))
     settings = config(tmp_path)
     with pytest.raises(RunDirectoryError, match=r"00000004\.json: was written by a newer release"):
@@ -353,6 +354,37 @@ def test_a_reference_of_its_own_is_of_a_format_that_earlier_releases_refuse(cuts
     formats = [json.loads(path.read_text())["format"] for path in sorted(cuts.iterdir())]
     assert formats == [2, 2, 4]
     assert "reference" not in (cuts / "00000004.json").read_text()
+
+
+def test_settings_of_trainers_are_of_a_format_that_earlier_releases_refuse(cuts) -> None:
+    told = replace(RUN_CHECKPOINT, step=6, trainers={"trainer": {"seed": "0"}})
+    write_run_checkpoint(cuts, told)
+    assert latest_run_checkpoint(cuts) == told
+    formats = [json.loads(path.read_text())["format"] for path in sorted(cuts.iterdir())]
+    assert formats == [2, 2, 5]
+    assert "trainers" not in (cuts / "00000004.json").read_text()
+
+
+@pytest.mark.parametrize("role", ["trainer", "critic"])
+def test_other_settings_of_a_trainer_are_told_or_refused(role) -> None:
+    """They are in no setting of the run: another learning rate, or another reference of its KL."""
+    had = {"optim.learning_rate": "0.001", "model": '"/models/a"', "gone": "1"}
+    before = {"trainer": had, "critic": had}
+    run_checkpoint = replace(RUN_CHECKPOINT, trainers=before)
+    for deterministic in (True, False):
+        check_trainers(run_checkpoint, before, pytest.fail, deterministic=deterministic)
+        check_trainers(RUN_CHECKPOINT, before, pytest.fail, deterministic=deterministic)
+        check_trainers(run_checkpoint, {}, pytest.fail, deterministic=deterministic)
+    has = {"optim.learning_rate": "0.0005", "model": f'"/{"b" * 80}"', "new": "1"}
+    notes: list[str] = []
+    check_trainers(run_checkpoint, {**before, role: has}, notes.append, deterministic=False)
+    assert notes == [
+        f'resumed with other settings of the {role} (model: "/models/a", now "/{"b" * 58}...; '
+        "optim.learning_rate: 0.001, now 0.0005)"
+    ]
+    message = rf"^deterministic: the {role} of the run to resume .*0.001, now 0.0005\); give it"
+    with pytest.raises(ConfigError, match=message):
+        check_trainers(run_checkpoint, {**before, role: has}, pytest.fail, deterministic=True)
 
 
 @pytest.mark.parametrize("role", ["trainer", "critic"])

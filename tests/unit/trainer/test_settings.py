@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.trainer.config import OptimConfig, TrainerConfig
+from services.trainer.config import LoraConfig, OptimConfig, TrainerConfig
 from services.trainer.controller.state import learning_rate
 from sluice.config import ConfigError, parse_config
 from tests.patience import PATIENCE
@@ -260,3 +260,38 @@ def test_the_front_can_be_imported_without_torch() -> None:
         [sys.executable, "-c", code], timeout=PATIENCE, capture_output=True, text=True
     )
     assert found.returncode == 0, found.stderr
+
+
+# where it is, what it may hold or wait for, who reaches it: another value gives the same numbers.
+# What a layout or a checkpoint says is checked there
+APART = {
+    "store",
+    "store_cache",
+    "weights",
+    "name",
+    "backend",
+    "head",
+    "ranks",
+    "max_batches",
+    "max_rows",
+    "max_micro_batch_multiple",
+    "max_waiting_calls",
+    "keep_versions",
+    "transfer",
+    "durable",
+    "user_modules",
+    "log_level",
+    "server",
+}
+
+
+def test_each_setting_is_said_to_a_run_or_changes_no_number(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    config = TrainerConfig(model=str(tmp_path), store=tmp_path, lora=LoraConfig(rank=4))
+    said = config.shaping
+    assert {name.partition(".")[0] for name in said} == set(TrainerConfig.model_fields) - APART
+    assert said["model"] == json.dumps(str(tmp_path))
+    assert (said["optim.learning_rate"], said["optim.betas"]) == ("1e-06", "[0.9, 0.95]")
+    assert (said["lora.rank"], said["reference_model"]) == ("4", "null")
+    assert "publish.quantization" in said and "publish.delta" not in said
+    assert "megatron.dtype" in said and "megatron.tensor" not in said
