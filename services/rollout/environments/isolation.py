@@ -227,14 +227,16 @@ class _Grader:
             self._printed.tell()
 
     def _take(self, line: bytes) -> bool:
-        """Whether it answers the open call."""
+        """Whether it answers the open call, or one that was cancelled while it did."""
         try:
             reply = json.loads(line)
         except (ValueError, RecursionError):
             return False
-        if self._reply is None or self._reply.done():
+        if self._reply is None or not isinstance(reply, dict) or reply.get("id") != self._call_id:
             return False
-        if not isinstance(reply, dict) or reply.get("id") != self._call_id:
+        if self._reply.cancelled():
+            return True
+        if self._reply.done():
             return False
         self._reply.set_result(reply)
         return True

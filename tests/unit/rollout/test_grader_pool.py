@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
+import select
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -481,6 +483,29 @@ async def test_a_cancelled_call_ends_its_process_at_once(
         await asyncio.gather(stalled, return_exceptions=True)
         while is_alive(pids(tmp_path)[1]):
             await asyncio.sleep(0.01)
+
+
+async def test_an_answer_to_a_cancelled_call_is_no_fault_of_its_process(
+    environments: Environments, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was on its way: the log of a run that had its groups blamed the environment."""
+    runner = await grader(environments, marks=str(tmp_path))
+    assert isinstance(runner, PooledRunner)
+    await runner.reward(deed("smile"), ANSWERS)
+    (process,) = (each._process for each in runner._pool._idle)
+    assert process is not None
+    transport = process._transport  # type: ignore[attr-defined]
+    pipe = transport.get_pipe_transport(1).get_extra_info("pipe")
+    answered = asyncio.create_task(runner.reward(deed("smile"), ANSWERS))
+    async with asyncio.timeout(PATIENCE):
+        while runner._pool._idle:
+            await asyncio.sleep(0)
+    await asyncio.sleep(0)  # it has been asked
+    assert select.select([pipe], [], [], PATIENCE)[0], "no answer"
+    answered.cancel()
+    await asyncio.gather(answered, return_exceptions=True)
+    await until_ended(tmp_path)
+    assert not [each.message for each in caplog.records if each.levelno >= logging.WARNING]
 
 
 async def test_idle_processes_are_ended(tmp_path: Path) -> None:
