@@ -63,6 +63,13 @@ class GroupCounts:
     episodes: int = 0
     reward_sum: float = 0.0
 
+    def row(self) -> dict[str, float]:
+        """For `metrics.jsonl`; where no episode finished there is no mean of them."""
+        row = {"filtered_groups": float(self.filtered), "surplus_groups": float(self.surplus)}
+        if self.episodes:
+            row["reward_mean_unfiltered"] = self.reward_sum / self.episodes
+        return row
+
 
 @dataclass(frozen=True)
 class _Arrival:
@@ -525,11 +532,13 @@ class RolloutDispatcher:
         counts.reward_sum += arrival.group.reward_mean * arrival.episodes
         self._filtered_in_a_row = self._filtered_in_a_row + 1 if rejected else 0
         counts.filtered += bool(rejected)
-        if self._filtered_in_a_row >= self._config.filtered_in_a_row:
-            raise RolloutFailedError(
-                f"{self._filtered_in_a_row} groups in a row were filtered, the last one by "
-                f"{rejected}: too hard, too easy, or learned (max_filtered_in_a_row)"
-            )
+        count, most = self._filtered_in_a_row, self._config.filtered_in_a_row
+        told = f"{count} groups in a row were filtered, the last one by {rejected}: "
+        if count >= most:
+            why = "too hard, too easy, or learned (max_filtered_in_a_row)"
+            raise RolloutFailedError(told + why)
+        if rejected and count in (most // 8, most // 4, most // 2):
+            logger.warning("%sthe run ends at %d (max_filtered_in_a_row)", told, most)
 
     def failed(self, group: LedgerGroup, why: str) -> LedgerGroup | None:
         """Count an attempt; the group as it is asked for again, None if it is dropped."""

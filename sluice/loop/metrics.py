@@ -59,7 +59,7 @@ ROW_KEYS = {
     "optimizer_step": "Optimizer steps of the trainer.",
     "weight_version": "Version of the weights after the step.",
     "reward_mean": "Mean reward of the episodes, each of which counts once.",
-    "reward_mean_unfiltered": "The same before filters and surplus.",
+    "reward_mean_unfiltered": "The same before filters and surplus; absent where none finished.",
     "reward_mean/<environment>": "Mean reward of one environment of a mixture.",
     "response_length_mean": "Mean tokens of a response.",
     "response_length_mean/<environment>": "The same of one environment.",

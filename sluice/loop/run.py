@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -235,10 +234,7 @@ class TrainingRun(PolicyRun):
             seconds["to_trainers_seconds"] = began - rolled_out
         counts = dispatcher.take_counts()
         if self._filters or self.config.over_sampling > 1:
-            trained.metrics["filtered_groups"] = float(counts.filtered)
-            trained.metrics["surplus_groups"] = float(counts.surplus)
-            mean = counts.reward_sum / counts.episodes if counts.episodes else math.nan
-            trained.metrics["reward_mean_unfiltered"] = mean
+            trained.metrics.update(counts.row())
         committed = self._committed
         assert committed is not None, "no engine serves"
         fleet = {

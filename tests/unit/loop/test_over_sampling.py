@@ -16,7 +16,7 @@ from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.api.router.v1 import router_service_pb2_grpc as router_grpc
 from sluice.client import RouterClient
 from sluice.loop.config import FilterConfig
-from sluice.loop.dispatcher import DispatcherConfig, RolloutDispatcher
+from sluice.loop.dispatcher import DispatcherConfig, GroupCounts, RolloutDispatcher
 from sluice.loop.filters import GroupFilters
 from sluice.loop.ledger import Ledger
 from sluice.loop.workers import EpisodeWorkers, RolloutFailedError
@@ -284,6 +284,15 @@ async def test_filtered_groups_are_replaced_and_told_apart(world) -> None:
     await feed.close()
 
 
+def test_a_step_for_which_no_group_finished_has_no_mean_of_them() -> None:
+    """Its groups were there before; NaN is no JSON, and ends readers of metrics.jsonl."""
+    none = GroupCounts(filtered=2)
+    assert none.row() == {"filtered_groups": 2.0, "surplus_groups": 0.0}
+    some = GroupCounts(finished=2, surplus=1, episodes=4, reward_sum=3.0)
+    row = {"filtered_groups": 0.0, "surplus_groups": 1.0, "reward_mean_unfiltered": 0.75}
+    assert some.row() == row
+
+
 async def test_a_resumed_run_does_not_train_on_what_was_filtered(world) -> None:
     feed = world.feed(STD)
     world.episodes.dull = set(name(0))
@@ -297,12 +306,17 @@ async def test_a_resumed_run_does_not_train_on_what_was_filtered(world) -> None:
     await again.close()
 
 
-async def test_a_task_without_signal_ends_the_run(world) -> None:
-    feed = world.feed(STD, filtered_in_a_row=12)
+async def test_a_task_without_signal_ends_the_run_and_says_so_before(
+    world, caplog: pytest.LogCaptureFixture
+) -> None:
+    feed = world.feed(STD, filtered_in_a_row=24)
     world.episodes.dull = {f"g{i:07}" for i in range(100)}
-    with pytest.raises(RolloutFailedError, match=r"12 groups in a row were filtered.*reward_std"):
+    with pytest.raises(RolloutFailedError, match=r"24 groups in a row were filtered.*reward_std"):
         await world.step(feed, 0)
     await feed.close()
+    told = [each.message for each in caplog.records if "in a row" in each.message]
+    assert [int(text.split()[0]) for text in told] == [3, 6, 12]
+    assert "by reward_std: the run ends at 24 (max_filtered_in_a_row)" in told[0]
 
 
 def angry(group) -> bool:
