@@ -21,7 +21,14 @@ from sluice.loop.report import RunReport
 from sluice.loop.retention import CRITICS
 from sluice.loop.row_files import PromptFileError
 from sluice.loop.rows import ConversationRows, StepRows, TrainingRows
-from sluice.loop.run_directory import RunCheckpoint, checked_run_checkpoint, digest_of
+from sluice.loop.run_directory import (
+    ANOTHER,
+    RunCheckpoint,
+    checked_run_checkpoint,
+    digest_of,
+    initial_digest,
+    told_changes,
+)
 from sluice.loop.trainer_run import TrainerRun
 from sluice.loop.training import StepReport, measure_rows, train_step
 from sluice.place import within
@@ -252,19 +259,18 @@ def checked_settings(config: RowsRunConfig, rows: TrainingRows) -> dict[str, str
 
     Raises ConfigError where the run to resume had another, and RunDirectoryError.
     """
-    run_checkpoint = checked_run_checkpoint(config.run_dir, resume=config.resume, seed=config.seed)
+    run_checkpoint = checked_run_checkpoint(config)
     settings = {
         "rows": rows.digest,
         "rows_per_step": digest_of(config.rows_per_step),
         "template": digest_of(config.template),
         **{name: digest_of(value) for name, value in config.shape.items()},
+        **initial_digest(config),
     }
     for name, before in run_checkpoint.settings.items() if run_checkpoint is not None else ():
         if settings.get(name) != before:
-            raise ConfigError(
-                f"{name}: not as in the run to resume; begin another run_dir from its checkpoint "
-                "(initial_checkpoint)"
-            )
+            told = told_changes(config, name)
+            raise ConfigError(f"{name}: not as in the run to resume{told}; {ANOTHER}")
     return settings
 
 

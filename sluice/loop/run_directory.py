@@ -23,13 +23,14 @@ from sluice import durable
 from sluice.address import split_address
 from sluice.config import ConfigError
 from sluice.durable import DirectoryError, replace_file
-from sluice.loop.config import RunConfig
-from sluice.loop.journal import START, read_journal, without_secrets
+from sluice.loop.config import CommonRunConfig, RunConfig
+from sluice.loop.journal import END, START, read_journal, without_secrets
 from sluice.loop.ledger import Ledger
 from sluice.weights.errors import FileDigestError
 from sluice.weights.manifest import seal, unseal
 
 RUN_CHECKPOINTS, LEDGER = "cuts", "ledger.sqlite"
+ANOTHER = "begin another run_dir from its checkpoint (initial_checkpoint)"
 _WAYS_ON = "put a copy back, or begin another run_dir from a checkpoint (initial_checkpoint)"
 FORMAT, SEAL = 2, "manifest_digest"  # earlier releases wrote neither
 FORMAT_OF_CRITIC = 3  # with the step of a critic, which releases of format 2 do not know
@@ -45,10 +46,15 @@ _SHAPING = {
     "environments",
     "filters",
     "groups_per_step",
+    "max_staleness",
+    "over_sampling",
+    "pause_mode",
     "samples_per_group",
     "sampling",
+    "surplus",
     "teacher",
 }
+_INITIAL = "initial_checkpoint"
 # settings that came after digests of them were kept, and what releases without them did
 _FORMER: dict[tuple[str, ...], Any] = {
     ("algorithm", "epochs"): 1,
@@ -275,11 +281,12 @@ def _typed_errors(run_dir: Path) -> Iterator[None]:
         raise RunDirectoryError(f"{where}: {error.strerror}") from error
 
 
-def checked_run_checkpoint(run_dir: Path, *, resume: bool, seed: int) -> RunCheckpoint | None:
+def checked_run_checkpoint(config: CommonRunConfig) -> RunCheckpoint | None:
     """Returns the run checkpoint to go on from, if there is one.
 
     Raises ConfigError and RunDirectoryError.
     """
+    run_dir, resume = config.run_dir, config.resume
     has_ledger = (run_dir / LEDGER).exists()
     run_checkpoint = latest_run_checkpoint(run_dir / RUN_CHECKPOINTS)
     if has_ledger and not resume and (run_checkpoint is not None or _has_groups(run_dir)):
@@ -293,8 +300,20 @@ def checked_run_checkpoint(run_dir: Path, *, resume: bool, seed: int) -> RunChec
         raise RunDirectoryError(
             f"run_dir: {run_dir} has run checkpoints and no {LEDGER}; {_WAYS_ON}"
         )
-    if run_checkpoint is not None and run_checkpoint.seed != seed:
-        raise ConfigError(f"seed: is {seed}, the run to resume has {run_checkpoint.seed}")
+    if run_checkpoint is None:
+        return None
+    if run_checkpoint.seed != config.seed:
+        raise ConfigError(
+            f"seed: is {config.seed}, the run to resume has {run_checkpoint.seed}; give it that, "
+            f"or {ANOTHER}"
+        )
+    began = run_checkpoint.settings.get(_INITIAL)  # earlier releases did not say
+    if config.initial_checkpoint and began not in (None, digest_of(config.initial_checkpoint)):
+        raise ConfigError(
+            f"initial_checkpoint: the run to resume did not begin with {config.initial_checkpoint},"
+            f" and goes on from its own of step {run_checkpoint.step}; leave it out, or begin "
+            "another run_dir with it"
+        )
     return run_checkpoint
 
 
@@ -339,7 +358,16 @@ def settings_digests(config: RunConfig, prompts: str) -> dict[str, str]:
     `prompts` is the digest of the tasks and their order, or of the groups to replay.
     """
     dumped = config.model_dump(mode="json", include=_SHAPING)
-    return _digests(dumped) | {"prompts": prompts}
+    return _digests(dumped) | {"prompts": prompts} | initial_digest(config)
+
+
+def initial_digest(config: CommonRunConfig) -> dict[str, str]:
+    """That of the checkpoint which a run begins with; one that goes on keeps the first."""
+    run_checkpoint = latest_run_checkpoint(config.run_dir / RUN_CHECKPOINTS)
+    if run_checkpoint is None:
+        return {_INITIAL: digest_of(config.initial_checkpoint)}
+    kept = run_checkpoint.settings.get(_INITIAL)
+    return {} if kept is None else {_INITIAL: kept}
 
 
 def _digests(dumped: Mapping[str, Any]) -> dict[str, str]:
@@ -376,13 +404,12 @@ def check_resumed(
     """
     if config.resume and not (config.run_dir / LEDGER).exists():
         note(f"{config.run_dir} holds no run yet: this one begins")
-    run_checkpoint = checked_run_checkpoint(config.run_dir, resume=config.resume, seed=config.seed)
+    run_checkpoint = checked_run_checkpoint(config)
     if run_checkpoint is None:
         return
     if bool(run_checkpoint.critic_checkpoint) != (config.critic is not None):
-        raise ConfigError(
-            f"critic: the run to resume had {'one' if run_checkpoint.critic_checkpoint else 'none'}"
-        )
+        had, way = ("one", "give it") if config.critic is None else ("none", "leave it out")
+        raise ConfigError(f"critic: the run to resume had {had}; {way}, or {ANOTHER}")
     changed = {
         name: digest
         for name, digest in sorted(run_checkpoint.settings.items())
@@ -390,9 +417,9 @@ def check_resumed(
     }
     if "prompts" in changed:
         what = "prompts: are not those" if config.replay is None else "replay: is not that"
+        told = told_changes(config, "prompts" if config.replay is None else "replay")
         raise ConfigError(
-            f"{what} of the run to resume, some would be trained on twice; "
-            "begin another run_dir from its checkpoint (initial_checkpoint)"
+            f"{what} of the run to resume{told}, some would be trained on twice; {ANOTHER}"
         )
     if not changed:
         return
@@ -420,6 +447,24 @@ def _differences(config: RunConfig, changed: Mapping[str, str]) -> Iterator[str]
         told = list(_named(before[0], now.get(name), (name,))) if before else []
         more = f"{len(told) - _NAMED} more" if len(told) > _NAMED else ""
         yield f"{name} ({'; '.join([*told[:_NAMED], *filter(None, [more])])})" if told else name
+
+
+def told_changes(config: CommonRunConfig, about: str) -> str:
+    """What is another than at the last start that was not refused, in brackets; none where it says
+    nothing. `about`: a key that the settings are, or are below."""
+    starts: list[Mapping[str, Any]] = []
+    for event in read_journal(config.run_dir):
+        if event["event"] == START and isinstance(event.get("config"), Mapping):
+            starts.append(event["config"])
+        elif event["event"] == END and str(event.get("text")).startswith(ConfigError.__name__):
+            starts = starts[:-1]
+    now = without_secrets(config.model_dump(mode="json"))
+    for start in reversed(starts):
+        named = _named(start, now, ())
+        told = [each for each in named if about in each.partition(":")[0].split(".")]
+        if told:
+            return f" ({'; '.join(told[:_NAMED])})"
+    return ""
 
 
 def _named(before: Any, now: Any, path: tuple[str, ...]) -> Iterator[str]:

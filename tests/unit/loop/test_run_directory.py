@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import sqlite3
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -452,12 +453,12 @@ def test_settings_have_the_digests_that_earlier_releases_wrote(kept: dict[str, A
     base |= {"environment": {"name": "prompts"}, "prompts": {"file": "p.jsonl"}}
     values = {**base, "sampling": {"max_new_tokens": 5}, **kept["changes"]}
     values = {name: value for name, value in values.items() if value is not None}
-    assert settings_digests(parse_config(RunConfig, values), "p") == kept["digests"]
+    assert settings_digests(parse_config(RunConfig, values), "p").items() >= kept["digests"].items()
     values["algorithm"] = {"epochs": 1, **values.get("algorithm", {})}
     shares = values.get("environments", {}).values()
     for given in (values["sampling"], *(s["sampling"] for s in shares if "sampling" in s)):
         given.setdefault("stop", [])
-    assert settings_digests(parse_config(RunConfig, values), "p") == kept["digests"]
+    assert settings_digests(parse_config(RunConfig, values), "p").items() >= kept["digests"].items()
 
 
 def test_settings_that_differ_are_named_with_both_values(tmp_path, resumed) -> None:
@@ -496,6 +497,52 @@ def test_other_prompts_are_refused_wherever_they_are(resumed, tmp_path) -> None:
             resumed(prompts=prompts)
     with pytest.raises(ConfigError, match="prompts: are not"):
         resumed(prompts={"file": str(tmp_path / "prompts.jsonl"), "shuffle": False})
+
+
+def test_prompts_that_differ_are_named_with_both_values(resumed, tmp_path) -> None:
+    """As they were when the run last went on, not when it was refused."""
+    journal = RunJournal(tmp_path / "run")
+    had = config(tmp_path).model_dump(mode="json")
+    journal.start("train", 1, had)
+    journal.start("train", 1, {**had, "prompts": {"file": "refused.jsonl"}})
+    journal.write("end", outcome="failed", text="ConfigError: prompts: are not those")
+    (told,) = {refusal(resumed, prompts={"index_count": index}) for index in (7, 7)}
+    assert "of the run to resume (prompts.file: " in told and "now null" in told
+    assert "prompts.index_count: null, now 7)" in told and "refused" not in told
+    copy = tmp_path / "prompts.jsonl"
+    copy.write_text(json.dumps({"prompt": "2="}) + "\n")
+    assert "of the run to resume, some would" in refusal(resumed)
+
+
+def refusal(resumed: Callable[..., Any], **changes: Any) -> str:
+    with pytest.raises(ConfigError) as raised:
+        resumed(**changes)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_staleness", 2), ("over_sampling", 2.0), ("pause_mode", "abort")],
+)
+def test_settings_of_the_schedule_are_told_too(resumed, name: str, value: object) -> None:
+    """They change which groups a step is of, and which weights sampled them."""
+    assert resumed(**{name: value}) == [f"resumed with another {name}"]
+
+
+def test_a_run_that_goes_on_begins_with_no_other_checkpoint(tmp_path, ledger) -> None:
+    """It went on from its own without a word."""
+    began = config(tmp_path, initial_checkpoint="checkpoints/a")
+    cuts = tmp_path / "run" / "cuts"
+    write_run_checkpoint(cuts, replace(RUN_CHECKPOINT, settings=digests(began)))
+    for taken in (began, config(tmp_path)):
+        check_resumed(taken, digests(taken), pytest.fail)
+        assert digests(taken)["initial_checkpoint"] == digests(began)["initial_checkpoint"]
+    other = config(tmp_path, initial_checkpoint="checkpoints/b")
+    with pytest.raises(ConfigError, match=r"initial_checkpoint: .* checkpoints/b, and .* step 2"):
+        check_resumed(other, digests(other), pytest.fail)
+    write_run_checkpoint(cuts, RUN_CHECKPOINT)  # of a release that did not say
+    check_resumed(other, digests(other), pytest.fail)
+    assert "initial_checkpoint" not in digests(other)
 
 
 def test_a_run_checkpoint_of_before_settings_were_kept_is_taken(tmp_path, ledger) -> None:

@@ -13,6 +13,7 @@ import pytest
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.config import ConfigError, parse_config
 from sluice.loop.config import SftConfig
+from sluice.loop.journal import RunJournal
 from sluice.loop.ledger import Ledger
 from sluice.loop.rows_run import checked_settings, load_rows
 from sluice.loop.run_directory import write_run_checkpoint
@@ -77,6 +78,12 @@ def test_what_shapes_a_run_is_refused_by_key_where_it_differs(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^{key}: not as in the run to resume"):
         resumed(**changes)
+
+
+def test_what_shapes_a_run_is_refused_with_both_values(resumed: Check, tmp_path: Path) -> None:
+    RunJournal(tmp_path / "run").start("sft", 1, {"rows_per_step": 32, "template": {}})
+    with pytest.raises(ConfigError, match=r"\(rows_per_step: 32, now 16\); begin"):
+        resumed(rows_per_step=16)
 
 
 def test_other_rows_are_refused_though_those_trained_on_last_are_the_same(
