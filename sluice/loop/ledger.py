@@ -269,6 +269,15 @@ class Ledger:
             (group_id,),
         )
 
+    def sample_again(self, after: int) -> int:
+        """Groups that weights of later steps sampled are to be generated anew; how many wait."""
+        cursor = self._db.execute(
+            "UPDATE groups SET state = 'issued', blob_digest = NULL, blob_size = NULL"
+            " WHERE state = 'generated' AND newest_step > ?",
+            (after,),
+        )
+        return cursor.rowcount
+
     def drop(self, group_id: str, reason: str) -> None:
         self._db.execute(
             "UPDATE groups SET state = 'dropped', reason = ?"

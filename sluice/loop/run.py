@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +32,11 @@ from sluice.loop.report import RunReport
 from sluice.loop.run_directory import (
     RunCheckpoint,
     check_resumed,
+    last_step_of_samples,
     settings_digests,
 )
 from sluice.loop.teachers import Teachers
-from sluice.loop.trainer_run import Reference
+from sluice.loop.trainer_run import Reference, facts_of
 from sluice.loop.training import (
     Critic,
     StepReport,
@@ -438,8 +440,27 @@ class TrainingRun(PolicyRun):
             await self._dispatcher.close()
             self._dispatcher = None
         await self._go_back(run_checkpoint)
+        await self._sample_again(run_checkpoint)
         await self._publish(run_checkpoint)
         await self._evaluate_in_between()  # if it was not finished
+
+    async def _sample_again(self, run_checkpoint: RunCheckpoint) -> None:
+        """Has groups generated anew that are not of this run's settings, nor of weights to come.
+
+        From then on the run checkpoint is of these settings: what is sampled next is.
+        """
+        layouts, trainers = facts_of(await self._trainers())
+        last = last_step_of_samples(run_checkpoint, self._settings, trainers)
+        if last is None:
+            return
+        count = self.ledger.sample_again(last)
+        now = replace(run_checkpoint, settings=self._settings, layouts=layouts, trainers=trainers)
+        await self._retention.record(now)
+        if count:
+            which = "" if last == -1 else f" by weights after step {last}"
+            self.report.note(
+                f"{count} groups are sampled again, which had been{which} with the settings before"
+            )
 
     def _check_scalars(self, step: int) -> None:
         """A schedule is asked with the row of the step that a run goes back to.

@@ -54,6 +54,9 @@ _SHAPING = {
     "surplus",
     "teacher",
 }
+_OF_SAMPLES = {"environment", "environments", "samples_per_group", "sampling", "teacher"}
+# of trainers: what only has floats added in another order
+_OF_ROUNDING = {"max_tokens_per_micro_batch", "threads", "operations"}
 _INITIAL = "initial_checkpoint"
 # settings that came after digests of them were kept, and what releases without them did
 _FORMER: dict[tuple[str, ...], Any] = {
@@ -510,6 +513,37 @@ def check_layouts(
         note(f"resumed with another layout of ranks ({name}: {had}; now {has}): numbers differ")
 
 
+def last_step_of_samples(
+    run_checkpoint: RunCheckpoint,
+    settings: Mapping[str, str],
+    trainers: Mapping[str, Mapping[str, str]],
+) -> int | None:
+    """The last step whose weights sampled what a run that goes back may train on; None for any.
+
+    With the settings that it had, steps make the same weights again, but for rounding. With others
+    they do not: what those of later steps sampled is of a policy that there will never be, however
+    close its step is. Nothing that was sampled or rewarded otherwise is trained on: -1.
+    """
+    changed = {
+        name
+        for name, digest in run_checkpoint.settings.items()
+        if name != _INITIAL and settings.get(name) != digest
+    }
+    if changed & _OF_SAMPLES:
+        return -1
+    others = {
+        key.partition(".")[0]
+        for name, before in run_checkpoint.trainers.items()
+        for key in _other_keys(before, trainers.get(name, {}))
+    }
+    return run_checkpoint.step if changed or others - _OF_ROUNDING else None
+
+
+def _other_keys(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Settings that differ, of those that both know: earlier releases may say fewer."""
+    return [key for key in sorted(before.keys() & now.keys()) if before[key] != now[key]]
+
+
 def check_trainers(
     run_checkpoint: RunCheckpoint,
     trainers: Mapping[str, Mapping[str, str]],
@@ -519,15 +553,13 @@ def check_trainers(
 ) -> None:
     """Notes settings of trainers that are others than when they saved, which they do not say.
 
-    Raises ConfigError where the run is to be deterministic. Earlier releases of either recorded
-    none, or not all: only what both know is compared.
+    Raises ConfigError where the run is to be deterministic.
     """
     for name, before in run_checkpoint.trainers.items():
         now = trainers.get(name, {})
         told = [
             f"{key}: {_clipped(before[key])}, now {_clipped(now[key])}"
-            for key in sorted(before.keys() & now.keys())
-            if before[key] != now[key]
+            for key in _other_keys(before, now)
         ]
         if not told:
             continue

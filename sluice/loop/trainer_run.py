@@ -178,7 +178,7 @@ class TrainerRun(ABC, Generic[C]):
         lost = damaged_run_checkpoints(self._run_checkpoints)
         trained = self.ledger.last_consumed_step()
         for run_checkpoint in reversed(list_run_checkpoints(self._run_checkpoints)):
-            layouts, settings = _described(await self._trainers())
+            layouts, settings = facts_of(await self._trainers())
             note, deterministic = self.report.note, self._deterministic
             check_layouts(run_checkpoint, layouts, note, deterministic=deterministic)
             check_trainers(run_checkpoint, settings, note, deterministic=deterministic)
@@ -287,7 +287,7 @@ class TrainerRun(ABC, Generic[C]):
         """
         await self._settle_saving()
         await self._retention.settle()
-        layouts, settings = _described(await self._trainers())
+        layouts, settings = facts_of(await self._trainers())
         run_checkpoint = RunCheckpoint(
             step=self.step,
             optimizer_step=self.optimizer_step,
@@ -419,7 +419,7 @@ class TrainerRun(ABC, Generic[C]):
         )
 
 
-def _described(
+def facts_of(
     trainers: Mapping[str, trainer_pb.Trainer],
 ) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, str]]]:
     """How the ranks of trainers are laid out, and their settings where they say them."""

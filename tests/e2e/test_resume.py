@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+from sluice.loop.journal import read_journal
 from sluice.loop.run_directory import latest_run_checkpoint, write_run_checkpoint
 from sluice.samples.blobs import BlobStore
 from tests.e2e.conftest import Stack, Training
@@ -134,6 +135,35 @@ def test_weights_that_are_not_those_of_the_run_checkpoint_are_no_place_to_go_on_
     assert "went back to the run checkpoint of step 0: steps 1 to 2 are repeated" in output
     consumed = {group.group_id: group.consumed_step for group in training.groups("consumed")}
     assert consumed == {f"g{i:07}": i // 4 + 1 for i in range(12)}
+
+
+def test_groups_of_weights_that_never_come_again_are_sampled_again(stack):
+    """With other settings they are of another policy, however close its step is."""
+    died = stack.train("other", steps=3, checkpoint_every=9, dies_at=("consumed", 3))
+    died.died()
+    first = {group.group_id: group.blob for group in died.groups("consumed")}
+    more = stack.train(
+        "other",
+        steps=3,
+        resume=True,
+        checkpoint_every=9,
+        dies_at=("consumed", 2),
+        algorithm={"epochs": 4},
+    )
+    more.died()
+    training = stack.train("other", steps=3, resume=True, checkpoint_every=9)
+    output = " ".join(training.finish().split())
+    assert "resumed with another algorithm (algorithm.epochs: 4, now 1)" in output
+    told = "groups are sampled again, which had been by weights after step 0 with the settings"
+    notes = [each["text"] for each in read_journal(died.run_dir) if each["event"] == "note"]
+    assert [text.split()[0] for text in notes if told in text] == ["8", "4"]
+    assert [row["step"] for row in training.rows()] == [1, 2, 3]
+    for row in training.learning_rows():
+        assert row["rollout_mismatch"] < 1e-5, "sampled by other weights, which none corrects"
+    last = {group.group_id: group.blob for group in training.groups("consumed")}
+    assert {name for name, blob in last.items() if blob == first[name]} == {
+        f"g{number:07}" for number in range(4)
+    }
 
 
 def test_a_manifest_cut_off_smaller_steps_and_other_ranks(stack):

@@ -100,6 +100,17 @@ def test_consumed_groups_are_counted_across_lives(ledger, tmp_path):
     again.close()
 
 
+def test_groups_of_later_weights_are_generated_anew(ledger):
+    for position in range(4):
+        ledger.generated(made(position, oldest_step=0, newest_step=position))
+    ledger.consume(["g3"], step=4)
+    assert ledger.sample_again(1) == 1
+    assert ids(ledger.groups("generated")) == ["g0", "g1"]
+    (again,) = ledger.groups("issued")
+    assert (again.group_id, again.blob) == ("g2", None)
+    assert ledger.sample_again(-1) == 2 and ids(ledger.groups("consumed")) == ["g3"]
+
+
 def test_rolling_back_returns_what_came_after_the_run_checkpoint(ledger):
     for position in range(3):
         ledger.generated(made(position))

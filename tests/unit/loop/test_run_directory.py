@@ -32,6 +32,7 @@ from sluice.loop.run_directory import (
     check_trainers,
     damaged_run_checkpoints,
     digest_of,
+    last_step_of_samples,
     latest_run_checkpoint,
     list_run_checkpoints,
     owned,
@@ -386,6 +387,34 @@ def test_other_settings_of_a_trainer_are_told_or_refused(role) -> None:
     message = rf"^deterministic: the {role} of the run to resume .*0.001, now 0.0005\); give it"
     with pytest.raises(ConfigError, match=message):
         check_trainers(run_checkpoint, {**before, role: has}, pytest.fail, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "trainer", "last"),
+    [
+        ({}, {}, None),
+        ({"later": "x"}, {"later": "1"}, None),  # which the run checkpoint does not know
+        ({"initial_checkpoint": "x"}, {}, None),
+        ({"algorithm": "x"}, {}, 2),
+        ({"groups_per_step": "x"}, {"threads": "4"}, 2),
+        ({}, {"optim.learning_rate": "0.1"}, 2),
+        ({}, {"threads": "4", "max_tokens_per_micro_batch": "8", "operations.x": "1"}, None),
+        ({"sampling": "x"}, {}, -1),
+        ({"environment": "x", "algorithm": "x"}, {"optim.learning_rate": "0.1"}, -1),
+    ],
+)
+def test_what_other_settings_make_of_groups_that_wait(
+    settings: dict[str, str], trainer: dict[str, str], last: int | None
+) -> None:
+    """What was sampled by weights of later steps is of none that the run will have."""
+    names = ("algorithm", "groups_per_step", "sampling", "environment", "initial_checkpoint")
+    had = dict.fromkeys(names, "d")
+    said = {name: "0" for name in ("threads", "max_tokens_per_micro_batch", "operations.x")}
+    said["optim.learning_rate"] = "0"
+    run_checkpoint = replace(RUN_CHECKPOINT, settings=had, trainers={"trainer": said})
+    now = {"trainer": {**said, **trainer}}
+    assert last_step_of_samples(run_checkpoint, {**had, **settings}, now) == last
+    assert last_step_of_samples(RUN_CHECKPOINT, {**had, **settings}, now) is None
 
 
 @pytest.mark.parametrize("role", ["trainer", "critic"])
