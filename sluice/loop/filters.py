@@ -72,10 +72,30 @@ def finished(group: GeneratedGroup, *, share: float = 1.0) -> bool:
     return ended >= share * len(group.finish_reasons)
 
 
+def _check_band(*, low: float = 0.0, high: float = 1.0) -> None:
+    if not low <= high:
+        raise ValueError(f"low {low:g} is not up to high {high:g}: no group would be kept")
+
+
+def _check_share(*, share: float = 1.0) -> None:
+    if not share <= 1:
+        raise ValueError(f"share {share:g} is more than all samples: no group would be kept")
+
+
+def _check_spread(*, above: float = 0.0) -> None:
+    if not 0 <= above < math.inf:
+        raise ValueError(f"above {above:g} is no spread of rewards: it is 0 or more, and finite")
+
+
 FILTERS: Mapping[str, Callable[..., bool]] = {
     "reward_std": reward_std,
     "raw_reward_mean": raw_reward_mean,
     "finished": finished,
+}
+_CHECKS: Mapping[str, Callable[..., None]] = {
+    "reward_std": _check_spread,
+    "raw_reward_mean": _check_band,
+    "finished": _check_share,
 }
 
 
@@ -133,7 +153,9 @@ def _load(config: FilterConfig, key: str) -> Keep:
         keep = named_function(config.name, f"{key}.name", known=tuple(FILTERS))
     try:
         inspect.signature(keep).bind(None, **config.settings)
-    except TypeError as error:
+        if check := _CHECKS.get(config.name):
+            check(**config.settings)
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"{key}.settings: {config.name}: {error}") from None
     return partial(keep, **config.settings)
 

@@ -105,6 +105,12 @@ def test_an_episode_counts_once_however_many_samples_it_has() -> None:
         (f"{HERE}:nothing", {}, "names no function"),
         ("reward_std", {"abov": 1}, "filters.0.settings.*abov"),
         (f"{HERE}:short", {}, "filters.0.settings.*limit"),
+        ("raw_reward_mean", {"low": 0.2, "high": 0.1}, r"low 0\.2 is not up to high 0\.1"),
+        ("raw_reward_mean", {"low": 1.5}, "filters.0.settings.*high 1: no group"),
+        ("finished", {"share": 80}, "filters.0.settings.*share 80 is more than all"),
+        ("reward_std", {"above": -0.1}, "above -0.1 is no spread"),
+        ("reward_std", {"above": float("nan")}, "above nan is no spread"),
+        ("reward_std", {"above": "0.1"}, "filters.0.settings.*str"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_run(name, settings, message) -> None:
