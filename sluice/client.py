@@ -56,6 +56,7 @@ M = TypeVar("M", bound=pb.Message)
 C = TypeVar("C", bound="Client")
 
 PUT_BYTES = 1 << 20  # of one message of PutColumns, unless a row alone is larger
+OPEN_SECONDS = 300.0  # of an environment, whose code is imported and may load data
 BLOBS_TOGETHER = 4096  # in one message of UploadBatch
 
 
@@ -695,6 +696,11 @@ class RolloutClient(Client):
     async def vocabulary(self) -> str:
         """Digest of what prompts are encoded with; empty where nobody can say."""
         return (await self._describe(omits_schemas=True)).vocabulary
+
+    async def check_environment(self, spec: rollout_pb.EnvironmentSpec) -> None:
+        """Have an environment opened by its settings. Raises RemoteError with what is wrong."""
+        request = rollout_pb.ListEnvironmentsRequest(omits_schemas=True, checked=spec)
+        await self._call(partial(self.stub.ListEnvironments, timeout=OPEN_SECONDS), request)
 
     async def _describe(self, *, omits_schemas: bool) -> rollout_pb.ListEnvironmentsResponse:
         request = rollout_pb.ListEnvironmentsRequest(omits_schemas=omits_schemas)

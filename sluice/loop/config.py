@@ -646,6 +646,16 @@ class RunConfig(CommonRunConfig):
         return data.sampling.over(training)
 
     @property
+    def environments_of_later(self) -> dict[str, EnvironmentConfig]:
+        """Those that the first groups of a run may not be of, by the key that gives each."""
+        shares = self.environments.items()
+        found = {f"environments.{name}.environment": share.environment for name, share in shares}
+        for name, data in self.evaluation.datasets.items() if self.evaluation else ():
+            if isinstance(data.environment, EnvironmentConfig):
+                found[f"evaluation.datasets.{name}.environment"] = data.environment
+        return found
+
+    @property
     def samples_least(self) -> bool:
         """Whether any answer has tokens before which it does not end."""
         trained = [self.training_sampling(share) for share in self.shares.values()]

@@ -119,7 +119,12 @@ class EvaluationLane:
         self._evaluation = config.evaluation
         datasets = {} if self._evaluation is None else self._evaluation.datasets
         self._sources: Mapping[str, PromptSource] = {
-            name: load_prompts(data.prompts, config.seed, config.environment_of(data))
+            name: load_prompts(
+                data.prompts,
+                config.seed,
+                config.environment_of(data),
+                f"evaluation.datasets.{name}.prompts",
+            )
             for name, data in datasets.items()
         }
         self._running: asyncio.Task[None] | None = None

@@ -67,7 +67,12 @@ def open_sources(config: RunConfig) -> dict[str, PromptSource]:
     Raises ConfigError for a missing, PromptFileError for a malformed file.
     """
     return {
-        name: load_prompts(share.prompts, config.seed, share.environment)
+        name: load_prompts(
+            share.prompts,
+            config.seed,
+            share.environment,
+            f"environments.{name}.prompts" if name else "prompts",
+        )
         for name, share in config.shares.items()
     }
 

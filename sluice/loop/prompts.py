@@ -65,11 +65,15 @@ class PromptSource:
 
 
 def load_prompts(
-    config: PromptsConfig, seed: int, environment: EnvironmentConfig | None = None
+    config: PromptsConfig,
+    seed: int,
+    environment: EnvironmentConfig | None = None,
+    key: str = "prompts",
 ) -> PromptSource:
     """Open the source of the tasks of an environment, whose settings name the keys of its rows.
 
-    Raises ConfigError for a missing, PromptFileError for a malformed file.
+    `key` is the setting that gives `config`. Raises ConfigError for a missing, PromptFileError for
+    a malformed file.
     """
     if config.index_count is not None:
         return PromptSource(range(config.index_count), config.shuffle, seed)
@@ -77,7 +81,7 @@ def load_prompts(
     settings = environment.settings if environment else {}
     keys = [str(settings.get(f"{name}_key", name)) for name in ("prompt", "messages")]
     rows, numbers = [], array("q")
-    all_rows = read_rows(config.file, "prompts.file")
+    all_rows = read_rows(config.file, f"{key}.file")
     for number, (where, row) in enumerate(all_rows, 1):
         if not all(is_one_of(find(row, key), wanted) for key, wanted in config.where.items()):
             continue
@@ -96,7 +100,8 @@ def load_prompts(
         rows.append(row)
         numbers.append(number)
     if not rows:
-        raise ConfigError(f"prompts.where: {_why_none(config.where, [row for _, row in all_rows])}")
+        why = _why_none(config.where, [row for _, row in all_rows])
+        raise ConfigError(f"{key}.where: {why}")
     content = digest_of_rows(config.file)
     if config.where:
         content += f"/{json.dumps(config.where, sort_keys=True)}"

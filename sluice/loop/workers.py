@@ -124,7 +124,7 @@ def _request(
     takes_more: bool = False,
 ) -> pb.RolloutRequest:
     request = pb.RolloutRequest(
-        environment=pb.EnvironmentSpec(name=environment.name),
+        environment=_spec(environment),
         sampling=engine_pb.SamplingParams(**sampling.model_dump()),
         sample_count=len(groups[0].seeds),
         group_timeout=duration_of(group_timeout_seconds),
@@ -132,10 +132,15 @@ def _request(
         groups=groups,
         takes_more=takes_more,
     )
-    request.environment.settings.update(environment.settings)
     content = request.SerializeToString(deterministic=True).hex()
     request.request_id = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{content}/{trial}"))
     return request
+
+
+def _spec(environment: EnvironmentConfig) -> pb.EnvironmentSpec:
+    spec = pb.EnvironmentSpec(name=environment.name)
+    spec.settings.update(environment.settings)
+    return spec
 
 
 def _group(
@@ -254,6 +259,24 @@ class EpisodeWorkers:
                     raise
                 logger.warning("episode worker %s was not asked for its tokens: %s", address, error)
         return found
+
+    async def check(self, environments: Mapping[str, EnvironmentConfig]) -> None:
+        """Have those workers that answer open environments, by the key that gives each.
+
+        Raises ConfigError for one that is wrong, NoWorkerError, and RemoteError where its code
+        fails.
+        """
+        for address in await self.refresh() if environments else ():
+            for key, environment in environments.items():
+                try:
+                    await self._clients[address].check_environment(_spec(environment))
+                except RemoteError as error:
+                    if error.code is grpc.StatusCode.INVALID_ARGUMENT:
+                        wrong = error.message.removeprefix("environment")
+                        raise ConfigError(f"{key}{wrong}") from None
+                    if not is_passing(error):
+                        raise
+                    logger.warning("episode worker %s did not open %s: %s", address, key, error)
 
     async def _addresses(self) -> list[str]:
         workers = await self._list()

@@ -61,3 +61,18 @@ def test_data_sets_are_scored_beside_training(stack: Stack) -> None:
         assert row["weight_version"] == last[row["dataset"]]["weight_version"]
         assert row["score"] == last[row["dataset"]]["score"], "of the same samples"
     assert len(training.groups("consumed")) == 20, "no held-out group is trained on"
+
+
+def test_an_environment_of_later_is_refused_before_anything_runs(stack: Stack) -> None:
+    """Of an evaluation after the run, the run would be over by then."""
+    prompts = {"file": str(stack.run_dir / "prompts.jsonl")}
+    wrong = {"name": "prompts", "settings": {"reward": "exact_macht"}}
+    held_out = {"held_out": {"prompts": prompts, "environment": wrong}}
+    training = stack.train(
+        "wrong-later", steps=1, evaluation={"datasets": held_out, "before_training": False}
+    )
+    output, _ = training.process.communicate(timeout=PATIENCE)
+    assert training.process.returncode == 2
+    key = "evaluation.datasets.held_out.environment.settings.reward"
+    assert f"{key}: 'exact_macht' is unknown" in output.replace("\n", " "), output
+    assert not training.groups("issued") and not training.groups("consumed")

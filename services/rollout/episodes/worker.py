@@ -122,6 +122,10 @@ class Rollouts:
             await self._spool.cancel(request_id, cancelled)
         return cancelled
 
+    async def check_environment(self, spec: pb.EnvironmentSpec) -> None:
+        """Open an environment by its settings. Raises InvalidFieldError, and what it raises."""
+        await self._create_runner(spec, [])
+
     async def drain(self, seconds: float) -> None:
         """Let rollouts settle for so long, then send their listeners to another worker."""
         begun = [rollout for rollout in self._begun() if rollout.open_count]
@@ -350,6 +354,8 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
     async def ListEnvironments(
         self, request: pb.ListEnvironmentsRequest, context: Any
     ) -> pb.ListEnvironmentsResponse:
+        if request.HasField("checked"):
+            await self._rollouts.check_environment(request.checked)
         schemas = {} if request.omits_schemas else await self._environments.settings_schemas()
         environments = [
             pb.Environment(name=name, settings_schema=schemas.get(name))

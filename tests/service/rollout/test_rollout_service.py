@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
+from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import RemoteError, RouterClient, error_from_status
 from sluice.demo.tiny_qwen3 import WORDS
@@ -404,6 +405,18 @@ async def test_environments_are_listed_with_their_settings(refusing: Any) -> Non
     schema = json.loads(environments[2].settings_schema)
     assert {"dataset", "size", "partial_credit"} <= schema["properties"].keys()
     assert schema["additionalProperties"] is False
+
+
+async def test_an_environment_is_opened_without_a_group(refusing: Any) -> None:
+    spec = pb.EnvironmentSpec(name="grim")
+    await refusing.client.check_environment(spec)
+    spec.settings.update({"flavour": "poison"})
+    with pytest.raises(RemoteError, match="is not served here") as caught:
+        await refusing.client.check_environment(spec)
+    assert caught.value.metadata["field"] == "environment.settings.flavour"
+    with pytest.raises(RemoteError) as caught:
+        await refusing.client.check_environment(pb.EnvironmentSpec(name="grimm"))
+    assert caught.value.metadata["field"] == "environment.name"
 
 
 async def test_an_answer_beyond_the_size_of_messages_is_asked_for_once(

@@ -259,3 +259,21 @@ def test_the_digest_of_tasks_knows_each_environment(tmp_path: Path):
     digests = [digest_of(open_sources(each)) for each in (mixed, changed, renamed)]
     assert len(set(digests)) == 3
     assert digest_of(open_sources(weighed)) == digests[0], "weights may change, tasks may not"
+
+
+def test_the_setting_of_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    there = tmp_path / "there.jsonl"
+    there.write_text('{"prompt": "1="}\n')
+    values = {
+        "run_dir": "runs/x",
+        "trainer": "t:1",
+        "router": "r:1",
+        "sampling": {"max_new_tokens": 1},
+        "environments": {
+            name: {"prompts": {"file": str(path)}, "environment": {"name": "prompts"}}
+            for name, path in (("sums", there), ("letters", tmp_path / "gone.jsonl"))
+        },
+    }
+    config = RunConfig(**values)
+    with pytest.raises(ConfigError, match=r"^environments\.letters\.prompts\.file: .*gone"):
+        open_sources(config)

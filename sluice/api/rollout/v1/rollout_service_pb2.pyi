@@ -196,10 +196,12 @@ class CancelRolloutResponse(_message.Message):
     def __init__(self, cancelled_group_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListEnvironmentsRequest(_message.Message):
-    __slots__ = ("omits_schemas",)
+    __slots__ = ("omits_schemas", "checked")
     OMITS_SCHEMAS_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_FIELD_NUMBER: _ClassVar[int]
     omits_schemas: bool
-    def __init__(self, omits_schemas: bool = ...) -> None: ...
+    checked: EnvironmentSpec
+    def __init__(self, omits_schemas: bool = ..., checked: _Optional[_Union[EnvironmentSpec, _Mapping]] = ...) -> None: ...
 
 class Environment(_message.Message):
     __slots__ = ("name", "settings_schema")
