@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from prometheus_client import Counter, Gauge, Histogram
 
 from sluice.runtime.metrics import with_values
@@ -122,3 +124,11 @@ MISMATCH = Gauge(
 BATCHES = Gauge("sluice_trainer_batches_held", "Batches held.")
 WAITING_CALLS = Gauge("sluice_trainer_waiting_calls", "Calls that run or wait for their turn.")
 RESTARTS = Counter("sluice_trainer_rank_restarts_total", "Restarts of the ranks.")
+
+WEIGHT_VERSION.set(math.nan)  # until there is one to tell of: 0 is a loss, a rate and a version too
+GRAD_NORM.set(math.nan)
+LEARNING_RATE.set(math.nan)
+LOSS.set(math.nan)
+MISMATCH.set(math.nan)
+DELTA_DENSITY.set(math.nan)
+TRANSFER_RATE.set(math.nan)

@@ -306,6 +306,9 @@ def restore_state(state: PolicyState, name: str, record: CheckpointRecord) -> No
     state.checkpoint = name
     state.undone = None
     state.ledger = type(state.ledger)()
+    if not state.adapter:
+        metrics.STEP.set(state.step)
+        metrics.SKIPS_IN_A_ROW.set(0)
 
 
 def files_of(results: Iterable[pb.CommandResult]) -> dict[str, FileEntry]:
@@ -537,8 +540,6 @@ class TrainerCheckpoints:
             record = await self._read(name, policy.adapter)
             await self._load_recorded(ranks, name, record, policy.adapter)
         restore_state(policy, name, record)
-        if not policy.adapter:
-            metrics.STEP.set(policy.step)
 
     async def _abandon(self, partial: str) -> None:
         await asyncio.shield(asyncio.to_thread(self.store.abandon, partial))

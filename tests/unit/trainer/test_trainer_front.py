@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from prometheus_client import REGISTRY
 
 from services.trainer.errors import (
     CheckpointDamagedError,
@@ -180,6 +183,44 @@ async def test_many_skips_in_a_row_raise_an_alarm(stage: Stage) -> None:
     await stage.trainer.passes.forward_backward(batch, stage.request("a", 2))
     done = await stage.trainer.passes.step(2, ["a"], None)
     assert (done.skips_in_a_row, done.skipped_count) == (0, 2)
+
+
+async def test_what_ranks_are_brought_back_to_is_what_metrics_show(stage: Stage) -> None:
+    """Without a checkpoint that is the beginning, of which a trainer showed nothing."""
+    batch = await stage.upload()
+
+    async def skip(name: str) -> pb.CommandResult:
+        outcome = pb.StepResult(grad_norm=float("nan"), skipped_reason="non-finite gradient norm")
+        return pb.CommandResult(step=outcome) if name == "step" else pb.CommandResult()
+
+    stage.script = skip
+    for step in range(2):
+        await stage.trainer.passes.forward_backward(batch, stage.request("a", step))
+        await stage.trainer.passes.step(step, ["a"], None)
+    assert (shown("step_number"), shown("consecutive_skipped_steps")) == (2, 2)
+    assert stage.rank is not None
+    await stage.rank.leave()
+    await until(lambda: stage.trainer.ranks.state != trainer_pb.Trainer.STATE_ACTIVE)
+    await stage.connect()
+    assert stage.trainer.state.step == 0
+    assert (shown("step_number"), shown("consecutive_skipped_steps")) == (0, 0)
+
+
+def test_what_there_is_none_of_yet_is_no_number() -> None:
+    """A critic had no mismatch with engines, and weights of version 0 were behind every engine."""
+    program = (
+        "import services.trainer.metrics, prometheus_client as client\n"
+        "print(client.generate_latest().decode())"
+    )
+    page = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    for name in ("loss", "learning_rate", "weight_version", "rollout_mismatch_logprob"):
+        assert f"sluice_trainer_{name} NaN" in page.stdout
+
+
+def shown(name: str) -> float | None:
+    return REGISTRY.get_sample_value(f"sluice_trainer_{name}")
 
 
 async def test_a_caller_that_goes_away_does_not_stop_the_pass(stage: Stage) -> None:
