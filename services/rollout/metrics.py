@@ -6,9 +6,9 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from sluice.runtime.metrics import Reading, with_values
 
-MINUTES = (0.01, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600)
+MINUTES = (0.01, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800, 3600, 10800)
 PAUSES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 600)
-LENGTHS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+LENGTHS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 GROUPS = with_values(
     Counter("sluice_rollout_groups_total", "Groups settled.", ["outcome"]),

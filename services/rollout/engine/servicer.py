@@ -20,6 +20,7 @@ from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import (
     Delta,
     Engine,
+    FinishReason,
     Generation,
     PauseMode,
     ProfileOrder,
@@ -122,12 +123,24 @@ def _weight(delta: Delta) -> int:
     return DELTA_TOKENS + len(delta.token_ids) + more
 
 
-def count_generation(deltas: Sequence[Delta]) -> None:
-    """Counts the samples that ended with these deltas."""
-    ended = [delta for delta in deltas if delta.finish_reason is not None]
-    for reason, count in Counter(delta.finish_reason for delta in ended).items():
-        metrics.SAMPLES.labels(reason).inc(count)
-    observe_all(metrics.SAMPLE_TOKENS, [len(delta.token_ids) for delta in ended])
+async def counted(engine: Engine, generation: Generation) -> AsyncGenerator[Delta, None]:
+    """Yields what the engine samples, and counts the samples that ended, whoever is told of them.
+
+    Once, however often an answer is asked for, and whole, in however many deltas it comes.
+    """
+    lengths = Counter[int]()
+    ended: list[tuple[FinishReason, int]] = []
+    try:
+        async with contextlib.aclosing(engine.generate(generation)) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                lengths[delta.index] += len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    ended.append((delta.finish_reason, lengths[delta.index]))
+                yield delta
+    finally:
+        for reason, count in Counter(reason for reason, _ in ended).items():
+            metrics.SAMPLES.labels(reason).inc(count)
+        observe_all(metrics.SAMPLE_TOKENS, [length for _, length in ended])
 
 
 def pick(engine: Engine, bounds: VersionBounds, adapter: str = "") -> int | None:
@@ -160,10 +173,9 @@ async def complete(engine: Engine, generation: Generation, bounds: VersionBounds
     Raises VersionUnavailableError, and what the engine raises.
     """
     generation = replace(generation, version=pick(engine, bounds))
-    async with contextlib.aclosing(engine.generate(generation)) as stream:  # type: ignore[type-var]
+    async with contextlib.aclosing(counted(engine, generation)) as stream:
         deltas = join_deltas([delta async for delta in stream])
     check_spans(deltas, bounds)
-    count_generation(deltas)
     return deltas
 
 
@@ -172,10 +184,9 @@ async def stream(
 ) -> AsyncGenerator[Delta, None]:
     """Yields deltas as tokens come; closing it aborts the request."""
     generation = replace(generation, version=pick(engine, bounds))
-    async with contextlib.aclosing(engine.generate(generation)) as deltas:  # type: ignore[type-var]
+    async with contextlib.aclosing(counted(engine, generation)) as deltas:
         async for delta in deltas:
             check_spans([delta], bounds)
-            count_generation([delta])
             yield delta
 
 
@@ -204,7 +215,7 @@ class _Run:
         self.task.add_done_callback(lambda _: self._grown.set())
 
     async def _consume(self, engine: Engine, generation: Generation) -> None:
-        async with contextlib.aclosing(engine.generate(generation)) as deltas:  # type: ignore[type-var]
+        async with contextlib.aclosing(counted(engine, generation)) as deltas:
             async for delta in deltas:
                 self.deltas.append(delta)
                 self.token_count += _weight(delta)
@@ -338,7 +349,6 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         generation = await self._generation(request, bounds, stream=False)
         deltas = await self._generations.generate(request, generation)
         check_spans(deltas, bounds)
-        count_generation(deltas)
         to_proto = _completions_of(request, generation)
         return pb.GenerateResponse(completions=[to_proto(delta) for delta in deltas])
 
@@ -350,7 +360,6 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         to_proto = _completions_of(request.generate, generation)
         async for delta in self._generations.stream(request.generate, generation):
             check_spans([delta], bounds)
-            count_generation([delta])
             yield pb.StreamGenerateResponse(delta=to_proto(delta))
 
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
 from services.rollout.process import RolloutProcess
 from sluice.api.common.v1 import sample_pb2
@@ -114,6 +115,32 @@ async def test_a_request_id_runs_once_and_is_answered_again(
     with pytest.raises(RemoteError) as caught:
         await generate(engine, generate_request(request_id=request.request_id, sample_count=2))
     assert caught.value.reason == "REQUEST_ID_REUSED"
+
+
+async def test_samples_are_counted_once_and_whole(engine: EngineClient, store: Store) -> None:
+    """Also those of a stream, and of answers that are asked for again."""
+    await load_weights(engine, store.first)
+    request = generate_request(sample_count=3, sampling=LONG)
+    count, tokens = counted()
+    await asyncio.gather(generate(engine, request), generate(engine, request))
+    answer = await generate(engine, request)
+    lengths = [len(each.token_ids) for each in answer.completions]
+    assert counted() == (count + 3, tokens + sum(lengths))
+    streaming = pb.StreamGenerateRequest(generate=generate_request(sampling=LONG))
+    for _ in range(2):
+        deltas = [each.delta async for each in engine.stub.StreamGenerate(streaming)]
+    assert len(deltas) > 1
+    assert counted() == (count + 4, tokens + sum(lengths) + lengths[0])
+
+
+def counted() -> tuple[float, float]:
+    """Samples that ended, whatever for, and the tokens that they had."""
+    reasons = ("stop", "length", "aborted")
+    name = "sluice_rollout_samples_total"
+    samples = sum(REGISTRY.get_sample_value(name, {"finish_reason": each}) or 0 for each in reasons)
+    lengths = "sluice_rollout_sample_length_tokens"
+    assert REGISTRY.get_sample_value(f"{lengths}_count") == samples
+    return samples, REGISTRY.get_sample_value(f"{lengths}_sum") or 0
 
 
 async def test_columns_hold_what_repeated_fields_do(engine: EngineClient, store: Store) -> None:

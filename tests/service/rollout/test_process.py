@@ -128,7 +128,8 @@ async def test_a_process_ends_well_on_sigterm(store: Store, models: Models, tmp_
             addresses = json.loads(file.read_text())
             metrics = await asyncio.to_thread(_read, addresses["metrics_address"])
             decoded = f"decoded_tokens_total {len(completions[0].token_ids)}.0"
-            for name in ("weight_version 0.0", decoded, "samples_total{"):
+            hours = 'group_duration_seconds_bucket{le="10800.0"}'  # groups of agents take some
+            for name in ("weight_version 0.0", decoded, "samples_total{", hours):
                 assert f"sluice_rollout_{name}" in metrics
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
