@@ -30,7 +30,7 @@ from sluice.profiler import DIRECTORY as PROFILES
 from sluice.runtime.server import LAST_PORT, ServerConfig
 from sluice.weights.adapter import DEFAULT_TARGETS, MAX_ALPHA, MAX_RANK, MIN_ALPHA, AdapterSpec
 from sluice.weights.classifier import label_count, reward_model_config
-from sluice.weights.convert.options import ScaleFormat
+from sluice.weights.convert.quantized_layout import Quantization, QuantizedLayout, layout_named
 from sluice.weights.errors import InvalidAdapterError
 
 Head = Literal["policy", "value", "reward"]
@@ -261,12 +261,13 @@ class PublishConfig(Config):
     delta: ranks keep the bytes they published (in host memory, once) and write what changed.
     chain: versions of deltas on a whole one, at most; then a whole one follows.
     quantization: weights of linear layers in FP8 (e4m3), a scale for every block of 128 x 128;
-    fp8_ue8m0 rounds scales up to powers of two.
+    fp8_ue8m0 rounds scales up to powers of two. int4_32 and int4_128: those of a mixture's experts
+    in 4 bits, a scale for every 32 or 128 inputs.
     """
 
     delta: bool = False
     chain: int = Field(8, ge=1)
-    quantization: Literal["", "fp8", "fp8_ue8m0"] = ""
+    quantization: Quantization = ""
 
     @model_validator(mode="after")
     def _check_chain(self) -> Self:
@@ -275,11 +276,9 @@ class PublishConfig(Config):
         return self
 
     @property
-    def scale_format(self) -> ScaleFormat | None:
-        """How scales are rounded; None where nothing is quantised."""
-        if not self.quantization:
-            return None
-        return "ue8m0" if self.quantization == "fp8_ue8m0" else "float32"
+    def layout(self) -> QuantizedLayout | None:
+        """How weights are stored; None where nothing is quantised."""
+        return layout_named(self.quantization)
 
 
 class TransferConfig(Config):
@@ -407,7 +406,7 @@ class TrainerConfig(ProcessConfig):
         if self.publish.delta:
             return "publish.delta: a version may hold only what changed"
         if self.publish.quantization:
-            return "publish.quantization: a version is in FP8"
+            return "publish.quantization: a version is quantised"
         if is_bucket(self.weights_location):
             return "versions are in a bucket: set store, or weights, to a directory"
         return ""
@@ -579,7 +578,8 @@ class TrainerConfig(ProcessConfig):
             )
         if self.transfer.enabled:
             raise ValueError(
-                "publish.quantization is not for transfer.enabled: engines read FP8 from the store"
+                "publish.quantization is not for transfer.enabled: engines read what is quantised "
+                "from the store"
             )
         return self
 
@@ -590,7 +590,7 @@ class TrainerConfig(ProcessConfig):
         if self.lora is None and "quantization_config" in document:
             raise ValueError(
                 f"model {self.model} is quantised, and trained weights are not: make it plain "
-                "first (of FP8: `sluice convert SRC DST --to hf`)"
+                "first (of FP8 or INT4: `sluice convert SRC DST --to hf`)"
             )
         return self
 

@@ -62,7 +62,7 @@ class MixedPublicationError(ServiceError):
 
 
 class UnquantizableWeightsError(ServiceError):
-    """Weights that FP8 has no numbers or no layout for; metadata names the tensor."""
+    """Weights that a quantisation has no numbers or no layout for; metadata names the tensor."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "UNQUANTIZABLE_WEIGHTS"

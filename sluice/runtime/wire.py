@@ -401,6 +401,8 @@ _QUANTIZATIONS = {
     "": converter_pb.QUANTIZATION_UNSPECIFIED,
     "fp8": converter_pb.QUANTIZATION_FP8_BLOCK,
     "fp8_ue8m0": converter_pb.QUANTIZATION_FP8_BLOCK_UE8M0,
+    "int4_32": converter_pb.QUANTIZATION_INT4_GROUP_32,
+    "int4_128": converter_pb.QUANTIZATION_INT4_GROUP_128,
 }
 
 

@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 
 from sluice.weights.checkpoint import parse_header
 from sluice.weights.convert.conversion import convert
-from sluice.weights.convert.fp8 import dequantize, quantize
-from sluice.weights.convert.fp8_layout import scale_shape
 from sluice.weights.convert.hf import HfSource, fill_from_origin
 from sluice.weights.convert.options import ConvertOptions, OptionError
 from sluice.weights.convert.pieces import Files
+from sluice.weights.convert.quantization import dequantize, quantize
+from sluice.weights.convert.quantized_layout import Fp8Blocks
 from sluice.weights.convert.verify import compare
 from sluice.weights.errors import InvalidCheckpointError, MissingTensorError, TensorDigestError
 from sluice.weights.rules.packing import InexactTensorError
@@ -286,7 +286,7 @@ def test_numbers_that_a_narrow_type_cannot_hold_are_refused(
 def test_fp8_of_the_smallest_numbers_is_a_number() -> None:
     weight = torch.zeros(128, 128)
     weight[0, 0] = 1e-44
-    assert torch.isfinite(dequantize(*quantize(weight, "float32"))).all()
+    assert torch.isfinite(dequantize(quantize(weight, Fp8Blocks()), Fp8Blocks())).all()
 
 
 def test_fp8_out_and_in(origin: Path, trained: Path, tmp_path: Path) -> None:
@@ -305,13 +305,14 @@ def test_fp8_out_and_in(origin: Path, trained: Path, tmp_path: Path) -> None:
     assert config["weight_block_size"] == [128, 128]
     assert "lm_head" in config["modules_to_not_convert"]
     for name in quantized:
-        back = dequantize(tensors[name], tensors[f"{name}_scale_inv"]).float()
+        back = dequantize([tensors[name], tensors[f"{name}_scale_inv"]], Fp8Blocks()).float()
         assert (back - plain[name].float()).abs().max() <= plain[name].float().abs().max() / 14
     convert(tmp_path / "fp8", tmp_path / "again", ConvertOptions(vocab_multiple=8, sync=False))
     to_hf(tmp_path / "again", tmp_path / "bf16")
     read = load_file(tmp_path / "bf16/model.safetensors")
     name = "model.layers.1.mlp.experts.0.up_proj.weight"
-    assert torch.equal(read[name], dequantize(tensors[name], tensors[f"{name}_scale_inv"]))
+    parts = [tensors[name], tensors[f"{name}_scale_inv"]]
+    assert torch.equal(read[name], dequantize(parts, Fp8Blocks()))
     report = to_hf(trained, tmp_path / "filled", origin=tmp_path / "fp8").report
     assert set(report.copied) == set(MTP)  # as numbers: no scale is left over
     assert not any(
@@ -333,8 +334,8 @@ def test_blocks_keep_three_bits(
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
     weight = weight * 2.0**exponent
     weight[:128, :128] *= seed % 2  # a block of zeros, at times
-    stored, scale = quantize(weight, scales)
-    assert scale.shape == scale_shape((rows, columns))
+    stored, scale = quantize(weight, Fp8Blocks(scale_format=scales))
+    assert scale.shape == Fp8Blocks().scale_shape((rows, columns))
     assert torch.isfinite(scale).all() and torch.isfinite(stored.float()).all()
     if scales == "ue8m0":
         assert torch.equal(scale.log2(), scale.log2().round())

@@ -19,7 +19,7 @@ from services.rollout.errors import (
 from sluice.runtime.errors import InvalidFieldError
 from sluice.weights.adapter import check_name
 from sluice.weights.checkpoint import describe_shard, shard_paths
-from sluice.weights.convert.fp8_layout import FP8
+from sluice.weights.convert import quantized_layout
 from sluice.weights.errors import (
     DamagedFileError,
     FileDigestError,
@@ -221,8 +221,8 @@ def checked_manifest(directory: Path, version: int, digest: str) -> Manifest:
 
 
 def is_quantized(tensors: Mapping[str, Typed]) -> bool:
-    """Return whether weights are stored in FP8 blocks, beside their scales."""
-    return any(tensor.dtype == FP8 for tensor in tensors.values())
+    """Return whether weights are stored quantised, beside their scales."""
+    return quantized_layout.is_quantized({name: each.dtype for name, each in tensors.items()})
 
 
 def check_processor(manifest: Manifest, processor: str) -> None:

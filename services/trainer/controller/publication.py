@@ -35,7 +35,7 @@ from sluice.runtime.waits import Waits
 from sluice.weights.adapter import AdapterSpec, digest_base
 from sluice.weights.checkpoint import companion_files
 from sluice.weights.classifier import reward_model_config
-from sluice.weights.convert.fp8_layout import modules_kept, quantization_config
+from sluice.weights.convert.quantized_layout import modules_kept
 from sluice.weights.errors import MixedKindsError, VersionNotFoundError, WeightStoreError
 from sluice.weights.manifest import DeltaFile, ShardFile, TensorEntry
 from sluice.weights.staging import Staging
@@ -333,17 +333,16 @@ class Publisher:
     def _companions(self, staging: Staging, shards: Sequence[ShardFile]) -> list[Path]:
         """Return the model's, `config.json` saying what the weights are if they are other ones:
         quantised, or a reward model's."""
-        found, scale_format = companion_files(self._model), self._config.scale_format
-        if scale_format is None and not self._is_reward_model:
+        found, layout = companion_files(self._model), self._config.layout
+        if layout is None and not self._is_reward_model:
             return found
         own = staging.directory / CONFIG
         document = json.loads((self._model / CONFIG).read_bytes())
         if self._is_reward_model:
             document = reward_model_config(document)
-        if scale_format is not None:
-            layout = {n: (t.dtype, t.shape) for shard in shards for n, t in shard.tensors.items()}
-            kept = modules_kept(layout)
-            document["quantization_config"] = quantization_config(kept, scale_format)
+        if layout is not None:
+            tensors = {n: (t.dtype, t.shape) for shard in shards for n, t in shard.tensors.items()}
+            document["quantization_config"] = layout.config(modules_kept(tensors))
         with naming(own):
             own.write_text(json.dumps(document, indent=2) + "\n")
         return [own, *(path for path in found if path.name != CONFIG)]

@@ -83,8 +83,8 @@ class RankPublisher:
         return self._backend.write_shards(directory, self._quantized(submit))
 
     def _quantized(self, submit: ShardWrite) -> ShardWrite:
-        scale_format = self._config.publish.scale_format
-        return submit if scale_format is None else quantizing(submit, scale_format)
+        layout = self._config.publish.layout
+        return submit if layout is None else quantizing(submit, layout)
 
     def _upload_shards(self, version: int, base: int | None) -> list[ShardFile]:
         """Write shard after shard on this host, and put each into the bucket."""

@@ -1,4 +1,4 @@
-"""Weights that are published in FP8 blocks, as HF checkpoints of that kind hold them."""
+"""Weights that are published quantised, as HF checkpoints of that kind hold them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from types import MappingProxyType
 import torch
 
 from services.trainer.errors import UnquantizableWeightsError
-from sluice.weights.convert.fp8 import quantize
-from sluice.weights.convert.fp8_layout import SCALE, is_quantizable
-from sluice.weights.convert.options import ScaleFormat
+from sluice.weights.convert.quantization import quantize
+from sluice.weights.convert.quantized_layout import QuantizedLayout
 from sluice.weights.shards import Casts, PendingShard, ShardWrite
 
-STACKED = 3  # dimensions of a tensor of all experts, which FP8 checkpoints hold one by one
 
-
-def quantizing(write: ShardWrite, scale_format: ScaleFormat) -> ShardWrite:
-    """Return what writes shards as `write` does, weights of linear layers quantised.
+def quantizing(write: ShardWrite, layout: QuantizedLayout) -> ShardWrite:
+    """Return what writes shards as `write` does, in a layout.
 
     That is done from what the trainer has, and not from what it would cast. Raises
     UnquantizableWeightsError.
@@ -33,20 +30,17 @@ def quantizing(write: ShardWrite, scale_format: ScaleFormat) -> ShardWrite:
         made: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             shape = tuple(tensor.shape)
-            if len(shape) == STACKED and "experts" in name and min(shape) > 1:
-                raise UnquantizableWeightsError(
-                    f"{name!r} has all experts in one tensor, for which FP8 has no layout",
-                    tensor=name,
-                )
-            if not is_quantizable(name, shape):
+            if refusal := layout.refusal(name, shape):
+                raise UnquantizableWeightsError(refusal, tensor=name)
+            if not layout.quantizes(name, shape):
                 made[name] = tensor
                 continue
             if not torch.isfinite(tensor).all():
                 raise UnquantizableWeightsError(
                     f"{name!r} has numbers that are infinite, or none", tensor=name
                 )
-            made[name], made[name + SCALE] = quantize(tensor.detach(), scale_format)
-        left = {name: dtype for name, dtype in casts.items() if made[name] is tensors[name]}
+            made.update(zip(layout.names(name), quantize(tensor.detach(), layout), strict=True))
+        left = {n: dtype for n, dtype in casts.items() if made.get(n) is tensors[n]}
         return write(directory, file_name, made, left)
 
     return write_quantized

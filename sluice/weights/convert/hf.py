@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -21,10 +21,10 @@ from sluice.weights.checkpoint import (
     read_index,
     shard_paths,
 )
-from sluice.weights.convert.fp8 import dequantize
-from sluice.weights.convert.fp8_layout import SCALE, block_size
 from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.convert.pieces import Content, FileRange, Files
+from sluice.weights.convert.quantization import dequantize
+from sluice.weights.convert.quantized_layout import layout_of
 from sluice.weights.convert.work import ConversionReport, Group, OutputFile, TensorTask
 from sluice.weights.errors import (
     ConflictingTensorError,
@@ -37,9 +37,9 @@ from sluice.weights.rules.weight_map import WeightMap
 from sluice.weights.shards import DTYPE_NAMES, TORCH_DTYPES
 
 CONFIG = "config.json"
+WORKING_BYTES = 16  # to compute one number of a quantised tensor
 TIED = "tied: it would be a stale copy"
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output_layer)\.weight$")
-QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def read_config(directory: Path) -> dict[str, object]:
@@ -65,10 +65,10 @@ class HfEntry:
 
 
 class HfSource:
-    """An HF checkpoint. Tensors go by the names of the rules; FP8 blocks read as bfloat16.
+    """An HF checkpoint. Tensors go by the names of the rules; quantised ones read as bfloat16.
 
-    Raises ConflictingTensorError when two tensors of one name differ, MissingTensorError for FP8
-    blocks without their scales, and UnexpectedTensorError for scales of anything else.
+    Raises ConflictingTensorError when two tensors of one name differ, MissingTensorError for a
+    quantised one without its scales, and UnexpectedTensorError for scales of anything else.
     """
 
     def __init__(
@@ -84,18 +84,26 @@ class HfSource:
             for entry in _read_shard(path):
                 self._add(entry)
         self._check_index()
-        self._block = block_size(read_config(directory))
-        self._check_scales()
+        self._layout = layout_of(read_config(directory))
+        self._quantized = self._find_quantized()
+        parts = {part for weight in self._quantized for part in self._parts(weight)}
+        plain = [name for name in self._entries if name not in parts]
+        self._names = tuple(sorted((*plain, *self._quantized), key=self._order()))
 
     def names(self) -> tuple[str, ...]:
         """List the tensors by name; the scales of quantised ones belong to them."""
-        return tuple(n for n in self._entries if not self._is_scale(n))
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor. Raises MissingTensorError."""
+        if name in self._quantized:
+            return self._quantized[name]
+        return self._stored(name).content.shape
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: self._entries[name].content.shape for name in self.names()}
+        return {name: self.shape(name) for name in self._names}
 
-    def entry(self, name: str) -> HfEntry:
-        """A tensor as it is stored. Raises MissingTensorError."""
+    def _stored(self, name: str) -> HfEntry:
         if name not in self._entries:
             raise MissingTensorError((name,))
         return self._entries[name]
@@ -106,52 +114,71 @@ class HfSource:
 
     def names_in_files(self, names: Iterable[str]) -> set[str]:
         """Return what files call tensors, the scales of quantised ones besides."""
-        own = {self._entries[name].name for name in names}
-        scales = (name + SCALE for name in names if self.is_quantized(name))
-        return own | {self._entries[name].name for name in scales}
+        return {self._entries[part].name for name in names for part in self._parts(name)}
+
+    def _parts(self, name: str) -> tuple[str, ...]:
+        """What is stored of a tensor."""
+        if self._layout is None or name not in self._quantized:
+            return (name,)
+        return self._layout.names(name)
 
     def equals(self, name: str, other: str) -> bool:
         """Return whether two tensors are stored with the same type, shape and bytes."""
-        return self._is_equal(self._entries[name], self._entries[other])
+        first, second = self._parts(name), self._parts(other)
+        return len(first) == len(second) and all(
+            self._is_equal(self._entries[one], self._entries[two])
+            for one, two in zip(first, second, strict=True)
+        )
 
     def _is_equal(self, first: HfEntry, second: HfEntry) -> bool:
         one, two = first.content, second.content
         same = (one.dtype, one.shape) == (two.dtype, two.shape)
         return same and self._files.digest(one) == self._files.digest(two)
 
-    def is_quantized(self, name: str) -> bool:
-        return self._block is not None and name + SCALE in self._entries
-
     def content(self, name: str) -> Content:
         """A tensor's numbers. Raises MissingTensorError."""
-        stored = self.entry(name).content
-        if not self.is_quantized(name):
-            return stored
-        scale, block = self._entries[name + SCALE].content, self._block
-        assert block is not None
+        if name not in self._quantized:
+            return self._stored(name).content
+        layout, shape = self._layout, self._quantized[name]
+        assert layout is not None
+        parts = [self._entries[part].content for part in self._parts(name)]
 
         def compute() -> torch.Tensor:
-            return dequantize(self._files.load(stored), self._files.load(scale), block)
+            return dequantize([self._files.load(part) for part in parts], layout)
 
-        items = torch.Size(stored.shape).numel()
-        return Content(torch.bfloat16, stored.shape, compute=compute, working_bytes=7 * items)
+        working = WORKING_BYTES * torch.Size(shape).numel()
+        return Content(torch.bfloat16, shape, compute=compute, working_bytes=working)
 
     def check(self, weights: WeightMap) -> None:
         """Raises MissingTensorError, UnexpectedTensorError or TensorShapeError with the names."""
         weights.check_hf(self.shapes())
 
-    def _is_scale(self, name: str) -> bool:
-        return self._block is not None and name.endswith(SCALE)
+    def _find_quantized(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the quantised tensors by name.
 
-    def _check_scales(self) -> None:
-        if self._block is None:
-            return
-        blocks = {n for n, f in self._entries.items() if f.content.dtype in QUANTIZED}
-        scaled = {name.removesuffix(SCALE) for name in self._entries if name.endswith(SCALE)}
-        if missing := sorted(blocks - scaled):
-            raise MissingTensorError(tuple(name + SCALE for name in missing))
-        if surplus := sorted(scaled - blocks):
-            raise UnexpectedTensorError(tuple(name + SCALE for name in surplus))
+        Raises MissingTensorError for one without all of its parts, UnexpectedTensorError for
+        parts of none.
+        """
+        layout = self._layout
+        if layout is None:
+            return {}
+        found = {
+            layout.weight_of(name): layout.shape_of(entry.content.shape)
+            for name, entry in self._entries.items()
+            if layout.is_first_part(name, DTYPE_NAMES[entry.content.dtype])
+        }
+        wanted = {part for weight in found for part in layout.names(weight)}
+        if missing := sorted(wanted - self._entries.keys()):
+            raise MissingTensorError(tuple(missing))
+        beside = {name for name in self._entries if layout.is_beside(name)}
+        if surplus := sorted(beside - wanted):
+            raise UnexpectedTensorError(tuple(surplus))
+        return found
+
+    def _order(self) -> Callable[[str], int]:
+        """Where a tensor lies in the files."""
+        places = {name: place for place, name in enumerate(self._entries)}
+        return lambda name: places[self._parts(name)[0]]
 
     def _check_index(self) -> None:
         index = read_index(self.directory)
@@ -274,7 +301,7 @@ def fill_from_origin(
     skipped: dict[str, str] = {n: "stored twice, equal" for n in origin.duplicates}
     conflicting: dict[str, str] = {}
     for name in origin.names():
-        shape = origin.entry(name).content.shape
+        shape = origin.shape(name)
         if name in own:
             if own[name] != shape:
                 conflicting[name] = f"{shape} in the origin, {own[name]} converted"
@@ -286,7 +313,7 @@ def fill_from_origin(
             skipped[name] = reason
         else:
             copied.append((name, [TensorPart(name, origin.content(name))]))
-    scales = [n for n in origin.stored().keys() - set(origin.names()) if n.endswith(SCALE)]
+    scales = origin.stored().keys() - origin.shapes().keys()
     skipped |= {name: "scale: the numbers are copied unquantised" for name in sorted(scales)}
     report = ConversionReport(
         converted=tuple(sorted(own)),
@@ -308,7 +335,7 @@ def _is_tied_head(
     """
     inner = config.get("text_config")
     text = {**(inner if isinstance(inner, Mapping) else {}), **config}
-    tied, shape = text.get("tie_word_embeddings") is True, origin.entry(name).content.shape
+    tied, shape = text.get("tie_word_embeddings") is True, origin.shape(name)
     named = bool(HEAD.search(name))
     if not named and shape[:1] != (text.get("vocab_size"),):
         return False

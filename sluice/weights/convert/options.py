@@ -9,9 +9,10 @@ from pydantic import Field
 
 from sluice.config import Config
 from sluice.place import StorePlace
+from sluice.weights.convert.quantized_layout import Quantization
 
 Stacking = Literal["auto", "stacked", "single"]
-ScaleFormat = Literal["float32", "ue8m0"]
+_DESCRIBED = {"": "float32", "fp8": "float32", "fp8_ue8m0": "ue8m0"}  # as earlier releases had it
 
 
 class OptionError(ValueError):
@@ -35,7 +36,9 @@ class ConvertOptions(Config):
     origin: Path | None = Field(None, description="HF checkpoint that fills in what SRC lacks.")
     allow: list[str] = Field(["*"], description="Patterns of names to take from the origin.")
     deny: list[str] = Field([], description="Patterns of names not to take from the origin.")
-    quantize: Literal["", "fp8", "fp8_ue8m0"] = Field("", description="FP8 in blocks of 128.")
+    quantize: Quantization = Field(
+        "", description="FP8 in blocks of 128, or experts in INT4 in groups of 32 or 128."
+    )
     layout: Layout = Layout()
     vocab_multiple: int = 128
     stacking: Stacking = "auto"
@@ -43,11 +46,6 @@ class ConvertOptions(Config):
     max_file_bytes: int = Field(0, description="0 is chosen by the size of the whole.")
     workers: int = Field(2, description="Threads, which write to several files at a time.")
     sync: bool = Field(True, description="Files are on the disk before DST appears.")
-
-    @property
-    def scale_format(self) -> ScaleFormat:
-        """How the scales of FP8 blocks are rounded."""
-        return "ue8m0" if self.quantize == "fp8_ue8m0" else "float32"
 
     def file_bytes(self, total: int) -> int:
         """Return the largest size of a file of a checkpoint of `total` bytes."""
@@ -65,7 +63,7 @@ class ConvertOptions(Config):
         if not self.allow:
             raise OptionError("allow is empty, so that origin would give nothing: leave out origin")
         if self.quantize and self.dtype not in ("keep", "bfloat16"):
-            raise OptionError("FP8 checkpoints keep the other tensors in bfloat16")
+            raise OptionError("quantised checkpoints keep the other tensors in bfloat16")
 
     def describe(self) -> dict[str, object]:
         """Return what decides about the bytes of the target, as `conversion.json` keeps it."""
@@ -77,7 +75,7 @@ class ConvertOptions(Config):
             "allow": self.allow,
             "deny": self.deny,
             "quantize": bool(self.quantize),
-            "scale_format": self.scale_format,
+            "scale_format": _DESCRIBED.get(self.quantize, self.quantize),
             "layout": dict(self.layout),
             "vocab_multiple": self.vocab_multiple,
             "stacking": self.stacking,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,9 +24,9 @@ from sluice.weights.checkpoint import (
     load_json,
 )
 from sluice.weights.classifier import CRITIC, REWARD_MODEL
-from sluice.weights.convert import fp8, fp8_layout
 from sluice.weights.convert.hf import (
     CONFIG,
+    WORKING_BYTES,
     HfSource,
     TensorPart,
     fill_from_origin,
@@ -34,6 +35,8 @@ from sluice.weights.convert.hf import (
 )
 from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.convert.pieces import Content, Files
+from sluice.weights.convert.quantization import quantize
+from sluice.weights.convert.quantized_layout import QuantizedLayout, layout_named
 from sluice.weights.convert.stored import is_torch_dist, read_keys
 from sluice.weights.convert.torch_dist_source import TorchDistSource
 from sluice.weights.convert.work import Check, ConversionReport, Work
@@ -50,11 +53,10 @@ from sluice.weights.rules.packing import InexactTensorError
 from sluice.weights.rules.rule import Stage
 from sluice.weights.rules.shape import read_shape
 from sluice.weights.rules.weight_map import UnknownArchitectureError, WeightMap, family_of
-from sluice.weights.shards import DTYPE_NAMES
+from sluice.weights.shards import DTYPE_NAMES, TORCH_DTYPES
 from sluice.weights.stored_experts import are_stacked, are_straight, tensor_shapes
 
 RECORD = "conversion.json"
-STACKED = 3  # dimensions of a tensor of all experts
 
 
 def check_files(source: Path) -> None:
@@ -345,9 +347,9 @@ def _plan_hf(
         groups = _cast(groups, getattr(torch, options.dtype), weights)
         config["dtype"] = options.dtype
         config.pop("torch_dtype", None)
-    if options.quantize:
-        groups, kept = _quantize(groups, options, files)
-        config["quantization_config"] = fp8_layout.quantization_config(kept, options.scale_format)
+    if (layout := layout_named(options.quantize)) is not None:
+        groups, kept = _quantize(groups, layout, files)
+        config["quantization_config"] = layout.config(kept)
     total = sum(part.content.size for _, parts in groups for part in parts)
     laid, work, texts = lay_out_hf(groups, max_file_bytes=options.file_bytes(total))
     texts |= _companions(described, config)
@@ -381,52 +383,52 @@ def _cast(groups: Groups, dtype: torch.dtype, weights: WeightMap | None) -> Grou
     return [(name, [change(part) for part in parts]) for name, parts in groups]
 
 
-def _quantize(groups: Groups, options: ConvertOptions, files: Files) -> tuple[Groups, list[str]]:
-    """Weights of linear layers with their scales, and the names of the modules left as they are.
+def _quantize(groups: Groups, layout: QuantizedLayout, files: Files) -> tuple[Groups, list[str]]:
+    """Matrices with their scales, and the names of the modules left as they are.
 
-    Raises InvalidCheckpointError for experts that are no matrices: engines would look for scales.
+    Raises InvalidCheckpointError where the layout has no place for a tensor, or for none at all.
     """
-    made, kept = [], set()
+    made, kept, count = [], set(), 0
     for name, parts in groups:
         now: list[TensorPart] = []
         for part in parts:
-            if ".experts." in part.name and len(part.shape) == STACKED:
-                raise InvalidCheckpointError(
-                    f"{part.name!r} has all experts in one tensor, for which FP8 has no layout"
-                )
-            if part.content.dtype.itemsize == 1 or not _fits(part):
+            if refusal := layout.refusal(part.name, part.shape):
+                raise InvalidCheckpointError(refusal)
+            if part.content.dtype.itemsize == 1 or not layout.quantizes(part.name, part.shape):
                 if len(part.shape) == 2 and part.name.endswith(".weight"):
                     kept.add(part.name.removesuffix(".weight"))
                 now.append(part)
             else:
-                now += _quantized(part, options, files)
+                count += 1
+                now += _quantized(part, layout, files)
         made.append((name, now))
+    if not count:
+        raise InvalidCheckpointError(f"it has no weights that are stored in {layout.label}")
     return made, sorted(kept)
 
 
-def _fits(part: TensorPart) -> bool:
-    return fp8_layout.is_quantizable(part.name, part.shape)
-
-
-def _quantized(part: TensorPart, options: ConvertOptions, files: Files) -> Sequence[TensorPart]:
-    content, shape = part.content, (part.content.shape[0], part.content.shape[1])
+def _quantized(part: TensorPart, layout: QuantizedLayout, files: Files) -> Sequence[TensorPart]:
+    content, shape = part.content, part.content.shape
 
     def compute(which: int) -> torch.Tensor:
         weight = files.load(content)
         if not torch.isfinite(weight).all():
             raise InexactTensorError(f"{part.name!r} has numbers that are infinite, or none")
-        return fp8.quantize(weight, options.scale_format)[which]
+        return quantize(weight, layout)[which]
 
     items = torch.Size(shape).numel()
-    working = content.working_bytes + content.size + 9 * items
-    weight = Content(torch.float8_e4m3fn, shape, compute=lambda: compute(0), working_bytes=working)
-    scale = Content(
-        torch.float32,
-        fp8_layout.scale_shape(shape),
-        compute=lambda: compute(1),
-        working_bytes=working,
-    )
-    return TensorPart(part.name, weight), TensorPart(part.name + fp8_layout.SCALE, scale)
+    working = content.working_bytes + content.size + WORKING_BYTES * items
+    return [
+        TensorPart(
+            name,
+            Content(
+                TORCH_DTYPES[dtype], stored, compute=partial(compute, which), working_bytes=working
+            ),
+        )
+        for which, (name, (dtype, stored)) in enumerate(
+            zip(layout.names(part.name), layout.parts(shape), strict=True)
+        )
+    ]
 
 
 def _companions(directory: Path, config: dict[str, object]) -> dict[str, bytes]:

@@ -17,7 +17,7 @@ from services.rollout.engine.sglang.servers import (
     flags,
     model_arguments,
 )
-from sluice.weights.convert.fp8_layout import quantization_config
+from sluice.weights.convert.quantized_layout import Fp8Blocks
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_server_keeps_routed_experts_where_they_are_wanted_and_its_encoders_ne
 def test_a_model_in_fp8_is_served_as_its_config_says() -> None:
     """SGLang reads the blocks out of config.json, as a publication has them there."""
     document: dict[str, object] = {"max_position_embeddings": 32768}
-    published = {**document, "quantization_config": quantization_config(["lm_head"], "float32")}
+    published = {**document, "quantization_config": Fp8Blocks().config(["lm_head"])}
     config = EngineConfig(backend="sglang", dtype="bfloat16")
 
     def line(document: dict[str, object], config: EngineConfig) -> str:

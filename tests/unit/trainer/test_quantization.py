@@ -14,17 +14,22 @@ from services.trainer.config import TrainerConfig
 from services.trainer.errors import UnquantizableWeightsError
 from services.trainer.rank.quantization import quantizing
 from sluice.config import ConfigError, parse_config
-from sluice.weights.convert.fp8 import restored
-from sluice.weights.convert.fp8_layout import is_quantizable
+from sluice.weights.convert.quantization import restored
+from sluice.weights.convert.quantized_layout import Fp8Blocks, QuantizedLayout
 from sluice.weights.errors import InvalidCheckpointError
 from sluice.weights.manifest import ShardFile
 from tests import fp8_oracle as oracle
 
 NAME = "model.layers.0.mlp.up_proj.weight"
+FP8 = Fp8Blocks()
 Written = tuple[Mapping[str, torch.Tensor], Mapping[str, torch.dtype]]
 
 
-def quantized(tensors: Mapping[str, torch.Tensor], casts: Mapping[str, torch.dtype], **how: Any):
+def quantized(
+    tensors: Mapping[str, torch.Tensor],
+    casts: Mapping[str, torch.dtype],
+    layout: QuantizedLayout = FP8,
+):
     """What would be written."""
     written: list[Written] = []
 
@@ -32,7 +37,7 @@ def quantized(tensors: Mapping[str, torch.Tensor], casts: Mapping[str, torch.dty
         written.append((made, left))
         return lambda: ShardFile(file_name, 0, "", {})
 
-    quantizing(write, how.get("scale_format", "float32"))(Path(), "f", tensors, casts)()
+    quantizing(write, layout)(Path(), "f", tensors, casts)()
     return written[0]
 
 
@@ -55,8 +60,8 @@ def quantized(tensors: Mapping[str, torch.Tensor], casts: Mapping[str, torch.dty
     ],
 )
 def test_layers_that_hugging_face_s_checkpoints_have_in_fp8(name: str, wanted: bool) -> None:
-    assert is_quantizable(f"model.layers.3.{name}.weight", (128, 128)) is wanted
-    assert not is_quantizable(f"model.layers.3.{name}.weight", (128,))
+    assert FP8.quantizes(f"model.layers.3.{name}.weight", (128, 128)) is wanted
+    assert not FP8.quantizes(f"model.layers.3.{name}.weight", (128,))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (128, 128), (129, 257), (1, 300), (300, 2)])
@@ -79,7 +84,7 @@ def test_every_number_is_the_nearest_of_those_at_its_scale(
     assert (errors <= nearest + slack).all()
     if min(shape) > 1:
         assert errors.max() > 0  # or there would be nothing to compare
-    (restored_weight,) = dict(restored(tensors, (128, 128), torch.float32)).values()
+    (restored_weight,) = dict(restored(tensors, FP8, torch.float32)).values()
     np.testing.assert_allclose(
         restored_weight.numpy(), oracle.numbers(codes, scales.numpy()), rtol=1e-6, atol=1e-45
     )
@@ -87,7 +92,7 @@ def test_every_number_is_the_nearest_of_those_at_its_scale(
 
 def test_scales_of_powers_of_two_are_the_next_above() -> None:
     weight = torch.randn(130, 140, generator=torch.Generator().manual_seed(1))
-    tensors, _ = quantized({NAME: weight}, {}, scale_format="ue8m0")
+    tensors, _ = quantized({NAME: weight}, {}, Fp8Blocks(scale_format="ue8m0"))
     scales = tensors[f"{NAME}_scale_inv"].double().numpy()
     exact = oracle.expected_scales(weight.numpy())
     np.testing.assert_array_equal(scales, 2.0 ** np.ceil(np.log2(exact)))
@@ -127,7 +132,7 @@ def test_experts_in_one_tensor_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({f"{NAME}_scale_inv": None}, "has no scales"),
+        ({f"{NAME}_scale_inv": None}, "has no .*_scale_inv"),
         ({f"{NAME}_scale_inv": torch.ones(2, 1)}, "scales of shape"),
         ({f"{NAME}_scale_inv": torch.ones(1, 1, 1)}, "scales of shape"),
         ({NAME: torch.ones(4).to(torch.float8_e4m3fn)}, "no matrix"),
@@ -137,7 +142,7 @@ def test_fp8_with_other_scales_is_refused(changes: dict, what: str) -> None:
     tensors, _ = quantized({NAME: torch.ones(4, 4)}, {})
     tensors = {n: t for n, t in {**tensors, **changes}.items() if t is not None}
     with pytest.raises(InvalidCheckpointError, match=what):
-        dict(restored(tensors, (128, 128), torch.float32))
+        dict(restored(tensors, FP8, torch.float32))
 
 
 @pytest.mark.parametrize(

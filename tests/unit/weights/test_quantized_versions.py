@@ -19,7 +19,7 @@ from services.rollout.engine.reference.loading import VersionLoader, check_plain
 from services.rollout.errors import DigestMismatchError, UnfitWeightsError
 from services.trainer.rank.quantization import quantizing
 from sluice.weights.checkpoint import parse_header
-from sluice.weights.convert.fp8_layout import modules_kept, quantization_config
+from sluice.weights.convert.quantized_layout import Fp8Blocks, QuantizedLayout, modules_kept
 from sluice.weights.manifest import read_manifest
 from sluice.weights.shards import PublishedShards
 from sluice.weights.store import StoredVersion, WeightStore
@@ -29,6 +29,7 @@ from tests.models.families import CASES, build
 
 NAME = "model.layers.0.mlp.down_proj.weight"
 CPU = torch.device("cpu")
+FP8 = Fp8Blocks()
 
 
 @dataclass
@@ -54,7 +55,10 @@ def as_it_is(config: dict[str, Any]) -> None:
 
 
 def publish(
-    root: Path, change_config: Callable[[dict[str, Any]], object] = as_it_is, family: str = ""
+    root: Path,
+    change_config: Callable[[dict[str, Any]], object] = as_it_is,
+    family: str = "",
+    layout: QuantizedLayout = FP8,
 ) -> Published:
     if family:
         model: Any = build(next(case for case in CASES if case.name == family), root / "model")
@@ -65,12 +69,12 @@ def publish(
     staging = store.allocate(None)
     shards = PublishedShards(keep=False, sync=False)
     shards.begin(None)
-    write = quantizing(shards.submit, "float32")
+    write = quantizing(shards.submit, layout)
     shard = write(staging.directory, "model.safetensors", plain, {})()
     shards.finish(staging.version)
     config = json.loads((model.directory / "config.json").read_bytes())
     kept = modules_kept({n: (t.dtype, t.shape) for n, t in shard.tensors.items()})
-    config["quantization_config"] = quantization_config(kept, "float32")
+    config["quantization_config"] = layout.config(kept)
     change_config(config)
     path, ends = (staging.directory / f"{name}.json" for name in ("config", "generation_config"))
     path.write_text(json.dumps(config))

@@ -36,9 +36,9 @@ from sluice.weights.checkpoint import (
     checked_shard,
     shard_paths,
 )
-from sluice.weights.convert.fp8 import restored
-from sluice.weights.convert.fp8_layout import block_size
 from sluice.weights.convert.hf import read_config
+from sluice.weights.convert.quantization import restored
+from sluice.weights.convert.quantized_layout import layout_of
 from sluice.weights.errors import InvalidCheckpointError
 from sluice.weights.manifest import Manifest, ShardFile, TensorEntry
 from sluice.weights.shards import DTYPE_NAMES, load_verified, mapped_tensor
@@ -79,7 +79,7 @@ def fit_received(
 
 
 def check_plain(manifest: Manifest) -> None:
-    """Raises UnfitWeightsError for weights in FP8 blocks: their layout is in files of the store."""
+    """Raises UnfitWeightsError for quantised weights: their layout is in files of the store."""
     if is_quantized(manifest.tensors):
         raise UnfitWeightsError(
             f"version {manifest.version} is quantised: it needs the store", version=manifest.version
@@ -109,11 +109,13 @@ def open_model(
 def _restored(
     tensors: Mapping[str, torch.Tensor], directory: Path, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Returns tensors of FP8 blocks as numbers. Raises WeightStoreError or OSError."""
-    block = block_size(read_config(directory))
-    if block is None:
-        raise InvalidCheckpointError("it has FP8 weights, and a config.json that knows of none")
-    return dict(restored(tensors, block, dtype))
+    """Returns quantised tensors as numbers. Raises WeightStoreError or OSError."""
+    layout = layout_of(read_config(directory))
+    if layout is None:
+        raise InvalidCheckpointError(
+            "it has quantised weights, and a config.json that knows of none"
+        )
+    return dict(restored(tensors, layout, dtype))
 
 
 class SpareMemory:

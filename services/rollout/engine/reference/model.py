@@ -427,7 +427,9 @@ def read_model_config(directory: Path) -> PretrainedConfig:
     except (ValueError, OSError, KeyError) as error:
         raise UnfitWeightsError(f"{directory.name!r} has no usable config: {error}") from error
     if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config  # weights are numbers here: `sluice.weights.convert.fp8`
+        del (
+            config.quantization_config
+        )  # weights are numbers here: `sluice.weights.convert.quantization`
     return config
 
 

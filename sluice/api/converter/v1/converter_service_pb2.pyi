@@ -32,6 +32,8 @@ class Quantization(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     QUANTIZATION_UNSPECIFIED: _ClassVar[Quantization]
     QUANTIZATION_FP8_BLOCK: _ClassVar[Quantization]
     QUANTIZATION_FP8_BLOCK_UE8M0: _ClassVar[Quantization]
+    QUANTIZATION_INT4_GROUP_32: _ClassVar[Quantization]
+    QUANTIZATION_INT4_GROUP_128: _ClassVar[Quantization]
 
 class Stacking(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -58,6 +60,8 @@ DTYPE_FLOAT16: Dtype
 QUANTIZATION_UNSPECIFIED: Quantization
 QUANTIZATION_FP8_BLOCK: Quantization
 QUANTIZATION_FP8_BLOCK_UE8M0: Quantization
+QUANTIZATION_INT4_GROUP_32: Quantization
+QUANTIZATION_INT4_GROUP_128: Quantization
 STACKING_UNSPECIFIED: Stacking
 STACKING_STACKED: Stacking
 STACKING_SINGLE: Stacking
