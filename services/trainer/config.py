@@ -31,7 +31,8 @@ from sluice.runtime.server import LAST_PORT, ServerConfig
 from sluice.weights.adapter import DEFAULT_TARGETS, MAX_ALPHA, MAX_RANK, MIN_ALPHA, AdapterSpec
 from sluice.weights.classifier import label_count, reward_model_config
 from sluice.weights.convert.quantized_layout import Quantization, QuantizedLayout, layout_named
-from sluice.weights.errors import InvalidAdapterError
+from sluice.weights.errors import InvalidAdapterError, WeightStoreError
+from sluice.weights.stored_experts import tensor_shapes
 
 Head = Literal["policy", "value", "reward"]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -581,13 +582,30 @@ class TrainerConfig(ProcessConfig):
                 "publish.quantization is not for transfer.enabled: engines read what is quantised "
                 "from the store"
             )
+        self._check_layout(self.publish)
         return self
+
+    def _check_layout(self, publish: PublishConfig) -> None:
+        layout, where = publish.layout, f"publish.quantization {publish.quantization}: {self.model}"
+        assert layout is not None
+        try:
+            shapes = tensor_shapes(Path(self.model))
+        except WeightStoreError:
+            return  # whoever loads them says what is wrong
+        for name, shape in shapes.items():
+            if refusal := layout.refusal(name, shape):
+                raise ValueError(f"{where}: {refusal}")
+        if not any(layout.quantizes(name, shape) for name, shape in shapes.items()):
+            raise ValueError(f"{where} has no weights that are stored in {layout.label}")
 
     @model_validator(mode="after")
     def _check_plain(self) -> Self:
         """What is published has the model's config.json beside it, and is read by that."""
         document = json.loads((Path(self.model) / "config.json").read_bytes())
-        if self.lora is None and "quantization_config" in document:
+        text = document.get("text_config") or {}
+        if self.lora is None and (
+            "quantization_config" in document or "quantization_config" in text
+        ):
             raise ValueError(
                 f"model {self.model} is quantised, and trained weights are not: make it plain "
                 "first (of FP8 or INT4: `sluice convert SRC DST --to hf`)"

@@ -29,6 +29,7 @@ from sluice.config import parse_config
 from sluice.weights.checkpoint import companion_files
 from sluice.weights.convert.conversion import convert
 from sluice.weights.convert.options import ConvertOptions
+from sluice.weights.convert.quantized_layout import Fp8Blocks
 from sluice.weights.errors import InvalidCheckpointError
 from sluice.weights.host_cache import HostCache
 from sluice.weights.rules.shape import read_shape
@@ -359,7 +360,7 @@ def test_fp8_has_no_layout_for_them(tmp_path: Path) -> None:
     options = ConvertOptions(to="hf", quantize="fp8", sync=False)
     with pytest.raises(InvalidCheckpointError, match="all experts in one tensor"):
         convert(model.directory, tmp_path / "fp8", options)
-    write = quantizing(PublishedShards(keep=False, sync=False).submit, "float32")
+    write = quantizing(PublishedShards(keep=False, sync=False).submit, Fp8Blocks())
     with pytest.raises(UnquantizableWeightsError, match="all experts in one tensor"):
         write(tmp_path, "a.safetensors", load_file(model.directory / FILE))
 

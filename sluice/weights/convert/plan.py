@@ -343,6 +343,8 @@ def _plan_hf(
         raise MissingTensorError(tuple(missing))
     config = dict(config)
     config.pop("quantization_config", None)
+    if isinstance(text := config.get("text_config"), Mapping):
+        config["text_config"] = {k: v for k, v in text.items() if k != "quantization_config"}
     if options.dtype != "keep":
         groups = _cast(groups, getattr(torch, options.dtype), weights)
         config["dtype"] = options.dtype

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -151,7 +151,7 @@ class Int4Groups(QuantizedLayout):
         return super().is_beside(name) and name.rpartition(".")[2].startswith("weight_")
 
     def config(self, kept: list[str]) -> dict[str, object]:
-        group = {
+        group: dict[str, object] = {
             "targets": ["Linear"],
             "input_activations": None,
             "output_activations": None,
@@ -215,13 +215,13 @@ def layout_of(config: Mapping[str, object]) -> QuantizedLayout | None:
 def _int4_of(entry: Mapping[str, object]) -> Int4Groups:
     """Raises InvalidCheckpointError for another kind that compressed-tensors has."""
     groups = entry.get("config_groups")
-    found = [each.get("weights") for each in groups.values()] if _are_maps(groups) else []
-    if entry.get("format") != "pack-quantized" or len(found) != 1 or not _are_maps([*found]):
+    found = list(groups.values()) if isinstance(groups, Mapping) else []
+    weights = found[0].get("weights") if len(found) == 1 and isinstance(found[0], Mapping) else None
+    if entry.get("format") != "pack-quantized" or not isinstance(weights, Mapping):
         raise InvalidCheckpointError(
             "config.json: of compressed-tensors one group of format 'pack-quantized' alone is "
             f"known, not {entry.get('format')!r}"
         )
-    (weights,) = found
     wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
     for key, value in wanted.items():
         if weights.get(key) != value:
@@ -236,11 +236,6 @@ def _int4_of(entry: Mapping[str, object]) -> Int4Groups:
             f"config.json: group_size is {size!r}, no multiple of {PER_INT32}"
         )
     return Int4Groups(size)
-
-
-def _are_maps(found: object) -> bool:
-    values = found.values() if isinstance(found, Mapping) else found
-    return isinstance(values, Collection) and all(isinstance(each, Mapping) for each in values)
 
 
 def is_quantized(tensors: Mapping[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""Versions in FP8 blocks as the reference engine takes them: as what they stand for, or not."""
+"""Quantised versions as the reference engine takes them: as what they stand for, or not."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ from services.rollout.engine.reference.loading import VersionLoader, check_plain
 from services.rollout.errors import DigestMismatchError, UnfitWeightsError
 from services.trainer.rank.quantization import quantizing
 from sluice.weights.checkpoint import parse_header
-from sluice.weights.convert.quantized_layout import Fp8Blocks, QuantizedLayout, modules_kept
+from sluice.weights.convert.quantized_layout import (
+    Fp8Blocks,
+    Int4Groups,
+    QuantizedLayout,
+    modules_kept,
+)
 from sluice.weights.manifest import read_manifest
 from sluice.weights.shards import PublishedShards
 from sluice.weights.store import StoredVersion, WeightStore
 from tests import fp8_oracle as oracle
+from tests import int4_oracle
 from tests.contract.engine.cases import build_model
 from tests.models.families import CASES, build
 
@@ -108,12 +114,15 @@ def test_weights_are_what_they_stand_for(tmp_path: Path, dtype: torch.dtype) -> 
         assert torch.equal(opened.parameters[NAME].detach(), first)
 
 
+@pytest.mark.parametrize("layout", [FP8, Int4Groups(32)], ids=["fp8", "int4"])
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "qwen3_next", "minimax_m2"]
 )
-def test_experts_are_what_they_stand_for(tmp_path: Path, family: str) -> None:
+def test_experts_are_what_they_stand_for(
+    tmp_path: Path, family: str, layout: QuantizedLayout
+) -> None:
     """Stored one by one, which transformers puts together."""
-    published = publish(tmp_path, family=family)
+    published = publish(tmp_path, family=family, layout=layout)
     stored = load_file(published.directory / "model.safetensors")
     exact = shutil.copytree(tmp_path / "model", tmp_path / "exact")
     numbers = dict(published.plain)
@@ -121,7 +130,12 @@ def test_experts_are_what_they_stand_for(tmp_path: Path, family: str) -> None:
         if (scales := stored.get(f"{name}_scale_inv")) is not None:
             codes = stored[name].view(torch.uint8).numpy()
             numbers[name] = torch.from_numpy(oracle.numbers(codes, scales.numpy())).float()
-    assert sum("expert" in name for name in numbers if f"{name}_scale_inv" in stored) >= 12
+        elif (packed := stored.get(f"{name}_packed")) is not None:
+            scale = stored[f"{name}_scale"].double().numpy()
+            numbers[name] = torch.from_numpy(int4_oracle.numbers(packed.numpy(), scale)).float()
+    changed = {name for name in numbers if numbers[name] is not published.plain[name]}
+    assert sum(".experts." in name for name in changed) >= 12
+    assert all(".experts." in name for name in changed) is (layout is not FP8)
     save_file(numbers, exact / "model.safetensors", {"format": "pt"})
     module: Any = AutoModelForCausalLM.from_pretrained(exact, dtype=torch.float32)
     expected, loader = dict(module.named_parameters()), VersionLoader(torch.float32, CPU)

@@ -427,9 +427,7 @@ def read_model_config(directory: Path) -> PretrainedConfig:
     except (ValueError, OSError, KeyError) as error:
         raise UnfitWeightsError(f"{directory.name!r} has no usable config: {error}") from error
     if getattr(config, "quantization_config", None) is not None:
-        del (
-            config.quantization_config
-        )  # weights are numbers here: `sluice.weights.convert.quantization`
+        del config.quantization_config  # weights are numbers here
     return config
 
 
