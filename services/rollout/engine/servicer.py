@@ -138,9 +138,14 @@ async def counted(engine: Engine, generation: Generation) -> AsyncGenerator[Delt
                     ended.append((delta.finish_reason, lengths[delta.index]))
                 yield delta
     finally:
-        for reason, count in Counter(reason for reason, _ in ended).items():
-            metrics.SAMPLES.labels(reason).inc(count)
-        observe_all(metrics.SAMPLE_TOKENS, [length for _, length in ended])
+        count_ended(ended)
+
+
+def count_ended(ended: Sequence[tuple[FinishReason, int]]) -> None:
+    """Counts samples by how they ended and how many tokens they have."""
+    for reason, count in Counter(reason for reason, _ in ended).items():
+        metrics.SAMPLES.labels(reason).inc(count)
+    observe_all(metrics.SAMPLE_TOKENS, [length for _, length in ended])
 
 
 def pick(engine: Engine, bounds: VersionBounds, adapter: str = "") -> int | None:
@@ -173,8 +178,9 @@ async def complete(engine: Engine, generation: Generation, bounds: VersionBounds
     Raises VersionUnavailableError, and what the engine raises.
     """
     generation = replace(generation, version=pick(engine, bounds))
-    async with contextlib.aclosing(counted(engine, generation)) as stream:
+    async with contextlib.aclosing(engine.generate(generation)) as stream:  # type: ignore[type-var]
         deltas = join_deltas([delta async for delta in stream])
+    count_ended([(d.finish_reason, len(d.token_ids)) for d in deltas if d.finish_reason])
     check_spans(deltas, bounds)
     return deltas
 
