@@ -226,9 +226,10 @@ def engine_description(
     return describe
 
 
-def episodes_description(*, engine_id: str, address: str, pool: str) -> Callable[[], pb.Engine]:
+def episodes_description(
+    *, engine_id: str, address: str, pool: str, incarnation: str
+) -> Callable[[], pb.Engine]:
     """Returns a function that describes an episode worker to the router."""
-    incarnation = uuid.uuid4().hex
     engine = pb.Engine(
         engine_id=engine_id,
         address=address,
@@ -312,7 +313,7 @@ class RolloutProcess:
             openai.set_ready()
         await self.server.set_serving()
         keep_loaded()
-        self._register(None if engine is None else engine.engine)
+        self._register(None if engine is None else engine.engine, episodes)
         self._leaving = asyncio.create_task(self._leave(episodes, openai), name="leave")
         if engine is not None:
             self._watching = asyncio.create_task(self._watch(engine.engine), name="watch engine")
@@ -473,7 +474,7 @@ class RolloutProcess:
         self._resources.push_async_callback(self.openai.close)
         return self.openai
 
-    def _register(self, engine: Engine | None) -> None:
+    def _register(self, engine: Engine | None, episodes: EpisodeWorker | None) -> None:
         """Starts heartbeats; with both roles the episodes have an id of their own."""
         config, address = self._config, self.server.address
         if self._router is None:
@@ -494,10 +495,13 @@ class RolloutProcess:
                     lambda: loads_to_proto(engine.status()),
                 )
             )
-        if "episodes" in config.roles:
+        if episodes is not None:
             suffix = "" if engine is None else "-episodes"
             describe = episodes_description(
-                engine_id=config.engine_id + suffix, address=address, pool=config.pool
+                engine_id=config.engine_id + suffix,
+                address=address,
+                pool=config.pool,
+                incarnation=episodes.incarnation,
             )
             self._registrations.append(Registration(self._router, describe, self.server.waits))
         for registration in self._registrations:

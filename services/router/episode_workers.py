@@ -38,6 +38,12 @@ class EpisodeRegistry:
             return None
         return known.engine if known_epoch == self.epoch and self._is_alive(known) else None
 
+    def former(self, engine: pb.Engine) -> str:
+        """Return the incarnation of the process that a worker takes the place of; empty if none."""
+        known = self._workers.get(engine.engine_id)
+        former = "" if known is None else known.engine.incarnation
+        return "" if former == engine.incarnation else former
+
     def register(self, engine: pb.Engine) -> pb.EngineState:
         known = self._workers.get(engine.engine_id)
         restarted = known is None or known.engine.incarnation != engine.incarnation

@@ -31,7 +31,11 @@ RELEASES = with_values(
     Counter("sluice_router_releases_total", "Leases given back.", ["pool"]), None
 )
 EXPIRED_LEASES = with_values(
-    Counter("sluice_router_expired_leases_total", "Leases of clients that fell silent.", ["pool"]),
+    Counter(
+        "sluice_router_expired_leases_total",
+        "Leases of clients that fell silent or were replaced.",
+        ["pool"],
+    ),
     None,
 )
 ADOPTED_LEASES = with_values(

@@ -220,6 +220,15 @@ class Pools:
         for room in self._rooms.values():
             room.close()
 
+    def end_client(self, client: str) -> None:
+        """End what a client holds and waits for in all pools: its process is gone."""
+        for room in self._rooms.values():
+            count = room.pool.end_client(client, self.clock())
+            room.notify_waiters()
+            if count:
+                logger.info("pool %s: client %s is gone, its leases end", room.name, client)
+                metrics.EXPIRED_LEASES.labels(room.name).inc(count)
+
     def resume(self, gap: float) -> None:
         """Settle all pools, after this process could not be heard for `gap` seconds."""
         logger.warning("stopped, or held up, for %.1f s: clients are asked what they hold", gap)

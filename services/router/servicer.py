@@ -196,6 +196,8 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         if engine.role == pb.ROLE_EPISODES:
             if (worker := self._episodes.holder(engine, request.known_epoch)) is not None:
                 raise NameTakenError(engine.engine_id, worker.address)
+            if gone := self._episodes.former(engine):
+                self._pools.end_client(gone)  # its lease client has the name of the process
             state = self._episodes.register(engine)
             return pb.RegisterEngineResponse(
                 heartbeat_interval=duration_of(self._episodes.ttl),

@@ -218,10 +218,10 @@ class LeaseSource(Protocol):
 
 
 class RouterLeases:
-    """Asks the router, with one lease client per pool."""
+    """Asks the router, with one lease client per pool, all of one name."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._channel = channel
+    def __init__(self, channel: grpc.aio.Channel, client_id: str = "") -> None:
+        self._channel, self._client_id = channel, client_id
         self._clients: dict[str, LeaseClient] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -282,7 +282,9 @@ class RouterLeases:
     def _client(self, pool: str) -> LeaseClient:
         client = self._clients.get(pool)
         if client is None:
-            client = self._clients[pool] = LeaseClient(self._channel, pool=pool)
+            client = self._clients[pool] = LeaseClient(
+                self._channel, pool=pool, client_id=self._client_id
+            )
             client.start()
         return client
 

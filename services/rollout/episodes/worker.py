@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -392,7 +393,9 @@ class EpisodeWorker:
         self.engines = EngineAccess(
             config.server.security, MediaReader(blobs), self.images.processor
         )
-        self.leases = RouterLeases(router)
+        # The router ends the leases of this process by it, once another has taken its place.
+        self.incarnation = str(uuid.uuid4())
+        self.leases = RouterLeases(router, self.incarnation)
         self.sampler = Sampler(
             self.leases,
             self.engines,

@@ -389,12 +389,16 @@ class ClientTable:
             row = next(iter(self._rows.values()))
             if row.last_seen > now - self._ttl:
                 break
-            self.remove(row)
-            self._expired[row.name] = None
-            if len(self._expired) > _EXPIRED_CLIENTS:
-                self._expired.popitem(last=False)
+            self.expire(row)
             gone.append(row)
         return gone
+
+    def expire(self, row: ClientRow) -> None:
+        """Take out a client; should it come back, it is known to have been one."""
+        self.remove(row)
+        self._expired[row.name] = None
+        if len(self._expired) > _EXPIRED_CLIENTS:
+            self._expired.popitem(last=False)
 
 
 def _int64(values: Iterable[int]) -> IntArray:

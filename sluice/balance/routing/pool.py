@@ -328,11 +328,9 @@ class Pool:
         gone = tables.clients.expired(now)
         count, clients = 0, []
         for row in gone:
-            self._settling.remove_client(row.name)
-            released = tables.leases.release_client(row.slot)
-            tables.give_back(released, row, now)
-            count += len(released)
-            if len(released):
+            released = self._end_leases(row, now)
+            count += released
+            if released:
                 clients.append(row.name)
         lost = self._expire_engines(now)
         tables.targets.probe_breakers(now)
@@ -348,6 +346,26 @@ class Pool:
             engines=tuple(lost),
             session_count=ended,
         )
+
+    def end_client(self, client: str, now: float) -> int:
+        """End the leases of a client whose process is gone, those that wait too; returns how many.
+
+        One that lives all the same is charged again for what it holds, as after it had expired.
+        """
+        row = self.tables.clients.find(client)
+        if row is None:
+            return 0
+        self.tables.clients.expire(row)
+        count = self._end_leases(row, now)
+        self.waiting.sweep()
+        self._bind_waiting(now)
+        return count
+
+    def _end_leases(self, row: ClientRow, now: float) -> int:
+        self._settling.remove_client(row.name)
+        released = self.tables.leases.release_client(row.slot)
+        self.tables.give_back(released, row, now)
+        return len(released)
 
     def resume(self, now: float) -> None:
         """Settle as after a restart: nobody could reach this pool for a while, and clients may have

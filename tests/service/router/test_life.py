@@ -126,6 +126,21 @@ async def test_a_drained_engine_gets_no_lease_until_resumed(router):
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+async def test_an_episode_worker_that_was_killed_keeps_no_room_of_engines(router):
+    """One that is killed with its engine had all of it, as it came back, until it had expired."""
+    await router.register("a", max_running_count=2)
+    await router.register("w", role=pb.ROLE_EPISODES, incarnation="old")
+    await router.acquire("old", 2)
+    assert set((await router.acquire("old", 2, max_wait={"seconds": 50})).target_indices) == {-1}
+    await router.register("a", max_running_count=2, incarnation="b")
+    assert router.leases_out() == 2, "what waited has the room of what was lost"
+    await router.register("w", role=pb.ROLE_EPISODES, incarnation="old")
+    assert router.leases_out() == 2, "a heartbeat ends nothing"
+    await router.register("w", role=pb.ROLE_EPISODES, incarnation="new")
+    assert router.leases_out() == 0
+    assert set((await router.acquire("new", 2)).target_indices) == {0}
+
+
 async def test_a_silent_engine_is_lost_and_its_heartbeat_brings_it_back(start_router):
     clock = Clock()
     router = await start_router(clock=clock, engine_ttl=10.0)

@@ -10,6 +10,7 @@ import pytest
 
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.balance.routing import (
+    QUEUED,
     BreakerConfig,
     EngineSpec,
     EngineState,
@@ -220,6 +221,29 @@ def test_clients_expire_by_their_own_last_sign_of_life(make_pool):
     expired = pool.expire(30.0)
     assert expired.lease_count == 20 and "c3" not in expired.clients and "c20" in expired.clients
     assert pool.tables.targets.charges.sum() == 10
+
+
+def test_a_client_whose_process_is_gone_keeps_no_place_and_none_in_the_queue(make_pool):
+    pool = make_pool(max_running=2)
+    dead = pool.acquire("dead", LeaseRequest(count=5, may_wait=True), 0.0)
+    alive = pool.acquire("alive", LeaseRequest(count=1, may_wait=True), 0.0)
+    assert list(alive.targets) == [QUEUED] and dead.queued_count == 3
+    assert pool.end_client("dead", 1.0) == 5
+    assert [lease for lease, _ in pool.collect("alive")] == [alive.first_id]
+    assert pool.tables.targets.charges.sum() == 1 == pool.tables.leases.live_count
+    assert pool.end_client("dead", 1.0) == 0, "it is forgotten"
+
+
+def test_a_client_that_was_ended_by_mistake_is_charged_again_for_what_it_holds(make_pool):
+    pool = make_pool(max_running=8)
+    grant = pool.acquire("c", LeaseRequest(count=2), 0.0)
+    ids = np.arange(grant.first_id, grant.first_id + 2)
+    assert pool.end_client("c", 1.0) == 2
+    here = np.zeros(2, dtype=np.int64)
+    pool.renew("c", LeaseClaims(ids=ids, names=["e0"], engines=here, ranks=here), 2.0)
+    assert pool.tables.targets.charges.sum() == 2
+    pool.release("c", ids, 3.0)
+    assert pool.tables.targets.charges.sum() == 0 == pool.tables.leases.live_count
 
 
 def test_clients_that_hold_nothing_are_neither_counted_nor_missed(make_pool):
