@@ -127,7 +127,7 @@ def spoil(checkpoint: Path, damage: str) -> None:
         ("another rank", "is of other adapters: rank was 8, and is 4"),
         ("another alpha", "is of other adapters: alpha was 1.0, and is 10.0"),
         ("other targets", "is of other adapters: targets was "),
-        ("no adapter", "is of no adapters"),
+        ("no adapter", "is of no adapters: leave lora out"),
         ("a layer less", "they differ in: base_model.model.model.layers.0.mlp.down_proj.lora_A"),
         ("a shape that would broadcast", "has shape [1, "),
         ("a cut file", "policy.safetensors is damaged"),

@@ -406,7 +406,7 @@ def check_checkpoint(directory: Path, spec: AdapterSpec) -> None:
     """Raise ValueError unless a checkpoint is of such adapters of the same base."""
     path = directory / ADAPTER_CONFIG
     if not path.is_file():
-        raise ValueError(f"the checkpoint {directory.name!r} is of no adapters")
+        raise ValueError(f"the checkpoint {directory.name!r} is of no adapters: leave lora out")
     try:
         saved = decode_adapter_config(path.read_bytes())
     except InvalidAdapterError as error:

@@ -255,7 +255,9 @@ def decode_record(data: bytes, name: str, backend: str) -> CheckpointRecord:
         raise CheckpointDamagedError(RECORD, detail) from None
     if record.backend != backend:
         raise CheckpointMismatchError(
-            f"{name} is of backend {record.backend}, this one is {backend}", name=name
+            f"{name} is of backend {record.backend}, this one is {backend}: set backend to that, "
+            "or start from the weights that were published, as model",
+            name=name,
         )
     return record
 

@@ -181,6 +181,18 @@ async def test_ranks_that_restart_into_a_damaged_checkpoint_begin_anew(whole: Wh
     assert (whole.trainer.state.step, whole.trainer.state.checkpoint) == (0, "")
 
 
+async def test_a_checkpoint_of_another_backend_is_refused_with_a_way_on(whole: WholeStage) -> None:
+    await whole.trainer.checkpoints.save("theirs")
+    path = checkpoint(whole, "theirs") / "checkpoint.json"
+    document = json.loads(path.read_text())
+    del document["record_digest"], document["files"]
+    path.write_text(json.dumps({**document, "format": 1, "backend": "fsdp"}))
+    before = whole.parameters
+    with pytest.raises(ServiceError, match=r"of backend fsdp, .* reference: set backend to that,"):
+        await whole.trainer.checkpoints.load("checkpoints/theirs")
+    assert all(map(torch.equal, whole.parameters, before))
+
+
 async def test_a_checkpoint_without_digests_loads_and_is_counted(
     whole: WholeStage, caplog: pytest.LogCaptureFixture
 ) -> None:

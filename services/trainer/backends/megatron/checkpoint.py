@@ -306,6 +306,7 @@ def load(
     if saved["dtype"] != config.dtype:
         raise UnfitCheckpointError(
             f"optimizer state saved with dtype {saved['dtype']} cannot be read with {config.dtype}"
+            ": set megatron.dtype to that, or start from the weights that were published, as model"
         )
     were = description.get("scales", dict.fromkeys(scales, 1.0))
     if were != scales:
