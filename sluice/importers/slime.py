@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from sluice.importers.documents import (
 )
 from sluice.importers.shell import Shell, command_place, joined_lines
 from sluice.importers.slime_flags import REWARDS, find_flag
+from sluice.weights.convert.quantized_layout import Int4Groups, layout_of
+from sluice.weights.errors import WeightStoreError
 
 COMMAND = "import-slime"
 _TRAIN = re.compile(r"\btrain(_async)?\.py\b[\"']?")
@@ -362,11 +365,45 @@ def _of_values(trainable: dict[str, list[str]]) -> dict[str, list[str]]:
     }
 
 
+def _quantized_rollouts(into: Imported, model: str) -> None:
+    """slime's engines have trained weights quantised as this directory is; training begins with
+    others, of `--load` or `--ref-load`."""
+    quantization = _quantization_of(model)
+    if not quantization or "publish" in into.trainer:
+        return
+    into.trainer["publish"] = {"quantization": quantization}
+    into.left.append(
+        f"--hf-checkpoint {model}: is quantised: put the plain checkpoint in its place, of which "
+        f"publish.quantization {quantization} makes what engines sample by (`sluice convert SRC "
+        "DST --to hf` makes a plain one)"
+    )
+
+
+def _quantization_of(model: str) -> str:
+    """As publish.quantization has it, by config.json or, where that is not at hand, by the name."""
+    path = Path(model) / "config.json"
+    if path.is_file():
+        try:
+            layout = layout_of(json.loads(path.read_bytes()))
+        except (ValueError, AttributeError, WeightStoreError):
+            return ""  # whoever loads it says what it is
+        if isinstance(layout, Int4Groups):
+            return f"int4_{128 if layout.size == 128 else 32}"
+        return "" if layout is None else "fp8"
+    parts = re.split(r"[-_./]", model.lower())
+    if "fp8" in parts:
+        return "fp8"
+    if "int4" in parts:
+        return "int4_32" if "kimi" in parts else "int4_128"
+    return ""
+
+
 def _documents(into: Imported, run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     facts, run = into.facts, into.run
     model = facts.get("model", UNKNOWN)
     if model == UNKNOWN:
         into.left.append("--hf-checkpoint: is missing; put the model directory in its place")
+    _quantized_rollouts(into, model)
     settings = run.setdefault("environment", {}).setdefault("settings", {})
     settings.setdefault("prompt_key", "input")  # slime's default
     run["environment"]["name"] = "prompts"

@@ -216,7 +216,12 @@ FLAGS: dict[str, Flag] = {
     "keep-old-actor": by_hand("algorithm.loss.old_logprobs: rollout is the policy that sampled"),
     "check-weight-update-equal": _ALWAYS,
     # models and checkpoints
-    "hf-checkpoint": fact("model", plain_text, "trainer: model; rollout: tokenizer"),
+    "hf-checkpoint": fact(
+        "model",
+        plain_text,
+        "trainer: model; rollout: tokenizer",
+        "a quantised one is publish.quantization",
+    ),
     "model-name": _MODEL,
     "load": Flag("", _STORE.why, _place("load")),
     "save": Flag("", _STORE.why, _place("save")),
@@ -238,7 +243,7 @@ FLAGS: dict[str, Flag] = {
     "ckpt-step": by_hand("run.yaml initial_checkpoint"),
     "only-train-params-name-list": _trainable("allow"),
     "freeze-params-name-list": _trainable("deny"),
-    "freeze-indexer": absent("no model that has one is trained here"),
+    "freeze-indexer": unneeded("it is always so"),
     "custom-model-provider-path": by_hand("trainer.config.megatron.model_provider"),
     "megatron-config-path": by_hand("a critic is an entry of services.yaml with its own settings"),
     # rollout

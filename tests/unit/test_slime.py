@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from sluice.importers.slime import import_script, read_script
 from sluice.importers.slime_flags import ADVANTAGES, find_flag, flag_table
 from sluice.loop.config import RunConfig
 from sluice.stack import UpConfig
+from sluice.weights.convert.quantized_layout import Fp8Blocks, Int4Groups
 from tests.unit.imported_stack import assert_loads, run_command
 
 ROOT = Path(__file__).parent.parent.parent
@@ -576,6 +578,37 @@ def test_no_text_ends_in_a_trace(text: str) -> None:
     for script in (text, f"A=(\n{text}\n)\ntrain.py ${{A[@]}}", f"train.py --lr {text}"):
         with contextlib.suppress(ConfigError):
             imported(script)
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "expected"),
+    [
+        ("/root/Qwen3-30B-A3B-FP8/", None, "fp8"),
+        ("/root/Qwen3-30B-A3B-INT4", None, "int4_128"),
+        ("/root/kimi-k2-Thinking-INT4/", None, "int4_32"),
+        ("/root/Qwen3-30B-A3B", None, None),
+        ("/root/fp8ish/model", None, None),
+        ("own", Fp8Blocks().config([]), "fp8"),
+        ("own-fp8", Int4Groups(32).config([]), "int4_32"),
+        ("own-fp8", {}, None),
+        ("own-fp8", [], None),
+        ("own", {"quant_method": "awq"}, None),
+    ],
+)
+def test_a_quantised_model_is_what_engines_are_given(
+    name: str, entry: object, expected: str | None, tmp_path: Path
+) -> None:
+    if entry is not None:
+        (tmp_path / name).mkdir()
+        document = {"quantization_config": entry} if isinstance(entry, dict) and entry else entry
+        (tmp_path / name / "config.json").write_text(json.dumps(document))
+        name = str(tmp_path / name)
+    _, services, left = imported(SCRIPT.replace("${DATA}/model", name), HELD_OUT="/held")
+    trainer = services["services"]["trainer"]["config"]
+    assert trainer["model"] == name
+    assert trainer.get("publish") == (expected and {"quantization": expected})
+    told = [line for line in left if "plain checkpoint in its place" in line]
+    assert len(told) == bool(expected)
 
 
 @pytest.mark.parametrize(
