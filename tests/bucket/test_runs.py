@@ -134,3 +134,20 @@ def test_a_loop_that_was_stopped_ends_when_another_has_taken_over(stack: Stack) 
     second.finish()
     consumed = {group.group_id: group.consumed_step for group in second.groups("consumed")}
     assert consumed == {f"g{i:07}": i // 4 + 1 for i in range(32)}
+
+
+def test_other_settings_are_known_where_nothing_is_left_of_the_directory(stack: Stack) -> None:
+    """Those that a run went on with last, though it came to no further run checkpoint."""
+    settings = {"steps": 3, "store": None, "checkpoint_every": 9, "takeover_seconds": 2}
+    stack.train("other", dies_at=("consumed", 3), **settings).died()
+    more = {**settings, "algorithm": {"epochs": 2}, "resume": True}
+    training = stack.train("other", dies_at=("consumed", 2), **more)
+    training.died()
+    notes = [each["text"] for each in read_journal(training.run_dir) if each["event"] == "note"]
+    assert any(text.startswith("8 groups are sampled again") for text in notes)
+    shutil.rmtree(training.run_dir)
+    training = stack.train("other", resume=True, **settings)
+    output = " ".join(training.finish().split())
+    assert "resumed with another algorithm (algorithm.epochs: 2, now 1)" in output
+    consumed = {group.group_id: group.consumed_step for group in training.groups("consumed")}
+    assert consumed == {f"g{i:07}": i // 4 + 1 for i in range(12)}
