@@ -36,7 +36,7 @@ from sluice.loop.run_directory import (
     settings_digests,
 )
 from sluice.loop.teachers import Teachers
-from sluice.loop.trainer_run import Reference, facts_of
+from sluice.loop.trainer_run import Reference
 from sluice.loop.training import (
     Critic,
     StepReport,
@@ -445,12 +445,16 @@ class TrainingRun(PolicyRun):
         await self._publish(run_checkpoint)
         await self._evaluate_in_between()  # if it was not finished
 
+    async def _facts(self) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, str]]]:
+        layouts, settings = await super()._facts()
+        return layouts, settings | self._teachers.settings
+
     async def _sample_again(self, run_checkpoint: RunCheckpoint) -> None:
         """Has groups generated anew that are not of this run's settings, nor of weights to come.
 
         From then on the run checkpoint is of these settings: what is sampled next is.
         """
-        layouts, trainers = facts_of(await self._trainers())
+        layouts, trainers = await self._facts()
         last = last_step_of_samples(run_checkpoint, self._settings, trainers)
         if last is None:
             return

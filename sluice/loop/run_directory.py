@@ -54,7 +54,14 @@ _SHAPING = {
     "surplus",
     "teacher",
 }
-_OF_SAMPLES = {"environment", "environments", "samples_per_group", "sampling", "teacher"}
+_OF_SAMPLES = {
+    "environment",
+    "environments",
+    "samples_per_group",
+    "sampling",
+    "teacher",
+    "teachers",
+}
 # of trainers: what only has floats added in another order
 _OF_ROUNDING = {"max_tokens_per_micro_batch", "threads", "operations"}
 _INITIAL = "initial_checkpoint"
@@ -361,7 +368,9 @@ def settings_digests(config: RunConfig, prompts: str) -> dict[str, str]:
     `prompts` is the digest of the tasks and their order, or of the groups to replay.
     """
     dumped = config.model_dump(mode="json", include=_SHAPING)
-    return _digests(dumped) | {"prompts": prompts} | initial_digest(config)
+    pools = {name: teacher.pool for name, teacher in config.teachers.items()}
+    more = {"prompts": prompts, "teachers": digest_of(pools)}  # no addresses, which may be others
+    return _digests(dumped) | more | initial_digest(config)
 
 
 def initial_digest(config: CommonRunConfig) -> dict[str, str]:

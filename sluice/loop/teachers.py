@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from sluice.api.router.v1 import router_service_pb2 as router_pb
+from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.client import ClientCache, EngineClient, RemoteError, RouterClient, TrainerClient
 from sluice.loop import trace
 from sluice.loop.config import RunConfig
@@ -32,9 +33,9 @@ class TrainerTeacher:
         self._client = TrainerClient(address, security)
         self._wait_seconds = wait_seconds
 
-    async def vocabulary(self) -> str:
-        """Returns the digest of its vocabulary, once it takes work."""
-        return (await wait_for_trainer(self._client, self._wait_seconds)).vocabulary
+    async def describe(self) -> trainer_pb.Trainer:
+        """Returns it once it takes work."""
+        return await wait_for_trainer(self._client, self._wait_seconds)
 
     async def teach(
         self,
@@ -116,6 +117,7 @@ class Teachers:
             for name, teacher in config.teachers.items()
             if not teacher.pool
         }
+        self.settings: dict[str, dict[str, str]] = {}  # of those that are trainers, once checked
 
     async def check(self, student: TrainerClient, note: Callable[[str], None]) -> None:
         """Wait for each teacher; notes those of which nobody can say what their token ids mean.
@@ -174,7 +176,13 @@ class Teachers:
     async def _vocabulary(self, name: str) -> str:
         pool = self._config.teachers[name].pool
         if not pool:
-            return await self._trainers[name].vocabulary()
+            trainer = await self._trainers[name].describe()
+            self.settings[f"teacher {name}"] = {
+                key: value
+                for key, value in trainer.settings.items()
+                if not key.startswith("optim.")  # it learns nothing
+            }
+            return trainer.vocabulary
 
         async def probe() -> str:
             engines = await self._router.list_engines(router_pb.ROLE_ENGINE)

@@ -165,6 +165,12 @@ class TrainerRun(ABC, Generic[C]):
         seconds = self.config.service_timeout_seconds
         return {"trainer": await wait_for_trainer(self.trainer, seconds)}
 
+    async def _facts(self) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, str]]]:
+        """How the ranks of trainers are laid out, and settings of those that say them, by name."""
+        found = await self._trainers()
+        layouts = {name: layout_of(trainer) for name, trainer in found.items()}
+        return layouts, {name: dict(each.settings) for name, each in found.items() if each.settings}
+
     async def _begin(self) -> None:
         """Goes back to the newest run checkpoint that is intact, or begins.
 
@@ -178,7 +184,7 @@ class TrainerRun(ABC, Generic[C]):
         lost = damaged_run_checkpoints(self._run_checkpoints)
         trained = self.ledger.last_consumed_step()
         for run_checkpoint in reversed(list_run_checkpoints(self._run_checkpoints)):
-            layouts, settings = facts_of(await self._trainers())
+            layouts, settings = await self._facts()
             note, deterministic = self.report.note, self._deterministic
             check_layouts(run_checkpoint, layouts, note, deterministic=deterministic)
             check_trainers(run_checkpoint, settings, note, deterministic=deterministic)
@@ -287,7 +293,7 @@ class TrainerRun(ABC, Generic[C]):
         """
         await self._settle_saving()
         await self._retention.settle()
-        layouts, settings = facts_of(await self._trainers())
+        layouts, settings = await self._facts()
         run_checkpoint = RunCheckpoint(
             step=self.step,
             optimizer_step=self.optimizer_step,
@@ -417,12 +423,3 @@ class TrainerRun(ABC, Generic[C]):
             f"{restored.checkpoint} restores other weights than version {before}, which was "
             f"published from them: {', '.join(different[:4])}"
         )
-
-
-def facts_of(
-    trainers: Mapping[str, trainer_pb.Trainer],
-) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, str]]]:
-    """How the ranks of trainers are laid out, and their settings where they say them."""
-    layouts = {name: layout_of(trainer) for name, trainer in trainers.items()}
-    told = {name: dict(each.settings) for name, each in trainers.items() if each.settings}
-    return layouts, told

@@ -5,11 +5,14 @@ import math
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
+from sluice.loop.run_directory import latest_run_checkpoint, write_run_checkpoint
 from sluice.samples.arrow import decode_group
 from sluice.samples.blobs import BlobStore
 from tests import warm
@@ -36,14 +39,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def test_teachers_that_are_killed_miss_no_row(taught: Stack) -> None:
-    training = train_mixture(
-        taught,
-        "taught",
-        environments=shares_of(taught, teacher="maths"),
-        teachers={"large": {"pool": "large"}, "maths": {"service": "maths"}},
-        teacher="large",
-        algorithm={"advantage": {"name": "distillation"}},
-    )
+    training = train_mixture(taught, "taught", **settings_of(taught))
     training.wait_for_step(2)
     ranks = warm.children(taught.pid("maths"))
     for pid in (taught.pid("large"), *(rank.pid for rank in ranks)):
@@ -58,6 +54,31 @@ def test_teachers_that_are_killed_miss_no_row(taught: Stack) -> None:
         # a trainer's log-probs go to the rows of a step; an engine's are part of the group
         held = ["teacher_logprobs" in sample.columns for sample in samples]
         assert held == [group.environment == "early"] * len(samples)
+
+
+def settings_of(taught: Stack) -> dict[str, Any]:
+    return {
+        "environments": shares_of(taught, teacher="maths"),
+        "teachers": {"large": {"pool": "large"}, "maths": {"service": "maths"}},
+        "teacher": "large",
+        "algorithm": {"advantage": {"name": "distillation"}},
+    }
+
+
+def test_another_model_of_a_teacher_is_told_when_a_run_goes_on(taught: Stack) -> None:
+    """Its settings are in no file of the run: divergences were from another, without a word."""
+    training = train_mixture(taught, "other", **settings_of(taught), steps=1)
+    training.finish()
+    cuts = training.run_dir / "cuts"
+    last = latest_run_checkpoint(cuts)
+    assert last is not None
+    had = last.trainers["teacher maths"]
+    assert had["model"] and not any(name.startswith("optim") for name in had)
+    other = {**last.trainers, "teacher maths": {**had, "model": '"/another"'}}
+    write_run_checkpoint(cuts, replace(last, trainers=other))
+    again = train_mixture(taught, "other", **settings_of(taught), steps=2, resume=True)
+    output = " ".join(again.finish().split())
+    assert 'resumed with other settings of the teacher maths (model: "/another", now' in output
 
 
 def build_swapped(directory: Path) -> Path:

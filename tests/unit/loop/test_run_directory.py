@@ -558,6 +558,15 @@ def test_settings_of_the_schedule_are_told_too(resumed, name: str, value: object
     assert resumed(**{name: value}) == [f"resumed with another {name}"]
 
 
+def test_a_teacher_may_move_and_its_pool_is_no_other(tmp_path) -> None:
+    learning = {"algorithm": {"advantage": {"name": "distillation"}}}
+    here, there, pool = (
+        digests(config(tmp_path, **learning, teachers={"maths": teacher}))["teachers"]
+        for teacher in ({"address": "a:1"}, {"address": "b:2"}, {"pool": "large"})
+    )
+    assert here == there != pool
+
+
 def test_a_run_that_goes_on_begins_with_no_other_checkpoint(tmp_path, ledger) -> None:
     """It went on from its own without a word."""
     began = config(tmp_path, initial_checkpoint="checkpoints/a")
