@@ -132,6 +132,12 @@ def _eager(into: Imported, values: Values) -> None:
         set_at(into.rollout, "engine.sglang.server_args.disable_cuda_graph", True)
 
 
+def _quantization(into: Imported, values: Values) -> None:
+    if (value := only(values)) != "fp8":
+        raise NotCarriedError(f"{value!r}: trainer.config.publish.quantization: docs/weights.md")
+    set_at(into.trainer, "publish.quantization", value)
+
+
 def _targets(into: Imported, values: Values) -> None:
     names = [name for text in listed(only(values)) for name in text.split(",") if name]
     if names != ["all-linear"]:
@@ -421,7 +427,7 @@ KEYS: dict[str, Flag] = {
     f"{_ROLLOUT}.enforce_eager": Flag(
         "rollout: engine.sglang.server_args.disable_cuda_graph", "", _eager
     ),
-    f"{_ROLLOUT}.quantization": by_hand("trainer.config.publish.quantization"),
+    f"{_ROLLOUT}.quantization": Flag("trainer: publish.quantization", "of fp8", _quantization),
     f"{_ROLLOUT}.over_sample_rate": by_hand("run.yaml over_sampling"),
     f"{_ROLLOUT}.enable_rollout_routing_replay": by_hand("trainer.config.megatron.routing_replay"),
     f"{_ROLLOUT}.calculate_log_probs": _ALWAYS,

@@ -373,6 +373,12 @@ def test_the_asynchronous_trainer_has_its_own_defaults(model: Path) -> None:
             "run.evaluation.datasets.v.sampling.temperature",
             0.6,
         ),
+        (
+            "actor_rollout_ref.rollout.quantization=fp8",
+            "trainer.publish.quantization",
+            "fp8",
+        ),
+        ("actor_rollout_ref.rollout.quantization=null", "trainer.publish.quantization", None),
     ],
 )
 def test_values_are_those_that_verl_would_train_with(
@@ -417,6 +423,7 @@ def test_values_are_those_that_verl_would_train_with(
             "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=kl",
             "is 0",
         ),
+        ("actor_rollout_ref.rollout.quantization=torchao", "'torchao': trainer.config.publish"),
         ("custom_reward_function.path=/r.py", "functions of your own"),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.x=1", "SGLang is the engine"),
         ("actor_rollout_ref.actor.use_kl_los=True", "is unknown"),
