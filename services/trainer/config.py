@@ -70,7 +70,14 @@ _NOT_SHAPING = {
     "optim": {"max_consecutive_skips"},
     "lora": {"start", "max_adapters"},
     "publish": {"delta", "chain"},
-    "fsdp": {"tensor", "context", "activation_checkpointing", "reshard_after_forward", "unproven"},
+    "fsdp": {
+        "tensor",
+        "context",
+        "activation_checkpointing",
+        "activation_offload",
+        "reshard_after_forward",
+        "unproven",
+    },
     "megatron": {
         "tensor",
         "pipeline",

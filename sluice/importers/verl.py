@@ -326,6 +326,18 @@ def _backend(facts: Mapping[str, Any]) -> str:
     return "megatron" if facts["megatron"] else facts.get("strategy", "fsdp")
 
 
+def _offloads(into: Imported, runs_again: bool) -> bool:
+    """Whether what layers are run again on waits on the host."""
+    if not into.facts.get("activations_offloaded"):
+        return False
+    if not runs_again:
+        into.left.append(
+            "actor_rollout_ref.model.enable_activation_offload: fsdp.activation_offload is of what "
+            "its activation_checkpointing keeps"
+        )
+    return runs_again
+
+
 def _trainer(into: Imported) -> None:
     facts, trainer = into.facts, into.trainer
     backend = _backend(facts)
@@ -351,9 +363,12 @@ def _trainer(into: Imported) -> None:
         trainer.pop("megatron", None)
         fsdp: dict[str, Any] = {"dtype": "bfloat16", **trainer.get("fsdp", {})}
         fsdp["activation_checkpointing"] = facts.get("checkpointing", True)
+        if _offloads(into, fsdp["activation_checkpointing"]):
+            fsdp["activation_offload"] = True
         trainer["fsdp"] = fsdp | ({"context": facts["context"]} if "context" in facts else {})
         return
     trainer.pop("fsdp", None)
+    _offloads(into, False)
     megatron = trainer.setdefault("megatron", {})
     if megatron.get("tensor", 1) > 1:
         megatron["sequence_parallel"] = facts.get("sequence_parallel", True)

@@ -295,8 +295,11 @@ KEYS: dict[str, Flag] = {
     "actor_rollout_ref.model.use_fused_kernels": _FUSED,
     "actor_rollout_ref.model.use_liger": _FUSED,
     "actor_rollout_ref.model.use_shm": unneeded("files are mapped"),
-    "actor_rollout_ref.model.enable_activation_offload": absent(
-        "activations are kept or made anew"
+    "actor_rollout_ref.model.enable_activation_offload": fact(
+        "activations_offloaded",
+        truth,
+        "trainer: fsdp.activation_offload",
+        "with gradient checkpointing",
     ),
     "actor_rollout_ref.model.mtp.enable_train": fact(
         "predicts", truth, "trainer: megatron.mtp_loss_scaling_factor"

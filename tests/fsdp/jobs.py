@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,32 @@ def parity(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
         "counted": sum(local_part(p).numel() for p in parts if policy.is_counted(p)),
         "whole": sum(p.numel() for p in parts),
     }
+
+
+def kept_inputs(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Of how many layers the memory of the input is still there when backward begins."""
+    backend = open_backend(rank, world, arguments)
+    layers = [
+        m for m in backend._policy.root.modules() if type(m).__name__.endswith("DecoderLayer")
+    ]
+    inputs: list[weakref.ref[torch.UntypedStorage]] = []
+    alive: list[int] = []
+
+    def note(module: Any, given: tuple[torch.Tensor, ...]) -> None:
+        if not alive:
+            inputs.append(weakref.ref(given[0].untyped_storage()))
+
+    def count(gradient: torch.Tensor) -> None:
+        alive.append(sum(each() is not None for each in inputs))
+
+    def watch(module: Any, given: Any, made: torch.Tensor) -> None:
+        made.register_hook(count)
+
+    for layer in layers:
+        layer.register_forward_pre_hook(note)
+    layers[-1].register_forward_hook(watch)
+    backend.forward_backward([rows_of(0)], PPO)
+    return {"layers": len(inputs), "kept": alive[0]}
 
 
 def waits(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:

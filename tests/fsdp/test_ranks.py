@@ -18,6 +18,7 @@ from tests.rank_pool import Pool
 NAMES = f"teacher_top_ids/{NAMED}"
 fast = pytest.mark.fast
 CONTEXT = {"context": 2}
+OFFLOADED = {"activation_checkpointing": True, "activation_offload": True}
 CASES = [
     pytest.param("qwen3", 1, {}, id="one rank"),
     pytest.param("qwen3", 2, {}, id="two ranks", marks=fast),
@@ -30,6 +31,8 @@ CASES = [
     pytest.param("qwen3_moe", 2, {"reshard_after_forward": False}, id="kept gathered"),
     pytest.param("qwen3", 2, {"activation_checkpointing": True}, id="activations run again"),
     pytest.param("qwen3_moe", 2, {"activation_checkpointing": True}, id="experts run again"),
+    pytest.param("qwen3", 2, OFFLOADED, id="run again from the host", marks=fast),
+    pytest.param("qwen3_moe", 4, {**OFFLOADED, **CONTEXT}, id="DP2 x CP2, from the host"),
     pytest.param("qwen3", 2, CONTEXT, id="CP2", marks=fast),
     pytest.param("qwen3", 2, {**CONTEXT, "cp_layout": "contiguous"}, id="CP2, contiguous"),
     pytest.param("qwen3", 4, {"context": 4}, id="CP4"),
@@ -118,3 +121,17 @@ def test_numbers_are_those_of_one_process(
     assert sum(answer["counted"] for answer in answers) == answers[0]["whole"]
     if world > 1:
         assert max(answer["held"] for answer in answers) < 0.6 * answers[0]["whole"] * 2 / world
+
+
+@fast
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_layers_are_run_again_on_waits_on_the_host(
+    pool: Pool, expected: ExpectedByModel, tmp_path: Path, offload: bool
+) -> None:
+    model, _ = expected("qwen3")
+    settings = {"activation_checkpointing": True, "activation_offload": offload}
+    (answer,) = pool.run(
+        "kept_inputs", 1, model=str(model.directory), out=str(tmp_path), fsdp=settings
+    )
+    assert answer["layers"] >= 2
+    assert answer["kept"] == (0 if offload else answer["layers"])

@@ -374,6 +374,11 @@ def test_the_asynchronous_trainer_has_its_own_defaults(model: Path) -> None:
             0.6,
         ),
         (
+            "actor_rollout_ref.model.enable_activation_offload=True",
+            "trainer.fsdp.activation_offload",
+            True,
+        ),
+        (
             "actor_rollout_ref.rollout.quantization=fp8",
             "trainer.publish.quantization",
             "fp8",
@@ -422,6 +427,11 @@ def test_values_are_those_that_verl_would_train_with(
         (
             "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=kl",
             "is 0",
+        ),
+        (
+            "actor_rollout_ref.model.enable_activation_offload=True "
+            "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+            "of what its activation_checkpointing keeps",
         ),
         ("actor_rollout_ref.rollout.quantization=torchao", "'torchao': trainer.config.publish"),
         ("custom_reward_function.path=/r.py", "functions of your own"),

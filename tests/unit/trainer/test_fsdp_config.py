@@ -43,6 +43,10 @@ def model(tmp_path: Path) -> Path:
         ({"backend": "fsdp", "fsdp": {"offload": True}}, "fsdp.offload"),
         ({"backend": "fsdp", "fsdp": {"tensor": 0}}, "fsdp.tensor"),
         ({"backend": "fsdp", "fsdp": {"cp_layout": "contiguous"}}, "cp_layout has no effect"),
+        (
+            {"backend": "fsdp", "fsdp": {"activation_offload": True}},
+            "of what activation_checkpointing keeps",
+        ),
         ({"backend": "fsdp", "fsdp": {"context": 0}}, "fsdp.context"),
         (
             {"backend": "fsdp", "fsdp": {"dtype": "float32"}, "float32_head": False},

@@ -16,6 +16,7 @@ class FsdpConfig(Config):
     data-parallel.
     dtype: of the products and activations; bfloat16 gathers weights in it too.
     activation_checkpointing: layers are run again in backward, in place of keeping what they made.
+    activation_offload: what they are run again on waits in host memory until then.
     cpu_offload: weights and optimizer state stay in host memory; needs an accelerator.
     reshard_after_forward: layers are freed after forward and gathered again for backward.
     reduce: gradients are summed over ranks after every micro-batch, or once a call after the
@@ -29,6 +30,7 @@ class FsdpConfig(Config):
     tensor: int = Field(1, ge=1)
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     activation_checkpointing: bool = False
+    activation_offload: bool = False
     cpu_offload: bool = False
     reshard_after_forward: bool = True
     reduce: Literal["micro_batch", "call"] = "micro_batch"
@@ -40,4 +42,6 @@ class FsdpConfig(Config):
     def _check(self) -> Self:
         if self.cp_layout != "zigzag" and self.context == 1:
             raise ValueError("cp_layout has no effect with context 1; leave it out")
+        if self.activation_offload and not self.activation_checkpointing:
+            raise ValueError("activation_offload is of what activation_checkpointing keeps: set it")
         return self

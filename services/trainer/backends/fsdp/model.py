@@ -7,12 +7,14 @@ reads this rank's part of each tensor and nothing else. So the cut is made betwe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -309,7 +311,7 @@ def load_model(
     keep_rows_apart(model)
     choose_by_rows(model)
     if settings.activation_checkpointing:
-        _checkpoint_layers(model)
+        _checkpoint_layers(model, offload=settings.activation_offload)
     return ShardedModel(root=cut.root, mesh=mesh, shares_prompts=layout == "shared")
 
 
@@ -463,8 +465,19 @@ def _flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _checkpoint_layers(model: Any) -> None:
+def _checkpoint_layers(model: Any, *, offload: bool) -> None:
     """Layers alone are in training mode: only then does transformers run them again."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in _layers(model):
         layer.training = True
+        if offload:
+            own: Any = layer
+            own._gradient_checkpointing_func = partial(
+                _run_offloaded, own._gradient_checkpointing_func
+            )
+
+
+def _run_offloaded(run: Callable[..., Any], *arguments: Any) -> Any:
+    """A checkpoint keeps what its block was run on, and nothing else: that goes to the host."""
+    with save_on_cpu(pin_memory=True):
+        return run(*arguments)
