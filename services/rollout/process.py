@@ -420,6 +420,7 @@ class RolloutProcess:
             media=MediaReader(open_blobs(config.store, config.store_cache, sync=config.store_sync)),
             profiles=config.profiles,
             vocabulary=vocabulary_digest(directory) if directory is not None else "",
+            settings=config.engine.shaping,
         )
         for service in engine.services():
             self.server.add(service.register, service.servicer, service.name)

@@ -256,6 +256,14 @@ class EngineFleet:
                     f"{described.backend}, does not take it; the reference engine does"
                 )
 
+    async def settings(self, wait_seconds: float) -> dict[str, str]:
+        """By name those of the engines at hand that numbers depend on, all values of each."""
+        values: dict[str, set[str]] = {}
+        for _, described in await self._describe(wait_seconds):
+            for name, value in described.settings.items():
+                values.setdefault(name, set()).add(value)
+        return {name: " or ".join(sorted(found)) for name, found in values.items()}
+
     async def longest_sample(self, wait_seconds: float) -> int:
         """Tokens that a sample may have, by the engines at hand; waits for the first of them."""
         described = await self._describe(wait_seconds)

@@ -30,6 +30,7 @@ from sluice.loop.policy_run import PolicyRun
 from sluice.loop.prompts import Task
 from sluice.loop.report import RunReport
 from sluice.loop.run_directory import (
+    ENGINES,
     RunCheckpoint,
     check_resumed,
     last_step_of_samples,
@@ -94,6 +95,7 @@ class TrainingRun(PolicyRun):
         self._keeping_up: asyncio.Task[None] | None = None
         self._bringing: asyncio.Task[None] | None = None  # of engines to the version published last
         self._committed: CommitReport | None = None  # of the version that engines were brought to
+        self._engine_settings: dict[str, dict[str, str]] = {}
         self._schedule = load_schedule(config)
         if any(config.training_sampling(share).truncates for share in self._shares.values()):
             report.note(TRUNCATED)
@@ -156,6 +158,8 @@ class TrainingRun(PolicyRun):
         if self.config.samples_least:
             await self.fleet.check_min_new_tokens(self.config.service_timeout_seconds)
         await self._teachers.check(self.trainer, self.report.note)
+        if of_engines := await self.fleet.settings(self.config.service_timeout_seconds):
+            self._engine_settings = {ENGINES: of_engines}
         if self.config.weight_transport == "collective":
             self._write_behind = trainer.write_behind
         if self.config.deterministic:
@@ -447,7 +451,7 @@ class TrainingRun(PolicyRun):
 
     async def _facts(self) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, str]]]:
         layouts, settings = await super()._facts()
-        return layouts, settings | self._teachers.settings
+        return layouts, settings | self._teachers.settings | self._engine_settings
 
     async def _sample_again(self, run_checkpoint: RunCheckpoint) -> None:
         """Has groups generated anew that are not of this run's settings, nor of weights to come.

@@ -65,6 +65,7 @@ _OF_SAMPLES = {
 # of trainers: what only has floats added in another order
 _OF_ROUNDING = {"max_tokens_per_micro_batch", "threads", "operations"}
 _INITIAL = "initial_checkpoint"
+ENGINES = "engines"  # among those whose settings a run checkpoint has; weights are none of theirs
 # settings that came after digests of them were kept, and what releases without them did
 _FORMER: dict[tuple[str, ...], Any] = {
     ("algorithm", "epochs"): 1,
@@ -87,8 +88,9 @@ class RunCheckpoint:
     `step` is the loop's, `optimizer_step` the trainer's; `position` the ledger's next row. The
     weights are those published last: 0 and empty where none were yet. `settings` are digests of
     those that shaped the run so far; `layouts` how the ranks of each trainer were laid out, and
-    `trainers` the settings of each that its numbers depend on. The reference of the KL is a version
-    of the weights, those after `reference_step`, or 0: that of the trainer's settings.
+    `trainers` the settings of each, and of the engines, that its numbers depend on. The reference
+    of the KL is a version of the weights, those after `reference_step`, or 0: that of the trainer's
+    settings.
     """
 
     step: int
@@ -543,6 +545,7 @@ def last_step_of_samples(
     others = {
         key.partition(".")[0]
         for name, before in run_checkpoint.trainers.items()
+        if name != ENGINES
         for key in _other_keys(before, trainers.get(name, {}))
     }
     return run_checkpoint.step if changed or others - _OF_ROUNDING else None
@@ -577,7 +580,7 @@ def check_trainers(
         if deterministic:
             raise ConfigError(
                 f"deterministic: the {name} of the run to resume had other settings ({named}); "
-                "give it those again, or resume without deterministic"
+                "set them back, or resume without deterministic"
             )
         note(f"resumed with other settings of the {name} ({named})")
 

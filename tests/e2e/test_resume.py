@@ -175,12 +175,19 @@ def test_a_manifest_cut_off_smaller_steps_and_other_ranks(stack):
     assert first.step == 0 and first.layouts == {"trainer": {"data": 1, "context": 1, **ONE}}
     settings = first.trainers["trainer"]
     assert settings["optim.learning_rate"] == "0.002"
+    engines = {**first.trainers["engines"], "dtype": '"bfloat16"'}
     other = {"trainer": {**settings, "optim.learning_rate": "0.5"}}
     write_run_checkpoint(cuts, replace(first, trainers=other))
     refused = stack.train("smaller", steps=9, resume=True, deterministic=True)
     output, _ = refused.process.communicate(timeout=PATIENCE)
     assert refused.process.returncode == 2
     assert "trainer of the run to resume had other settings (optim.learning_rate: 0.5" in output
+    write_run_checkpoint(cuts, replace(first, trainers={**first.trainers, "engines": engines}))
+    refused = stack.train("smaller", steps=9, resume=True, deterministic=True)
+    output, _ = refused.process.communicate(timeout=PATIENCE)
+    assert refused.process.returncode == 2
+    assert 'the engines of the run to resume had other settings (dtype: "bfloat16"' in output
+    other["engines"] = engines
     write_run_checkpoint(cuts, replace(first, trainers=other, layouts={"trainer": {"data": 2}}))
     refused = stack.train("smaller", steps=9, resume=True, deterministic=True)
     output, _ = refused.process.communicate(timeout=PATIENCE)
@@ -191,6 +198,7 @@ def test_a_manifest_cut_off_smaller_steps_and_other_ranks(stack):
     output = " ".join(training.finish().split())
     assert "resumed with another layout of ranks (trainer: data 2; now" in output
     assert "resumed with other settings of the trainer (optim.learning_rate: 0.5, now" in output
+    assert 'resumed with other settings of the engines (dtype: "bfloat16", now' in output
     assert "run checkpoint of step 2 is damaged" in output
     assert [row["step"] for row in training.rows()] == list(range(1, 10))
     steps = [group.consumed_step for group in training.groups("consumed")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -286,6 +287,18 @@ class EngineConfig(Config):
         " are, on refuses them.",
     )
     sglang: SglangConfig = SglangConfig()
+
+    @property
+    def shaping(self) -> dict[str, str]:
+        """What a run that goes on should have in common with its past, by name, as JSON.
+
+        How many samples there are room for is among it where bits are to be the same.
+        """
+        told: dict[str, Any] = {"backend": self.backend, "dtype": self.dtype}
+        told |= {f"operations.{name}": value for name, value in self.operations}
+        if self.deterministic:
+            told |= {name: getattr(self, name) for name in ("max_running", "prefill_chunk_tokens")}
+        return {name: json.dumps(value) for name, value in told.items()}
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> EngineConfig:

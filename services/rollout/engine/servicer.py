@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -343,12 +343,17 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         media: MediaReader,
         profiles: Path,
         vocabulary: str = "",
+        settings: Mapping[str, str] | None = None,
     ) -> None:
-        """`vocabulary`: digest of what token ids mean to whoever asks, empty where unknown."""
+        """`vocabulary`: digest of what token ids mean to whoever asks, empty where unknown.
+
+        `settings`: those that its numbers depend on, as it tells them.
+        """
         self._engine, self._generations, self._weights = engine, generations, weights
         self._waits, self._vocabulary = waits, vocabulary
         self._engine_id, self._backend, self._media = engine_id, backend, media
         self._profiles, self._requests = profiles, RequestLog()
+        self._settings = dict(settings or {})
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         bounds = bounds_from_proto(request.versions)
@@ -505,6 +510,7 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
             transfer_rank_count=status.transfer_ranks,
             transfer_group=self._weights.transfers.group,
             vocabulary=self._vocabulary,
+            settings=self._settings,
             base=None if status.base is None else weights_to_proto(status.base),
             adapters=[
                 weights_to_proto(weights, status.lines.get(weights.version, ""))

@@ -72,6 +72,13 @@ async def test_an_engine_without_weights_says_so(engine: EngineClient) -> None:
     assert (caught.value.code, caught.value.reason) == expected
 
 
+async def test_an_engine_says_what_its_numbers_depend_on(engine: EngineClient) -> None:
+    told = dict((await engine.get()).settings)
+    assert told["backend"] == '"reference"' and told["dtype"] == '"float32"'
+    assert "max_running" not in told, "which the bits of a deterministic one alone depend on"
+    assert told["operations.attention"] == '"auto"'
+
+
 async def test_an_engine_that_sleeps_serves_again_once_it_has_weights(
     engine: EngineClient, store: Store
 ) -> None:

@@ -384,7 +384,7 @@ def test_other_settings_of_a_trainer_are_told_or_refused(role) -> None:
         f'resumed with other settings of the {role} (model: "/models/a", now "/{"b" * 58}...; '
         "optim.learning_rate: 0.001, now 0.0005)"
     ]
-    message = rf"^deterministic: the {role} of the run to resume .*0.001, now 0.0005\); give it"
+    message = rf"^deterministic: the {role} of the run to resume .*0.001, now 0.0005\); set them"
     with pytest.raises(ConfigError, match=message):
         check_trainers(run_checkpoint, {**before, role: has}, pytest.fail, deterministic=True)
 
@@ -415,6 +415,9 @@ def test_what_other_settings_make_of_groups_that_wait(
     now = {"trainer": {**said, **trainer}}
     assert last_step_of_samples(run_checkpoint, {**had, **settings}, now) == last
     assert last_step_of_samples(RUN_CHECKPOINT, {**had, **settings}, now) is None
+    engines = {"engines": {"dtype": "0"}}  # whose numbers are in what they sampled
+    of_engines = replace(run_checkpoint, trainers=engines)
+    assert last_step_of_samples(of_engines, had, {"engines": {"dtype": "1"}}) is None
 
 
 @pytest.mark.parametrize("role", ["trainer", "critic"])
