@@ -62,8 +62,16 @@ _OF_SAMPLES = {
     "teacher",
     "teachers",
 }
-# of trainers: what only has floats added in another order
-_OF_ROUNDING = {"max_tokens_per_micro_batch", "threads", "operations"}
+# of trainers: how weights are computed, not which: rounding is another
+_OF_ROUNDING = {
+    "autocast",
+    "float32_head",
+    "fsdp",
+    "max_tokens_per_micro_batch",
+    "megatron",
+    "operations",
+    "threads",
+}
 _INITIAL = "initial_checkpoint"
 ENGINES = "engines"  # among those whose settings a run checkpoint has; weights are none of theirs
 # settings that came after digests of them were kept, and what releases without them did

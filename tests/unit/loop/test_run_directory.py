@@ -399,6 +399,7 @@ def test_other_settings_of_a_trainer_are_told_or_refused(role) -> None:
         ({"groups_per_step": "x"}, {"threads": "4"}, 2),
         ({}, {"optim.learning_rate": "0.1"}, 2),
         ({}, {"threads": "4", "max_tokens_per_micro_batch": "8", "operations.x": "1"}, None),
+        ({}, {"megatron.recompute": "1"}, None),  # after a want of memory, say
         ({"sampling": "x"}, {}, -1),
         ({"environment": "x", "algorithm": "x"}, {"optim.learning_rate": "0.1"}, -1),
     ],
@@ -410,6 +411,7 @@ def test_what_other_settings_make_of_groups_that_wait(
     names = ("algorithm", "groups_per_step", "sampling", "environment", "initial_checkpoint")
     had = dict.fromkeys(names, "d")
     said = {name: "0" for name in ("threads", "max_tokens_per_micro_batch", "operations.x")}
+    said["megatron.recompute"] = "0"
     said["optim.learning_rate"] = "0"
     run_checkpoint = replace(RUN_CHECKPOINT, settings=had, trainers={"trainer": said})
     now = {"trainer": {**said, **trainer}}
