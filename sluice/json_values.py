@@ -6,6 +6,7 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from itertools import zip_longest
 from typing import Any
 
 DEEPEST = 100  # levels of lists and objects
@@ -48,6 +49,29 @@ def plain_number(number: float) -> int | float:
         return number
     whole = int(number)
     return whole if abs(whole) < 1 << 53 or whole == Decimal(repr(number)) else number
+
+
+def key_order(value: Any) -> Any:
+    """The order of keys in a value, which a Struct loses: its shape, with 0 for all but objects."""
+    if isinstance(value, Mapping):
+        order = {key: key_order(each) for key, each in value.items()}
+        return order if len(order) > 1 or any(order.values()) else 0
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
+        orders = [key_order(each) for each in value]
+        return orders if any(orders) else 0
+    return 0
+
+
+def in_order(value: Any, order: Any = 0) -> Any:
+    """A value with its keys as `key_order` has them; those that it does not have last, by name."""
+    if isinstance(value, Mapping):
+        own = order if isinstance(order, Mapping) else {}
+        keys = [*(key for key in own if key in value), *sorted(value.keys() - own.keys())]
+        return {key: in_order(value[key], own.get(key)) for key in keys}
+    if isinstance(value, list):
+        orders = order if isinstance(order, list) else []
+        return [in_order(each, one) for each, one in zip_longest(value, orders[: len(value)])]
+    return value
 
 
 def find(values: Mapping[str, Any], key: str) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 import xxhash
@@ -19,6 +20,7 @@ from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import ClientCache, RemoteError, RolloutClient, RouterClient
 from sluice.config import ConfigError
+from sluice.json_values import key_order
 from sluice.loop import trace
 from sluice.loop.config import (
     EnvironmentConfig,
@@ -140,6 +142,7 @@ def _request(
 def _spec(environment: EnvironmentConfig) -> pb.EnvironmentSpec:
     spec = pb.EnvironmentSpec(name=environment.name)
     spec.settings.update(environment.settings)
+    spec.settings_order = _order_of(environment.settings)
     return spec
 
 
@@ -151,7 +154,13 @@ def _group(
         return pb.GroupRequest(group_id=group_id, seeds=seeds, index=task)
     row = Struct()
     row.update(dict(task))
-    return pb.GroupRequest(group_id=group_id, seeds=seeds, row=row)
+    return pb.GroupRequest(group_id=group_id, seeds=seeds, row=row, row_order=_order_of(task))
+
+
+def _order_of(values: Mapping[str, Any]) -> bytes:
+    """As `row_order` has it; empty where no order is to be kept."""
+    order = key_order(values)
+    return json.dumps(order, separators=(",", ":")).encode() if order else b""
 
 
 def teacher_of(config: RunConfig, share: EnvironmentShare, task: Task) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 from collections.abc import (
@@ -39,7 +40,7 @@ from services.rollout.episodes.group import (
 )
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.rollout.v1 import trace_pb2
-from sluice.json_values import plain_number
+from sluice.json_values import in_order, plain_number
 from sluice.runtime import wire
 from sluice.runtime.errors import InvalidFieldError, ServiceError
 from sluice.samples.blobs import BlobReference
@@ -177,7 +178,9 @@ def groups_from_proto(request: pb.RolloutRequest) -> list[GroupSpec]:
         task = (
             TaskRequest(index=group.index)
             if kind == "index"
-            else TaskRequest(row=values_from_proto(group.row))
+            else TaskRequest(
+                row=values_from_proto(group.row, group.row_order, f"{field}.row_order")
+            )
         )
         groups.append(
             GroupSpec(
@@ -191,8 +194,21 @@ def groups_from_proto(request: pb.RolloutRequest) -> list[GroupSpec]:
     return groups
 
 
-def values_from_proto(struct: struct_pb2.Struct) -> Mapping[str, Any]:
-    """Decodes JSON values. A Struct has floats only; whole ones become integers again."""
+def values_from_proto(struct: struct_pb2.Struct, order: bytes, field: str) -> Mapping[str, Any]:
+    """Decodes JSON values; their keys are in an order of `field`, and without one by name.
+
+    A Struct has its own in another order in each process, and prompts are made of them. It has
+    floats only; whole ones become integers again. Raises InvalidFieldError for what is no order.
+    """
+    try:
+        keys = json.loads(order) if order else 0
+    except (ValueError, RecursionError):
+        raise InvalidFieldError(field, "is not JSON") from None
+    values: Mapping[str, Any] = in_order(_values(struct), keys)
+    return values
+
+
+def _values(struct: struct_pb2.Struct) -> dict[str, Any]:
     return {key: _plain(value) for key, value in struct.fields.items()}
 
 
@@ -201,7 +217,7 @@ def _plain(value: struct_pb2.Value) -> Any:
     if kind == "number_value":
         return plain_number(value.number_value)
     if kind == "struct_value":
-        return values_from_proto(value.struct_value)
+        return _values(value.struct_value)
     if kind == "list_value":
         return [_plain(item) for item in value.list_value.values]
     return None if kind in (None, "null_value") else getattr(value, kind)

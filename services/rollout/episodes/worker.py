@@ -196,7 +196,9 @@ class Rollouts:
         """Returns what is wrong with tasks too, by group: others are of use without those."""
         refused = dict[str, InvalidFieldError]()
         try:
-            values = values_from_proto(spec.settings)
+            values = values_from_proto(
+                spec.settings, spec.settings_order, "environment.settings_order"
+            )
             runner = await self._environments.create_runner(spec.name, values)
             for index, group in enumerate(groups):
                 try:

@@ -7,10 +7,11 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from google.protobuf.struct_pb2 import Struct
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.episodes.rollouts import groups_from_proto
+from services.rollout.episodes.rollouts import groups_from_proto, values_from_proto
 from sluice.api.rollout.v1.engine_service_pb2 import VersionBounds
 from sluice.api.rollout.v1.rollout_service_pb2 import RolloutRequest
 from sluice.config import ConfigError, parse_config
@@ -18,6 +19,7 @@ from sluice.loop.config import EnvironmentConfig, PromptsConfig, RunConfig
 from sluice.loop.prompts import load_prompts
 from sluice.loop.row_files import PromptFileError
 from sluice.loop.workers import build_request
+from sluice.runtime.errors import InvalidFieldError
 
 RUN = {
     "run_dir": "run",
@@ -337,3 +339,45 @@ def test_a_value_that_is_taken_reaches_the_worker_as_it_stands(tmp_path, value):
     (group,) = groups_from_proto(RolloutRequest.FromString(request.SerializeToString()))
     assert group.task.row is not None
     assert repr(group.task.row["answer"]) == repr(value), "the digits, too: answers are texts"
+
+
+LEAVES = st.integers(-9, 9) | st.text("ab", max_size=2) | st.none()
+NAMES = st.text("abcdefgh", min_size=1, max_size=3)
+ORDERED = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=6),
+    max_leaves=20,
+)
+
+
+def received(row, settings):
+    """What a worker decodes of a task and of an environment's settings."""
+    config = parse_config(RunConfig, RUN)
+    environment = EnvironmentConfig(name="prompts", settings=settings)
+    share = config.shares[""].model_copy(update={"environment": environment})
+    sent = build_request(config, share, [("g", row)], VersionBounds(), 0).SerializeToString()
+    request = RolloutRequest.FromString(sent)
+    (group,) = groups_from_proto(request)
+    spec = request.environment
+    return group.task.row, values_from_proto(spec.settings, spec.settings_order, "settings")
+
+
+@given(st.dictionaries(NAMES, ORDERED, max_size=6), st.dictionaries(NAMES, ORDERED, max_size=6))
+def test_keys_arrive_in_the_order_in_which_they_stand(row, settings):
+    """Templates write tools, and the arguments of calls, in this order: prompts are made of it."""
+    assert [json.dumps(each) for each in received(row, settings)] == [
+        json.dumps(row),
+        json.dumps(settings),
+    ]
+
+
+def test_keys_of_a_caller_that_tells_no_order_arrive_by_name():
+    settings = Struct()
+    settings.update({name: {"z": 1, "y": [{"x": 2, "w": 3}]} for name in "hcagbdfe"})
+    values = values_from_proto(settings, b"", "settings")
+    assert json.dumps(values) == json.dumps(values, sort_keys=True)
+    some = values_from_proto(settings, b'{"d":0,"none":0,"b":{"z":0,"y":[7]}}', "settings")
+    assert list(some) == ["d", "b", "a", "c", "e", "f", "g", "h"]
+    assert list(some["b"]) == ["z", "y"] and some == values
+    with pytest.raises(InvalidFieldError, match="settings: is not JSON"):
+        values_from_proto(settings, b"[", "settings")

@@ -31,7 +31,7 @@ from sluice.api.rollout.v1 import engine_service_pb2 as sluice_dot_api_dot_rollo
 from sluice.api.rollout.v1 import trace_pb2 as sluice_dot_api_dot_rollout_dot_v1_dot_trace__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+sluice/api/rollout/v1/rollout_service.proto\x12\x15sluice.api.rollout.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x17google/rpc/status.proto\x1a!sluice/api/common/v1/sample.proto\x1a*sluice/api/rollout/v1/engine_service.proto\x1a!sluice/api/rollout/v1/trace.proto\"P\n\x0f\x45nvironmentSpec\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12)\n\x08settings\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\"\xa7\x01\n\x0cGroupRequest\x12\x16\n\x08group_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x0f\n\x05index\x18\x02 \x01(\x03H\x00\x12&\n\x03row\x18\x03 \x01(\x0b\x32\x17.google.protobuf.StructH\x00\x12\r\n\x05seeds\x18\x04 \x03(\x03\x12\x14\n\x0cteacher_pool\x18\x05 \x01(\t\x12\x19\n\x11teacher_top_count\x18\x06 \x01(\x05\x42\x06\n\x04task\"\x8f\x03\n\x0eRolloutRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x39\n\x06groups\x18\x02 \x03(\x0b\x32#.sluice.api.rollout.v1.GroupRequestB\x04\xe2\x41\x01\x02\x12\x41\n\x0b\x65nvironment\x18\x03 \x01(\x0b\x32&.sluice.api.rollout.v1.EnvironmentSpecB\x04\xe2\x41\x01\x02\x12=\n\x08sampling\x18\x04 \x01(\x0b\x32%.sluice.api.rollout.v1.SamplingParamsB\x04\xe2\x41\x01\x02\x12\x1a\n\x0csample_count\x18\x05 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x36\n\x08versions\x18\x06 \x01(\x0b\x32$.sluice.api.rollout.v1.VersionBounds\x12\x30\n\rgroup_timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04pool\x18\x08 \x01(\t\x12\x12\n\ntakes_more\x18\t \x01(\x08\"\xc5\x03\n\rFinishedGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x31\n\x04\x62lob\x18\x02 \x01(\x0b\x32#.sluice.api.common.v1.BlobReference\x12\x0f\n\x07rewards\x18\x03 \x03(\x01\x12\x18\n\x10response_lengths\x18\x04 \x03(\x05\x12\x13\n\x0bmin_version\x18\x05 \x01(\x03\x12\x13\n\x0bmax_version\x18\x06 \x01(\x03\x12\x15\n\rprompt_length\x18\x07 \x01(\x05\x12\x13\n\x0braw_rewards\x18\x08 \x03(\x01\x12:\n\x0e\x66inish_reasons\x18\t \x03(\x0e\x32\".sluice.api.common.v1.FinishReason\x12\x35\n\x07\x64\x65tails\x18\n \x03(\x0b\x32$.sluice.api.rollout.v1.SampleDetails\x12\x15\n\rprompt_digest\x18\x0b \x01(\t\x12\x32\n\x05media\x18\x0c \x03(\x0b\x32#.sluice.api.common.v1.BlobReference\x12\x30\n\x05trace\x18\x0f \x01(\x0b\x32!.sluice.api.rollout.v1.GroupTrace\"\xcd\x01\n\rSampleDetails\x12\x17\n\nraw_reward\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12@\n\x06scores\x18\x02 \x03(\x0b\x32\x30.sluice.api.rollout.v1.SampleDetails.ScoresEntry\x12\x0f\n\x07\x65pisode\x18\x03 \x01(\x05\x12\x12\n\nturn_count\x18\x04 \x01(\x05\x1a-\n\x0bScoresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_raw_reward\"B\n\x0b\x46\x61iledGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"\xc0\x01\n\x0fRolloutResponse\x12\x38\n\x08\x66inished\x18\x01 \x01(\x0b\x32$.sluice.api.rollout.v1.FinishedGroupH\x00\x12\x34\n\x06\x66\x61iled\x18\x02 \x01(\x0b\x32\".sluice.api.rollout.v1.FailedGroupH\x00\x12\x34\n\x04more\x18\x03 \x03(\x0b\x32&.sluice.api.rollout.v1.RolloutResponseB\x07\n\x05\x65vent\"\xac\x01\n\x0f\x45valuateRequest\x12<\n\x07rollout\x18\x01 \x01(\x0b\x32%.sluice.api.rollout.v1.RolloutRequestB\x04\xe2\x41\x01\x02\x12\x0f\n\x07pass_at\x18\x02 \x03(\x05\x12\x1b\n\x0epass_threshold\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\x12max_running_groups\x18\x04 \x01(\x05\x42\x11\n\x0f_pass_threshold\"\xc6\x01\n\x10\x45valuateResponse\x12\x38\n\x08\x66inished\x18\x01 \x01(\x0b\x32$.sluice.api.rollout.v1.FinishedGroupH\x00\x12\x34\n\x06\x66\x61iled\x18\x02 \x01(\x0b\x32\".sluice.api.rollout.v1.FailedGroupH\x00\x12\x39\n\x06report\x18\x03 \x01(\x0b\x32\'.sluice.api.rollout.v1.EvaluationReportH\x00\x42\x07\n\x05\x65vent\"\xd8\x02\n\x10\x45valuationReport\x12\x13\n\x0bgroup_count\x18\x01 \x01(\x05\x12\x1a\n\x12\x66\x61iled_group_count\x18\x02 \x01(\x05\x12\x13\n\x0breward_mean\x18\x03 \x01(\x01\x12\x12\n\nreward_std\x18\x04 \x01(\x01\x12\x14\n\x0creward_error\x18\x05 \x01(\x01\x12\x44\n\x07pass_at\x18\x06 \x03(\x0b\x32\x33.sluice.api.rollout.v1.EvaluationReport.PassAtEntry\x12\x1c\n\x14response_length_mean\x18\x07 \x01(\x01\x12\x17\n\x0ftruncated_share\x18\x08 \x01(\x01\x12\x13\n\x0bmin_version\x18\t \x01(\x03\x12\x13\n\x0bmax_version\x18\n \x01(\x03\x1a-\n\x0bPassAtEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"K\n\x14\x43\x61ncelRolloutRequest\x12 \n\x12rollout_request_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x11\n\tgroup_ids\x18\x02 \x03(\t\"4\n\x15\x43\x61ncelRolloutResponse\x12\x1b\n\x13\x63\x61ncelled_group_ids\x18\x01 \x03(\t\"i\n\x17ListEnvironmentsRequest\x12\x15\n\romits_schemas\x18\x01 \x01(\x08\x12\x37\n\x07\x63hecked\x18\x02 \x01(\x0b\x32&.sluice.api.rollout.v1.EnvironmentSpec\"4\n\x0b\x45nvironment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x17\n\x0fsettings_schema\x18\x02 \x01(\t\"h\n\x18ListEnvironmentsResponse\x12\x38\n\x0c\x65nvironments\x18\x01 \x03(\x0b\x32\".sluice.api.rollout.v1.Environment\x12\x12\n\nvocabulary\x18\x02 \x01(\t2\xac\x03\n\x0eRolloutService\x12Z\n\x07Rollout\x12%.sluice.api.rollout.v1.RolloutRequest\x1a&.sluice.api.rollout.v1.RolloutResponse0\x01\x12]\n\x08\x45valuate\x12&.sluice.api.rollout.v1.EvaluateRequest\x1a\'.sluice.api.rollout.v1.EvaluateResponse0\x01\x12j\n\rCancelRollout\x12+.sluice.api.rollout.v1.CancelRolloutRequest\x1a,.sluice.api.rollout.v1.CancelRolloutResponse\x12s\n\x10ListEnvironments\x12..sluice.api.rollout.v1.ListEnvironmentsRequest\x1a/.sluice.api.rollout.v1.ListEnvironmentsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+sluice/api/rollout/v1/rollout_service.proto\x12\x15sluice.api.rollout.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x17google/rpc/status.proto\x1a!sluice/api/common/v1/sample.proto\x1a*sluice/api/rollout/v1/engine_service.proto\x1a!sluice/api/rollout/v1/trace.proto\"h\n\x0f\x45nvironmentSpec\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12)\n\x08settings\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x16\n\x0esettings_order\x18\x03 \x01(\x0c\"\xba\x01\n\x0cGroupRequest\x12\x16\n\x08group_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x0f\n\x05index\x18\x02 \x01(\x03H\x00\x12&\n\x03row\x18\x03 \x01(\x0b\x32\x17.google.protobuf.StructH\x00\x12\r\n\x05seeds\x18\x04 \x03(\x03\x12\x14\n\x0cteacher_pool\x18\x05 \x01(\t\x12\x19\n\x11teacher_top_count\x18\x06 \x01(\x05\x12\x11\n\trow_order\x18\x07 \x01(\x0c\x42\x06\n\x04task\"\x8f\x03\n\x0eRolloutRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x39\n\x06groups\x18\x02 \x03(\x0b\x32#.sluice.api.rollout.v1.GroupRequestB\x04\xe2\x41\x01\x02\x12\x41\n\x0b\x65nvironment\x18\x03 \x01(\x0b\x32&.sluice.api.rollout.v1.EnvironmentSpecB\x04\xe2\x41\x01\x02\x12=\n\x08sampling\x18\x04 \x01(\x0b\x32%.sluice.api.rollout.v1.SamplingParamsB\x04\xe2\x41\x01\x02\x12\x1a\n\x0csample_count\x18\x05 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x36\n\x08versions\x18\x06 \x01(\x0b\x32$.sluice.api.rollout.v1.VersionBounds\x12\x30\n\rgroup_timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04pool\x18\x08 \x01(\t\x12\x12\n\ntakes_more\x18\t \x01(\x08\"\xc5\x03\n\rFinishedGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x31\n\x04\x62lob\x18\x02 \x01(\x0b\x32#.sluice.api.common.v1.BlobReference\x12\x0f\n\x07rewards\x18\x03 \x03(\x01\x12\x18\n\x10response_lengths\x18\x04 \x03(\x05\x12\x13\n\x0bmin_version\x18\x05 \x01(\x03\x12\x13\n\x0bmax_version\x18\x06 \x01(\x03\x12\x15\n\rprompt_length\x18\x07 \x01(\x05\x12\x13\n\x0braw_rewards\x18\x08 \x03(\x01\x12:\n\x0e\x66inish_reasons\x18\t \x03(\x0e\x32\".sluice.api.common.v1.FinishReason\x12\x35\n\x07\x64\x65tails\x18\n \x03(\x0b\x32$.sluice.api.rollout.v1.SampleDetails\x12\x15\n\rprompt_digest\x18\x0b \x01(\t\x12\x32\n\x05media\x18\x0c \x03(\x0b\x32#.sluice.api.common.v1.BlobReference\x12\x30\n\x05trace\x18\x0f \x01(\x0b\x32!.sluice.api.rollout.v1.GroupTrace\"\xcd\x01\n\rSampleDetails\x12\x17\n\nraw_reward\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12@\n\x06scores\x18\x02 \x03(\x0b\x32\x30.sluice.api.rollout.v1.SampleDetails.ScoresEntry\x12\x0f\n\x07\x65pisode\x18\x03 \x01(\x05\x12\x12\n\nturn_count\x18\x04 \x01(\x05\x1a-\n\x0bScoresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_raw_reward\"B\n\x0b\x46\x61iledGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"\xc0\x01\n\x0fRolloutResponse\x12\x38\n\x08\x66inished\x18\x01 \x01(\x0b\x32$.sluice.api.rollout.v1.FinishedGroupH\x00\x12\x34\n\x06\x66\x61iled\x18\x02 \x01(\x0b\x32\".sluice.api.rollout.v1.FailedGroupH\x00\x12\x34\n\x04more\x18\x03 \x03(\x0b\x32&.sluice.api.rollout.v1.RolloutResponseB\x07\n\x05\x65vent\"\xac\x01\n\x0f\x45valuateRequest\x12<\n\x07rollout\x18\x01 \x01(\x0b\x32%.sluice.api.rollout.v1.RolloutRequestB\x04\xe2\x41\x01\x02\x12\x0f\n\x07pass_at\x18\x02 \x03(\x05\x12\x1b\n\x0epass_threshold\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\x12max_running_groups\x18\x04 \x01(\x05\x42\x11\n\x0f_pass_threshold\"\xc6\x01\n\x10\x45valuateResponse\x12\x38\n\x08\x66inished\x18\x01 \x01(\x0b\x32$.sluice.api.rollout.v1.FinishedGroupH\x00\x12\x34\n\x06\x66\x61iled\x18\x02 \x01(\x0b\x32\".sluice.api.rollout.v1.FailedGroupH\x00\x12\x39\n\x06report\x18\x03 \x01(\x0b\x32\'.sluice.api.rollout.v1.EvaluationReportH\x00\x42\x07\n\x05\x65vent\"\xd8\x02\n\x10\x45valuationReport\x12\x13\n\x0bgroup_count\x18\x01 \x01(\x05\x12\x1a\n\x12\x66\x61iled_group_count\x18\x02 \x01(\x05\x12\x13\n\x0breward_mean\x18\x03 \x01(\x01\x12\x12\n\nreward_std\x18\x04 \x01(\x01\x12\x14\n\x0creward_error\x18\x05 \x01(\x01\x12\x44\n\x07pass_at\x18\x06 \x03(\x0b\x32\x33.sluice.api.rollout.v1.EvaluationReport.PassAtEntry\x12\x1c\n\x14response_length_mean\x18\x07 \x01(\x01\x12\x17\n\x0ftruncated_share\x18\x08 \x01(\x01\x12\x13\n\x0bmin_version\x18\t \x01(\x03\x12\x13\n\x0bmax_version\x18\n \x01(\x03\x1a-\n\x0bPassAtEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"K\n\x14\x43\x61ncelRolloutRequest\x12 \n\x12rollout_request_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x11\n\tgroup_ids\x18\x02 \x03(\t\"4\n\x15\x43\x61ncelRolloutResponse\x12\x1b\n\x13\x63\x61ncelled_group_ids\x18\x01 \x03(\t\"i\n\x17ListEnvironmentsRequest\x12\x15\n\romits_schemas\x18\x01 \x01(\x08\x12\x37\n\x07\x63hecked\x18\x02 \x01(\x0b\x32&.sluice.api.rollout.v1.EnvironmentSpec\"4\n\x0b\x45nvironment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x17\n\x0fsettings_schema\x18\x02 \x01(\t\"h\n\x18ListEnvironmentsResponse\x12\x38\n\x0c\x65nvironments\x18\x01 \x03(\x0b\x32\".sluice.api.rollout.v1.Environment\x12\x12\n\nvocabulary\x18\x02 \x01(\t2\xac\x03\n\x0eRolloutService\x12Z\n\x07Rollout\x12%.sluice.api.rollout.v1.RolloutRequest\x1a&.sluice.api.rollout.v1.RolloutResponse0\x01\x12]\n\x08\x45valuate\x12&.sluice.api.rollout.v1.EvaluateRequest\x1a\'.sluice.api.rollout.v1.EvaluateResponse0\x01\x12j\n\rCancelRollout\x12+.sluice.api.rollout.v1.CancelRolloutRequest\x1a,.sluice.api.rollout.v1.CancelRolloutResponse\x12s\n\x10ListEnvironments\x12..sluice.api.rollout.v1.ListEnvironmentsRequest\x1a/.sluice.api.rollout.v1.ListEnvironmentsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -61,39 +61,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CANCELROLLOUTREQUEST'].fields_by_name['rollout_request_id']._loaded_options = None
   _globals['_CANCELROLLOUTREQUEST'].fields_by_name['rollout_request_id']._serialized_options = b'\342A\001\002'
   _globals['_ENVIRONMENTSPEC']._serialized_start=304
-  _globals['_ENVIRONMENTSPEC']._serialized_end=384
-  _globals['_GROUPREQUEST']._serialized_start=387
-  _globals['_GROUPREQUEST']._serialized_end=554
-  _globals['_ROLLOUTREQUEST']._serialized_start=557
-  _globals['_ROLLOUTREQUEST']._serialized_end=956
-  _globals['_FINISHEDGROUP']._serialized_start=959
-  _globals['_FINISHEDGROUP']._serialized_end=1412
-  _globals['_SAMPLEDETAILS']._serialized_start=1415
-  _globals['_SAMPLEDETAILS']._serialized_end=1620
-  _globals['_SAMPLEDETAILS_SCORESENTRY']._serialized_start=1560
-  _globals['_SAMPLEDETAILS_SCORESENTRY']._serialized_end=1605
-  _globals['_FAILEDGROUP']._serialized_start=1622
-  _globals['_FAILEDGROUP']._serialized_end=1688
-  _globals['_ROLLOUTRESPONSE']._serialized_start=1691
-  _globals['_ROLLOUTRESPONSE']._serialized_end=1883
-  _globals['_EVALUATEREQUEST']._serialized_start=1886
-  _globals['_EVALUATEREQUEST']._serialized_end=2058
-  _globals['_EVALUATERESPONSE']._serialized_start=2061
-  _globals['_EVALUATERESPONSE']._serialized_end=2259
-  _globals['_EVALUATIONREPORT']._serialized_start=2262
-  _globals['_EVALUATIONREPORT']._serialized_end=2606
-  _globals['_EVALUATIONREPORT_PASSATENTRY']._serialized_start=2561
-  _globals['_EVALUATIONREPORT_PASSATENTRY']._serialized_end=2606
-  _globals['_CANCELROLLOUTREQUEST']._serialized_start=2608
-  _globals['_CANCELROLLOUTREQUEST']._serialized_end=2683
-  _globals['_CANCELROLLOUTRESPONSE']._serialized_start=2685
-  _globals['_CANCELROLLOUTRESPONSE']._serialized_end=2737
-  _globals['_LISTENVIRONMENTSREQUEST']._serialized_start=2739
-  _globals['_LISTENVIRONMENTSREQUEST']._serialized_end=2844
-  _globals['_ENVIRONMENT']._serialized_start=2846
-  _globals['_ENVIRONMENT']._serialized_end=2898
-  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_start=2900
-  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_end=3004
-  _globals['_ROLLOUTSERVICE']._serialized_start=3007
-  _globals['_ROLLOUTSERVICE']._serialized_end=3435
+  _globals['_ENVIRONMENTSPEC']._serialized_end=408
+  _globals['_GROUPREQUEST']._serialized_start=411
+  _globals['_GROUPREQUEST']._serialized_end=597
+  _globals['_ROLLOUTREQUEST']._serialized_start=600
+  _globals['_ROLLOUTREQUEST']._serialized_end=999
+  _globals['_FINISHEDGROUP']._serialized_start=1002
+  _globals['_FINISHEDGROUP']._serialized_end=1455
+  _globals['_SAMPLEDETAILS']._serialized_start=1458
+  _globals['_SAMPLEDETAILS']._serialized_end=1663
+  _globals['_SAMPLEDETAILS_SCORESENTRY']._serialized_start=1603
+  _globals['_SAMPLEDETAILS_SCORESENTRY']._serialized_end=1648
+  _globals['_FAILEDGROUP']._serialized_start=1665
+  _globals['_FAILEDGROUP']._serialized_end=1731
+  _globals['_ROLLOUTRESPONSE']._serialized_start=1734
+  _globals['_ROLLOUTRESPONSE']._serialized_end=1926
+  _globals['_EVALUATEREQUEST']._serialized_start=1929
+  _globals['_EVALUATEREQUEST']._serialized_end=2101
+  _globals['_EVALUATERESPONSE']._serialized_start=2104
+  _globals['_EVALUATERESPONSE']._serialized_end=2302
+  _globals['_EVALUATIONREPORT']._serialized_start=2305
+  _globals['_EVALUATIONREPORT']._serialized_end=2649
+  _globals['_EVALUATIONREPORT_PASSATENTRY']._serialized_start=2604
+  _globals['_EVALUATIONREPORT_PASSATENTRY']._serialized_end=2649
+  _globals['_CANCELROLLOUTREQUEST']._serialized_start=2651
+  _globals['_CANCELROLLOUTREQUEST']._serialized_end=2726
+  _globals['_CANCELROLLOUTRESPONSE']._serialized_start=2728
+  _globals['_CANCELROLLOUTRESPONSE']._serialized_end=2780
+  _globals['_LISTENVIRONMENTSREQUEST']._serialized_start=2782
+  _globals['_LISTENVIRONMENTSREQUEST']._serialized_end=2887
+  _globals['_ENVIRONMENT']._serialized_start=2889
+  _globals['_ENVIRONMENT']._serialized_end=2941
+  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_start=2943
+  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_end=3047
+  _globals['_ROLLOUTSERVICE']._serialized_start=3050
+  _globals['_ROLLOUTSERVICE']._serialized_end=3478
 # @@protoc_insertion_point(module_scope)

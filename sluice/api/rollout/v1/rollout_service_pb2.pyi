@@ -16,28 +16,32 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class EnvironmentSpec(_message.Message):
-    __slots__ = ("name", "settings")
+    __slots__ = ("name", "settings", "settings_order")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_ORDER_FIELD_NUMBER: _ClassVar[int]
     name: str
     settings: _struct_pb2.Struct
-    def __init__(self, name: _Optional[str] = ..., settings: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
+    settings_order: bytes
+    def __init__(self, name: _Optional[str] = ..., settings: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., settings_order: _Optional[bytes] = ...) -> None: ...
 
 class GroupRequest(_message.Message):
-    __slots__ = ("group_id", "index", "row", "seeds", "teacher_pool", "teacher_top_count")
+    __slots__ = ("group_id", "index", "row", "seeds", "teacher_pool", "teacher_top_count", "row_order")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     ROW_FIELD_NUMBER: _ClassVar[int]
     SEEDS_FIELD_NUMBER: _ClassVar[int]
     TEACHER_POOL_FIELD_NUMBER: _ClassVar[int]
     TEACHER_TOP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ROW_ORDER_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     index: int
     row: _struct_pb2.Struct
     seeds: _containers.RepeatedScalarFieldContainer[int]
     teacher_pool: str
     teacher_top_count: int
-    def __init__(self, group_id: _Optional[str] = ..., index: _Optional[int] = ..., row: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., seeds: _Optional[_Iterable[int]] = ..., teacher_pool: _Optional[str] = ..., teacher_top_count: _Optional[int] = ...) -> None: ...
+    row_order: bytes
+    def __init__(self, group_id: _Optional[str] = ..., index: _Optional[int] = ..., row: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., seeds: _Optional[_Iterable[int]] = ..., teacher_pool: _Optional[str] = ..., teacher_top_count: _Optional[int] = ..., row_order: _Optional[bytes] = ...) -> None: ...
 
 class RolloutRequest(_message.Message):
     __slots__ = ("request_id", "groups", "environment", "sampling", "sample_count", "versions", "group_timeout", "pool", "takes_more")
