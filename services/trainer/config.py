@@ -30,7 +30,12 @@ from sluice.profiler import DIRECTORY as PROFILES
 from sluice.runtime.server import LAST_PORT, ServerConfig
 from sluice.weights.adapter import DEFAULT_TARGETS, MAX_ALPHA, MAX_RANK, MIN_ALPHA, AdapterSpec
 from sluice.weights.classifier import label_count, reward_model_config
-from sluice.weights.convert.quantized_layout import Quantization, QuantizedLayout, layout_named
+from sluice.weights.convert.quantized_layout import (
+    Int4Groups,
+    Quantization,
+    QuantizedLayout,
+    layout_named,
+)
 from sluice.weights.errors import InvalidAdapterError, WeightStoreError
 from sluice.weights.stored_experts import tensor_shapes
 
@@ -271,11 +276,14 @@ class PublishConfig(Config):
     quantization: weights of linear layers in FP8 (e4m3), a scale for every block of 128 x 128;
     fp8_ue8m0 rounds scales up to powers of two. int4_32 and int4_128: those of a mixture's experts
     in 4 bits, a scale for every 32 or 128 inputs.
+    quantization_aware: passes of the policy compute with the numbers that a version's experts stand
+    for; their gradients are those of the weights. Of int4_32 and int4_128.
     """
 
     delta: bool = False
     chain: int = Field(8, ge=1)
     quantization: Quantization = ""
+    quantization_aware: bool = False
 
     @model_validator(mode="after")
     def _check_chain(self) -> Self:
@@ -283,10 +291,25 @@ class PublishConfig(Config):
             raise ValueError("chain has no effect without delta; leave it out")
         return self
 
+    @model_validator(mode="after")
+    def _check_aware(self) -> Self:
+        if self.quantization_aware and not isinstance(self.layout, Int4Groups):
+            raise ValueError(
+                f"quantization_aware with quantization {self.quantization!r}: passes compute with "
+                "what is published as int4_32 or int4_128; set one of them"
+            )
+        return self
+
     @property
     def layout(self) -> QuantizedLayout | None:
         """How weights are stored; None where nothing is quantised."""
         return layout_named(self.quantization)
+
+    @property
+    def simulated(self) -> Int4Groups | None:
+        """What passes compute with in place of experts' weights; None where with those."""
+        layout = self.layout
+        return layout if self.quantization_aware and isinstance(layout, Int4Groups) else None
 
 
 class TransferConfig(Config):
@@ -418,6 +441,11 @@ class TrainerConfig(ProcessConfig):
         if is_bucket(self.weights_location):
             return "versions are in a bucket: set store, or weights, to a directory"
         return ""
+
+    @property
+    def passes_narrow(self) -> bool:
+        """Whether passes see weights of experts in bfloat16 that are float32 to all else."""
+        return self.backend == "fsdp" and self.fsdp.dtype == "bfloat16"
 
     @property
     def shaping(self) -> dict[str, str]:
@@ -604,6 +632,28 @@ class TrainerConfig(ProcessConfig):
                 raise ValueError(f"{where}: {refusal}")
         if not any(layout.quantizes(name, shape) for name, shape in shapes.items()):
             raise ValueError(f"{where} has no weights that are stored in {layout.label}")
+
+    @model_validator(mode="after")
+    def _check_quantization_aware(self) -> Self:
+        if not self.publish.quantization_aware:
+            return self
+        if self.megatron.fp8 is not None:
+            raise ValueError(
+                "publish.quantization_aware is not for megatron.fp8, whose products round weights "
+                "again; set one of them"
+            )
+        if self.megatron.model_provider:
+            raise ValueError(
+                "publish.quantization_aware is not for megatron.model_provider, whose layers may "
+                "read weights otherwise"
+            )
+        if self.backend == "fsdp" and self.fsdp.dtype == "float32" != self.publish_dtype:
+            raise ValueError(
+                "publish.quantization_aware with fsdp.dtype float32: versions are made of numbers "
+                f"rounded to publish_dtype {self.publish_dtype}, which passes do not see; leave "
+                "publish_dtype out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_plain(self) -> Self:

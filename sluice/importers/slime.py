@@ -30,6 +30,8 @@ from sluice.weights.errors import WeightStoreError
 COMMAND = "import-slime"
 _TRAIN = re.compile(r"\btrain(_async)?\.py\b[\"']?")
 _RUN = re.compile(r"\bpython[\w.]*[ \t][^#\n]*?\btrain(?:_async)?\.py\b")
+# variables of its trainer
+AWARE, GROUP_SIZE = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
 
 
 async def import_slime(arguments: Sequence[str]) -> None:
@@ -110,8 +112,43 @@ def import_script(
     _sizes(into)
     _optim(into)
     _evaluation(into)
+    _four_bits(into, text, environment)
     run, services = _documents(into, run_dir)
     return run, services, list(dict.fromkeys(into.left))
+
+
+def _four_bits(into: Imported, text: str, environment: Mapping[str, str]) -> None:
+    """Experts that compute as they are published, by variables and not by flags."""
+    try:
+        if _variable(AWARE, text, environment, "0") != "1":
+            return
+        size = _variable(GROUP_SIZE, text, environment, "128")
+        if size not in ("32", "128"):
+            raise NotCarriedError(f"{GROUP_SIZE} {size}: publish.quantization has 32 and 128")
+    except NotCarriedError as error:
+        into.left.append(f"{AWARE}: {error}; passes compute with weights as they are")
+        return
+    into.trainer["publish"] = {"quantization": f"int4_{size}", "quantization_aware": True}
+    into.left.append(
+        f"{AWARE}: model has to be a plain checkpoint, of which versions in 4 bits are made; "
+        "`sluice convert SRC DST --to hf` makes it of one in 4 bits"
+    )
+
+
+def _variable(name: str, text: str, environment: Mapping[str, str], default: str) -> str:
+    """What a script gives its training, by `export`, `env` or the JSON of a runtime environment.
+
+    Raises NotCarriedError for a value that only the shell knows.
+    """
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    found = re.findall(
+        rf"""\b{name}[\\"']*[ \t]*[:=][ \t]*[\\"']*(\$\{{[^{{}}]*\}}|[^\s"'\\,;{{}}]+)""",
+        "\n".join(lines),
+    )
+    if not found:
+        return environment.get(name) or default
+    shell = Shell(text, environment, COMMAND, command_place(text, _RUN))
+    return plain_text(shell.replaced(found[-1]))
 
 
 def _server_argument(into: Imported, name: str, values: Values) -> None:
@@ -449,6 +486,7 @@ def _documents(into: Imported, run_dir: Path) -> tuple[dict[str, Any], dict[str,
     }
     if "critic" in run:
         critic = {**trainer, "head": "value", "optim": _halved(trainer["optim"])}
+        critic.pop("publish", None)  # no engine serves it
         if "trainable" in critic:
             critic["trainable"] = _of_values(critic["trainable"])
         entries["critic"] = {"kind": "trainer", "config": critic}

@@ -42,7 +42,7 @@ def expect(
     logprobs = {row.sample_id: oracle.logprobs(row).detach() for row in rows}
     oracle.ppo_loss(rows).backward()
     named = dict(oracle.model.named_parameters())
-    gradients = _as_stored(
+    gradients = as_stored_names(
         oracle.model, {n: p.grad for n, p in named.items() if p.grad is not None}
     )
     oracle.adam.zero_grad()
@@ -50,7 +50,7 @@ def expect(
     for step in range(steps):
         loss = oracle.ppo_loss(rows_of(step))
         made.append({"loss": loss.item(), "grad_norm": oracle.step(loss, NORMALIZER)})
-    weights = _as_stored(oracle.model, {n: p.detach() for n, p in named.items()})
+    weights = as_stored_names(oracle.model, {n: p.detach() for n, p in named.items()})
     return Expected(logprobs, gradients, made, weights, _rounding(model, logprobs))
 
 
@@ -58,7 +58,7 @@ def _freeze(model: Any, trainable: Mapping[str, Sequence[str]]) -> None:
     """All names of experts in one tensor, and of a tied one, say the same of it."""
     tied = ["lm_head.weight"] if model.config.tie_word_embeddings else []
     for name, parameter in model.named_parameters():
-        names = [*_as_stored(model, {name: parameter.detach()})]
+        names = [*as_stored_names(model, {name: parameter.detach()})]
         names += tied if "embed_tokens" in name else []
         allowed, denied = (
             any(fnmatchcase(each, pattern) for pattern in patterns for each in names)
@@ -73,7 +73,7 @@ def _rounding(model: Model, logprobs: Tensors) -> float:
     return logprob_difference(found, logprobs)
 
 
-def _as_stored(model: Any, tensors: Tensors) -> Tensors:
+def as_stored_names(model: Any, tensors: Tensors) -> Tensors:
     made: Tensors = revert_weight_conversion(model, {n: t.clone() for n, t in tensors.items()})
     return made
 

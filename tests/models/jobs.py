@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers.core_model_loading import revert_weight_conversion
 
 from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import Delta, Engine, PauseMode, create_engine
@@ -17,7 +19,9 @@ from services.trainer.backends import sparse
 from services.trainer.backends.fsdp import families, tensor_parallel
 from services.trainer.backends.fsdp.model import ShardedModel
 from services.trainer.backends.fsdp.tensor_parallel import TensorRanks
+from services.trainer.rank.publisher import RankPublisher
 from sluice.algo.key_choice import choose_keys
+from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.weights.checkpoint import companion_files
 from sluice.weights.store import WeightStore
 from tests.contract.engine.cases import complete, request_of
@@ -33,8 +37,8 @@ from tests.fsdp.jobs import (
     save_scores,
 )
 
-__all__ = ["attempt", "clean_up", "prove", "roll_out"]
-attempt = jobs.attempt
+__all__ = ["attempt", "clean_up", "prove", "publish_computed", "resume", "roll_out", "save_midway"]
+attempt, resume, save_midway = jobs.attempt, jobs.resume, jobs.save_midway
 
 
 def prove(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -61,6 +65,28 @@ def one_key_less(
 ) -> torch.Tensor:
     """What `choose_keys` returns, but for the last of them."""
     return choose_keys(query, key, weight, count - 1, mask)
+
+
+def publish_computed(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Publishes as a rank does; what layers of experts computed with just before, by HF names."""
+    out, backend = Path(arguments["out"]), open_backend(rank, world, arguments)
+    model, computed = backend._policy.model, dict[str, torch.Tensor]()
+
+    def keep(path: str, module: Any, _: Any) -> None:
+        for name in module._parameters:
+            computed[f"{path}.{name}"] = getattr(module, name).detach().clone()
+
+    for path, module in model.named_modules():
+        if path.endswith(".experts"):
+            module.register_forward_pre_hook(partial(keep, path))
+    backend.compute_logprobs(batches_of(backend, rows_of(0)), model="policy", temperature=1.0)
+    if rank == 0:
+        jobs.save(revert_weight_conversion(model, computed), out / "computed.safetensors")
+    publisher = RankPublisher(backend._config, backend)
+    (out / "weights/staging").mkdir(parents=True, exist_ok=True)
+    command = pb.PublishCommand(version=1, directory=str(out / "weights/staging"))
+    publisher.publish(command, pb.CommandResult())
+    return {}
 
 
 LEFT_OUT: dict[str, tuple[Any, str, Callable[..., Any]]] = {

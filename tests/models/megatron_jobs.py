@@ -20,11 +20,27 @@ from sluice.algo.delta_rule import PackChunks
 from tests.contract.training_backend.cases import PPO
 from tests.fsdp.jobs import NORMALIZER, OPTIM, rows_of
 from tests.megatron import jobs
-from tests.megatron.jobs import clean_up, main_gradient, open_error, save_tensors
+from tests.megatron.jobs import (
+    clean_up,
+    main_gradient,
+    open_error,
+    resume,
+    save_midway,
+    save_tensors,
+)
 from tests.models.jobs import one_key_less, roll_out_by
 
 assert megatron_backend
-__all__ = ["clean_up", "continue_from", "open_error", "predict", "prove", "roll_out"]
+__all__ = [
+    "clean_up",
+    "continue_from",
+    "open_error",
+    "predict",
+    "prove",
+    "resume",
+    "roll_out",
+    "save_midway",
+]
 
 
 def open_backend(rank: int, world: int, arguments: dict[str, Any]) -> MegatronBackend:

@@ -629,6 +629,70 @@ def test_eight_bits_are_carried(flags: str, expected: dict, model: Path) -> None
     assert [line for line in left if "engine.sglang.prefill" in line], "which is there"
 
 
+RUNTIME = r"""RUNTIME_ENV_JSON="{
+  \"env_vars\": {
+    \"PYTHONPATH\": \"/root/Megatron-LM/\",
+    \"OPEN_TRAINING_INT4_FAKE_QAT_FLAG\": \"1\",
+    \"OPEN_TRAINING_INT4_GROUP_SIZE\": \"%s\"
+  }
+}"
+"""
+EXPORTED = "export OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        (RUNTIME % 128, "int4_128"),
+        (RUNTIME % 32, "int4_32"),
+        (EXPORTED, "int4_128"),
+        (f"{EXPORTED}OPEN_TRAINING_INT4_GROUP_SIZE=${{SIZE:-32}}\n", "int4_32"),
+        (f"GROUP=32\n{RUNTIME % '${GROUP}'}", "int4_32"),
+        (EXPORTED.replace("=1", "=0"), None),
+        (f"# {EXPORTED}", None),
+        ("", None),
+    ],
+)
+def test_passes_by_four_bits_are_carried(before: str, expected: str | None, model: Path) -> None:
+    run, services, left = imported(before + SCRIPT, HELD_OUT="/held")
+    assert_loads(run, services, model)
+    trainer = services["services"]["trainer"]["config"]
+    wanted = {"quantization": expected, "quantization_aware": True} if expected else None
+    assert trainer.get("publish") == wanted
+    told = [line for line in left if "OPEN_TRAINING" in line]
+    assert len(told) == bool(expected)
+    assert all("plain checkpoint" in line and "sluice convert" in line for line in told)
+
+
+def test_four_bits_of_the_caller_s_environment_are_carried_and_a_critic_has_none(
+    model: Path,
+) -> None:
+    variables = {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1", "OPEN_TRAINING_INT4_GROUP_SIZE": "32"}
+    script = SCRIPT.replace("--advantage-estimator gspo", "--advantage-estimator ppo")
+    script = script.replace("--enable-mtp-training --mtp-loss-scaling-factor 0.2", "")
+    run, services, _ = imported(script, HELD_OUT="/held", **variables)
+    assert_loads(run, services, model)
+    entries = services["services"]
+    assert entries["trainer"]["config"]["publish"]["quantization"] == "int4_32"
+    assert "publish" not in entries["critic"]["config"]
+
+
+@pytest.mark.parametrize(
+    ("before", "what"),
+    [
+        (RUNTIME % 64, "OPEN_TRAINING_INT4_GROUP_SIZE 64: publish.quantization has 32 and 128"),
+        (RUNTIME % "${UNKNOWN}", "is known to the shell alone"),
+        (EXPORTED.replace("=1", "=$(nvidia-smi)"), "is known to the shell alone"),
+    ],
+)
+def test_four_bits_that_are_not_there_are_told(before: str, what: str, model: Path) -> None:
+    run, services, left = imported(before + SCRIPT, HELD_OUT="/held")
+    assert_loads(run, services, model)
+    assert "publish" not in services["services"]["trainer"]["config"]
+    (told,) = [line for line in left if "OPEN_TRAINING" in line]
+    assert what in told and "passes compute with weights as they are" in told
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

@@ -6,6 +6,8 @@ import socket
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from services.trainer.backend import TrainingBackend
 from services.trainer.config import TrainerConfig
 from services.trainer.rank.quantization import quantizing
@@ -83,8 +85,11 @@ class RankPublisher:
         return self._backend.write_shards(directory, self._quantized(submit))
 
     def _quantized(self, submit: ShardWrite) -> ShardWrite:
-        layout = self._config.publish.layout
-        return submit if layout is None else quantizing(submit, layout)
+        config = self._config
+        if (layout := config.publish.layout) is None:
+            return submit
+        narrow = config.publish.quantization_aware and config.passes_narrow
+        return quantizing(submit, layout, torch.bfloat16 if narrow else None)
 
     def _upload_shards(self, version: int, base: int | None) -> list[ShardFile]:
         """Write shard after shard on this host, and put each into the bucket."""

@@ -14,11 +14,14 @@ from sluice.weights.convert.quantized_layout import QuantizedLayout
 from sluice.weights.shards import Casts, PendingShard, ShardWrite
 
 
-def quantizing(write: ShardWrite, layout: QuantizedLayout) -> ShardWrite:
+def quantizing(
+    write: ShardWrite, layout: QuantizedLayout, through: torch.dtype | None = None
+) -> ShardWrite:
     """Return what writes shards as `write` does, in a layout.
 
-    That is done from what the trainer has, and not from what it would cast. Raises
-    UnquantizableWeightsError.
+    That is done from what the trainer has, and not from what it would cast. `through`: the dtype
+    that passes have weights in, to which they are rounded first, so that what is stored is what
+    passes computed with. Raises UnquantizableWeightsError.
     """
 
     def write_quantized(
@@ -39,7 +42,8 @@ def quantizing(write: ShardWrite, layout: QuantizedLayout) -> ShardWrite:
                 raise UnquantizableWeightsError(
                     f"{name!r} has numbers that are infinite, or none", tensor=name
                 )
-            made.update(zip(layout.names(name), quantize(tensor.detach(), layout), strict=True))
+            rounded = tensor.detach().to(through or tensor.dtype)
+            made.update(zip(layout.names(name), quantize(rounded, layout), strict=True))
         left = {n: dtype for n, dtype in casts.items() if made.get(n) is tensors[n]}
         return write(directory, file_name, made, left)
 

@@ -36,7 +36,9 @@ from services.trainer.backends.fsdp.tensor_parallel import (
     TensorRanks,
     check_targets,
     create_mesh,
+    unsharded,
 )
+from services.trainer.backends.quantized_passes import simulate_experts
 from services.trainer.backends.reference.packing import PackedLayout, PassInputs, images_of, pack
 from services.trainer.backends.sums import SumsOnDevice, by_sample, pass_sums
 from services.trainer.backends.trainable import frozen_parameters
@@ -93,6 +95,8 @@ class FsdpBackend(TrainingBackend):
         self._context = create_context(mesh, config.ranks.check_timeout, timeout)
         self._writers = dist.new_group(backend="gloo", timeout=timeout)  # of checkpoints
         self._policy = self._load(config.model, head=config.head)
+        if (simulated := config.publish.simulated) is not None:
+            simulate_experts(self._policy.model, simulated, read=unsharded)
         self._reference: ShardedModel | None = None
         self._reference_directory = ""  # of the settings
         self.operations = self._policy.operations

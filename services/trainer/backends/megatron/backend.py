@@ -41,6 +41,7 @@ from services.trainer.backends.megatron.kernels import choose_operations
 from services.trainer.backends.megatron.model import PolicyModel, create_policy
 from services.trainer.backends.megatron.model_config import ModelSource, read_model
 from services.trainer.backends.megatron.prediction import METRIC, Prediction
+from services.trainer.backends.megatron.quantized_passes import simulate_experts
 from services.trainer.backends.megatron.replay import Purpose, RoutingReplay
 from services.trainer.backends.megatron.stepping import Stepper
 from services.trainer.backends.megatron.upstream import current_device
@@ -92,6 +93,8 @@ class MegatronBackend(TrainingBackend):
         self._frozen = _frozen_of(source, config)
         self.operations = self._choose(source, adapters=config.lora is not None)
         self._policy = self._create_model(source, self.operations, trained=is_trained)
+        if (simulated := config.publish.simulated) is not None:
+            simulate_experts(self._policy, simulated)
         adamw = self.operations["adamw"]
         self._lora = lora.training(self._policy, config, mesh, self._groups, adamw)
         self._whole: Stepper | None = None  # of the model itself

@@ -23,6 +23,7 @@ from services.trainer.backend import (
     TrainingBackend,
 )
 from services.trainer.backends import lora, replica
+from services.trainer.backends.quantized_passes import simulate_experts
 from services.trainer.backends.reference.model import ScoredModel
 from services.trainer.backends.reference.packing import PassInputs, split_rows
 from services.trainer.backends.replica import FlatOptimizer
@@ -66,6 +67,8 @@ class ReferenceBackend(TrainingBackend):
         self._platform.seed_all(config.seed)
         self._uploads = Uploads(self._device)
         self._policy = self._load(config.model, config.head)
+        if (simulated := config.publish.simulated) is not None:
+            simulate_experts(self._policy.model, simulated)
         self.operations = self._policy.operations
         self._reference: ScoredModel | None = None
         self._reference_directory = ""  # of the settings
