@@ -80,6 +80,7 @@ _NOT_SHAPING = {
         "context",
         "activation_checkpointing",
         "activation_offload",
+        "replicas",
         "reshard_after_forward",
         "unproven",
     },

@@ -29,6 +29,7 @@ MOST_TOLD = 200  # characters of a word
 _PROGRAM = re.compile(r"(?:-m\s+([\w.]*\.main_ppo|[\w.]*_async_main)|\bmain_ppo\w*\.py)\b[\"']?")
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 _NULL = ("null", "None", "~", "")
+_FSDP_SIZE = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
 
 
 async def import_verl(arguments: Sequence[str]) -> None:
@@ -365,6 +366,13 @@ def _trainer(into: Imported) -> None:
         fsdp["activation_checkpointing"] = facts.get("checkpointing", True)
         if _offloads(into, fsdp["activation_checkpointing"]):
             fsdp["activation_offload"] = True
+        size = facts.get("fsdp_size", -1)
+        if 0 < size < count and count % size == 0:
+            fsdp["replicas"] = count // size
+        elif size not in (-1, count):
+            into.left.append(
+                f"{_FSDP_SIZE} {size}: does not divide the {count} ranks into fsdp.replicas"
+            )
         trainer["fsdp"] = fsdp | ({"context": facts["context"]} if "context" in facts else {})
         return
     trainer.pop("fsdp", None)

@@ -348,7 +348,9 @@ KEYS: dict[str, Flag] = {
     ),
     "actor_rollout_ref.ref.model.path": key_of("trainer", "reference_model", plain_text),
     f"{_ACTOR}.fsdp_config.seed": key_of("trainer", "seed", whole),
-    f"{_ACTOR}.fsdp_config.fsdp_size": absent("a model is cut over all ranks: docs/fsdp.md"),
+    f"{_ACTOR}.fsdp_config.fsdp_size": fact(
+        "fsdp_size", whole, "trainer: fsdp.replicas", "ranks by it"
+    ),
     f"{_ACTOR}.fsdp_config.offload_policy": by_hand("trainer.config.fsdp.cpu_offload"),
     f"{_ACTOR}.freeze_vision_tower": key_of("trainer", "vision.frozen_tower", truth),
     f"{_ACTOR}.router_replay.mode": Flag("trainer: megatron.routing_replay", "", _replay),

@@ -158,7 +158,7 @@ def waits(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def replicas(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Some steps, then what of the model other tensor ranks must hold to the bit too."""
+    """Some steps, then what of the model other ranks must hold to the bit too."""
     backend = open_backend(rank, world, arguments)
     _steps(backend, 0, arguments["steps"])
     digests = {

@@ -36,14 +36,16 @@ def resume(pool: Pool, root: Path, model: Path, world: int, **more: Any) -> Any:
         pytest.param("qwen3_moe", 2, {}),
         pytest.param("qwen3", 0, {}, id="before the first step"),
         pytest.param("qwen3_moe", 2, CONTEXT, id="CP2"),
+        pytest.param("qwen3", 2, {"replicas": 2}, id="two replicas"),
     ],
 )
 def test_on_as_many_ranks_it_is_so_to_the_bit(
     pool: Pool, expected: ExpectedByModel, tmp_path: Path, family: str, first: int, fsdp: Any
 ) -> None:
     model, _ = expected(family)
-    saved = save(pool, tmp_path, model.directory, 2, first=first, fsdp=fsdp)
-    resumed = resume(pool, tmp_path, model.directory, 2, first=first, fsdp=fsdp)
+    world = 2 * fsdp.get("replicas", 1)
+    saved = save(pool, tmp_path, model.directory, world, first=first, fsdp=fsdp)
+    resumed = resume(pool, tmp_path, model.directory, world, first=first, fsdp=fsdp)
     for before, after in zip(saved, resumed, strict=True):
         assert (after["steps"], after["draw"]) == (before["steps"], before["draw"])
     before, after = (read_ranks(tmp_path / part, "weights") for part in ("saved", "resumed"))
@@ -60,6 +62,8 @@ def test_on_as_many_ranks_it_is_so_to_the_bit(
         pytest.param("qwen3", 4, 2, {}, {}),
         pytest.param("qwen3", 2, 1, CONTEXT, {}, id="CP2-1"),
         pytest.param("qwen3_moe", 2, 4, {}, CONTEXT, id="2-CP2xDP2"),
+        pytest.param("qwen3_moe", 4, 1, {"replicas": 2}, {}, id="two replicas-1"),
+        pytest.param("qwen3", 2, 4, {}, {"replicas": 2}, id="2-two replicas"),
     ],
 )
 def test_on_other_ranks_the_next_steps_are_the_same(

@@ -33,6 +33,12 @@ CASES = [
     pytest.param("qwen3_moe", 2, {"activation_checkpointing": True}, id="experts run again"),
     pytest.param("qwen3", 2, OFFLOADED, id="run again from the host", marks=fast),
     pytest.param("qwen3_moe", 4, {**OFFLOADED, **CONTEXT}, id="DP2 x CP2, from the host"),
+    pytest.param("qwen3", 2, {"replicas": 2}, id="two whole replicas"),
+    pytest.param("qwen3", 4, {"replicas": 2}, id="two replicas", marks=fast),
+    pytest.param("llama", 4, {"replicas": 2, "reduce": "call"}, id="tied, two replicas"),
+    pytest.param("qwen3_moe", 4, {"replicas": 2, **OFFLOADED}, id="experts, two replicas"),
+    pytest.param("qwen3_moe", 4, {"replicas": 2, **CONTEXT}, id="DP2 x CP2, two replicas"),
+    pytest.param("qwen3", 4, {"replicas": 2, "context": 4}, id="CP4, two replicas"),
     pytest.param("qwen3", 2, CONTEXT, id="CP2", marks=fast),
     pytest.param("qwen3", 2, {**CONTEXT, "cp_layout": "contiguous"}, id="CP2, contiguous"),
     pytest.param("qwen3", 4, {"context": 4}, id="CP4"),
@@ -119,8 +125,22 @@ def test_numbers_are_those_of_one_process(
     for name, tensor in oracle.weights.items():
         assert (weights[name] - tensor).abs().max() < 2e-4, name
     assert sum(answer["counted"] for answer in answers) == answers[0]["whole"]
-    if world > 1:
-        assert max(answer["held"] for answer in answers) < 0.6 * answers[0]["whole"] * 2 / world
+    parts = world // fsdp.get("replicas", 1)
+    if parts > 1:
+        assert max(answer["held"] for answer in answers) < 0.6 * answers[0]["whole"] * 2 / parts
+
+
+@pytest.mark.parametrize("reduce", ["micro_batch", "call"])
+def test_replicas_hold_the_same_to_the_bit(
+    pool: Pool, expected: ExpectedByModel, tmp_path: Path, reduce: str
+) -> None:
+    model, _ = expected("qwen3")
+    settings = {"replicas": 2, "reduce": reduce}
+    first, second, *others = pool.run(
+        "replicas", 4, model=str(model.directory), out=str(tmp_path), steps=3, fsdp=settings
+    )
+    assert [first, second] == others
+    assert first != second  # they have a part each
 
 
 @fast

@@ -378,6 +378,10 @@ def test_the_asynchronous_trainer_has_its_own_defaults(model: Path) -> None:
             "trainer.fsdp.activation_offload",
             True,
         ),
+        (f"{ACTOR}.fsdp_config.fsdp_size=2", "trainer.fsdp.replicas", 4),
+        (f"{ACTOR}.fsdp_config.fsdp_size=8 trainer.nnodes=2", "trainer.fsdp.replicas", 2),
+        (f"{ACTOR}.fsdp_config.fsdp_size=-1", "trainer.fsdp.replicas", None),
+        (f"{ACTOR}.fsdp_config.fsdp_size=8", "trainer.fsdp.replicas", None),
         (
             "actor_rollout_ref.rollout.quantization=fp8",
             "trainer.publish.quantization",
@@ -428,6 +432,9 @@ def test_values_are_those_that_verl_would_train_with(
             "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=kl",
             "is 0",
         ),
+        (f"{ACTOR}.fsdp_config.fsdp_size=3", "fsdp_size 3: does not divide the 8 ranks"),
+        (f"{ACTOR}.fsdp_config.fsdp_size=0", "fsdp_size 0: does not divide"),
+        (f"{ACTOR}.fsdp_config.fsdp_size=16", "fsdp_size 16: does not divide"),
         (
             "actor_rollout_ref.model.enable_activation_offload=True "
             "actor_rollout_ref.model.enable_gradient_checkpointing=False",

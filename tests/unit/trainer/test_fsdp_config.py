@@ -44,6 +44,10 @@ def model(tmp_path: Path) -> Path:
         ({"backend": "fsdp", "fsdp": {"tensor": 0}}, "fsdp.tensor"),
         ({"backend": "fsdp", "fsdp": {"cp_layout": "contiguous"}}, "cp_layout has no effect"),
         (
+            {"backend": "fsdp", "fsdp": {"replicas": 2, "tensor": 2}},
+            "replicas is not for tensor above 1",
+        ),
+        (
             {"backend": "fsdp", "fsdp": {"activation_offload": True}},
             "of what activation_checkpointing keeps",
         ),
@@ -95,6 +99,8 @@ def test_ranks_of_a_context_group_lie_side_by_side() -> None:
     assert {(mesh.data_size, mesh.context_size) for mesh in found} == {(3, 2)}
     with pytest.raises(LayoutError, match=r"5 ranks do not divide into .* x fsdp.context 2"):
         mesh_of(FsdpConfig(context=2), 0, 5)
+    with pytest.raises(LayoutError, match=r"6 ranks do not divide into fsdp.replicas 4"):
+        mesh_of(FsdpConfig(replicas=4), 0, 6)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,8 @@ class FsdpBackend(TrainingBackend):
         current.seed_all(config.seed)
         self._uploads = Uploads(self._device)
         timeout = timedelta(seconds=config.ranks.command_timeout)
-        self._cut_over = create_mesh(mesh, self._device.type, timeout)
+        replicas = config.fsdp.replicas
+        self._cut_over = create_mesh(mesh, self._device.type, timeout, replicas)
         check = config.ranks.check_timeout
         world = dist.group.WORLD
         assert world is not None

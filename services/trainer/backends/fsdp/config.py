@@ -22,6 +22,8 @@ class FsdpConfig(Config):
     reduce: gradients are summed over ranks after every micro-batch, or once a call after the
     last, until when each rank holds those of the whole model.
     unproven: also a family that `families` does not list.
+    replicas: copies of the model, each cut over neighbouring ranks, such as those of a node.
+    Weights are gathered within a copy, and gradients summed over all of them.
     context: ranks that share every row; what it leaves over of the world is data parallelism.
     cp_layout: zigzag gives rank r chunks r and 2*size-1-r of every row, which evens out causal
     attention; contiguous cuts the whole pack into equal runs.
@@ -35,6 +37,7 @@ class FsdpConfig(Config):
     reshard_after_forward: bool = True
     reduce: Literal["micro_batch", "call"] = "micro_batch"
     unproven: bool = False
+    replicas: int = Field(1, ge=1)
     context: int = Field(1, ge=1)
     cp_layout: Literal["zigzag", "contiguous"] = "zigzag"
 
@@ -42,6 +45,8 @@ class FsdpConfig(Config):
     def _check(self) -> Self:
         if self.cp_layout != "zigzag" and self.context == 1:
             raise ValueError("cp_layout has no effect with context 1; leave it out")
+        if self.replicas > 1 and self.tensor > 1:
+            raise ValueError("replicas is not for tensor above 1")
         if self.activation_offload and not self.activation_checkpointing:
             raise ValueError("activation_offload is of what activation_checkpointing keeps: set it")
         return self

@@ -16,7 +16,13 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from services.trainer.backends.fsdp.model import ShardedModel
 from services.trainer.backends.fsdp.optimizer import local_part
-from services.trainer.backends.fsdp.tensor_parallel import DATA, TENSOR, TensorCut, tensor_cut
+from services.trainer.backends.fsdp.tensor_parallel import (
+    DATA,
+    TENSOR,
+    TensorCut,
+    replica_of,
+    tensor_cut,
+)
 from services.trainer.backends.untrained import untrained_names, untrained_tensors
 from sluice.weights.manifest import ShardFile
 from sluice.weights.shards import ShardWrite
@@ -31,7 +37,7 @@ def read_weight(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Export:
-    """Which rank makes what of each tensor, the same on all of them.
+    """Which rank makes what of each tensor, the same on all of them; of the first replica alone.
 
     Raises ValueError where tensors of the checkpoint are made of several of the model's.
     """
@@ -45,7 +51,7 @@ class Export:
         """The rank that makes each of the model's tensors: the largest first, evenly."""
         sizes = {n: t.numel() for n, t in self._tensors().items()}
         self._check(sizes)
-        loads = [0] * dist.get_world_size()
+        loads = [0] * (self.sharded.mesh[DATA].size() * self.sharded.mesh[TENSOR].size())
         owners = {}
         for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
             owners[name] = rank = loads.index(min(loads))
@@ -113,7 +119,9 @@ class Export:
         return untrained_tensors(self.source, self.untrained, rank=rank, world_size=world_size)
 
     def _make(self, name: str, tensor: torch.Tensor, read: Read) -> dict[str, torch.Tensor] | None:
-        """The HF tensors made of one tensor, on its owner; collective."""
+        """The HF tensors made of one tensor, on its owner; collective over the first replica."""
+        if replica_of(self.sharded.mesh):
+            return None
         part = read(name, tensor).to(self._dtype_of(tensor))
         whole = _gather(part, self.owners[name], self.sharded.mesh)
         if whole is None:
@@ -151,11 +159,12 @@ def _gather(tensor: torch.Tensor, owner: int, mesh: DeviceMesh) -> torch.Tensor 
     mine = dist.get_rank() == owner
     if not isinstance(tensor, DTensor):
         return tensor if mine else None
-    data, place = divmod(owner, mesh.size(1))
+    tensor_size = mesh[TENSOR].size()
+    data, place = divmod(owner, tensor_size)
     cut = tensor_cut(tensor)
     if cut is None and mesh.get_local_rank(TENSOR) != place:
         return None
-    rows = tensor.shape[0] // (mesh.size(1) if cut is not None and cut.dim == 0 else 1)
+    rows = tensor.shape[0] // (tensor_size if cut is not None and cut.dim == 0 else 1)
     local = local_part(tensor).to(mesh.device_type)  # with cpu_offload it is on the host
     part = _gather_rows(local, rows, data, mesh.get_group(DATA))
     if part is None or cut is None:

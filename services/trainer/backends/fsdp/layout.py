@@ -8,6 +8,8 @@ from services.trainer.backends.fsdp.config import FsdpConfig
 
 def mesh_of(config: FsdpConfig, rank: int, world_size: int) -> Mesh:
     """Return where `rank` stands. Raises LayoutError when the world does not divide."""
+    if world_size % config.replicas:
+        raise LayoutError(f"{world_size} ranks do not divide into fsdp.replicas {config.replicas}")
     size = config.tensor * config.context
     if world_size % size:
         raise LayoutError(

@@ -45,10 +45,12 @@ from services.trainer.backends.fsdp.families import (
 )
 from services.trainer.backends.fsdp.tensor_parallel import (
     DATA,
+    REPLICA,
     TENSOR,
     TensorRanks,
     check_rows,
     cut_layers,
+    replica_of,
     tensor_cut,
     unsharded,
 )
@@ -207,7 +209,7 @@ class ShardedModel:
     """A model of which this rank holds its part. `root` is called; all else only looks."""
 
     root: Any  # PolicyRoot and FSDPModule
-    mesh: DeviceMesh  # of data and tensor ranks
+    mesh: DeviceMesh  # of data and tensor ranks, and of replicas where there are several
     shares_prompts: bool
 
     @property
@@ -237,6 +239,8 @@ class ShardedModel:
 
         Of what every rank holds whole all are, for what is alike.
         """
+        if replica_of(self.mesh):
+            return False
         return self.mesh.get_local_rank(TENSOR) == 0 or tensor_cut(tensor) is not None
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -263,7 +267,8 @@ def load_model(
 ) -> ShardedModel:
     """Read this rank's part of a HF checkpoint directory; collective.
 
-    mesh: of the dimensions data and tensor; `tensor`: over the latter, where it has more than one.
+    mesh: of the dimensions data and tensor, and replica where there are several; `tensor`: over the
+    second, where it has more than one.
     head value: one `score` a token, of the names in transformers' token classifiers; zero where
     the directory, a language model's, has none. longest: tokens that a row may have; None where
     nothing bounds them. All parameters take gradients, which may be changed until the first pass.
@@ -361,7 +366,7 @@ class _Cut:
         offload = CPUOffloadPolicy() if self.settings.cpu_offload else OffloadPolicy()
         narrow, wide = self._precision(), MixedPrecisionPolicy()
         options: Any = {
-            "mesh": self.mesh[DATA],
+            "mesh": self.mesh[REPLICA, DATA] if self.settings.replicas > 1 else self.mesh[DATA],
             "offload_policy": offload,
             "reshard_after_forward": self.settings.reshard_after_forward,
         }

@@ -27,7 +27,7 @@ from services.trainer.backends.lora import Adapter
 from sluice.algo.collectives import Collectives
 from sluice.weights.errors import InvalidAdapterError
 
-DATA, TENSOR = "data", "tensor"  # the dimensions of the mesh
+REPLICA, DATA, TENSOR = "replica", "data", "tensor"  # the dimensions of the mesh
 SUMMED = "replicated_with_grad_allreduce"  # transformers' word for weights of a part of the heads
 LATENT = "mla_kv_a_proj"  # and for one of whose outputs a part is compressed, a part of no head
 
@@ -38,19 +38,30 @@ BEHIND = {
 }
 
 
-def create_mesh(ranks: Mesh, device_type: str, timeout: timedelta) -> DeviceMesh:
-    """Make the groups of data and of tensor ranks; collective over all ranks.
+def create_mesh(ranks: Mesh, device_type: str, timeout: timedelta, replicas: int = 1) -> DeviceMesh:
+    """Make the groups of replica, data and tensor ranks; collective over all ranks.
 
-    `timeout` is that of their collectives, where torch's own differs between libraries.
+    `timeout` is that of their collectives, where torch's own differs between libraries. Of one
+    replica the mesh has no dimension.
     """
-    names = (DATA, TENSOR)
-    shape = (ranks.world_size // ranks.tensor_size, ranks.tensor_size)
-    if 1 in shape:  # then all ranks are a group, which there is
+    names: tuple[str, ...] = (DATA, TENSOR)
+    shape: tuple[int, ...] = (ranks.world_size // ranks.tensor_size, ranks.tensor_size)
+    if replicas == 1 and 1 in shape:  # then all ranks are a group, which there is
         return init_device_mesh(device_type, shape, mesh_dim_names=names)
+    if replicas > 1:
+        names, shape = (REPLICA, *names), (replicas, shape[0] // replicas, shape[1])
     places = torch.arange(ranks.world_size).view(shape)
-    data, _ = dist.new_subgroups_by_enumeration(places.T.tolist(), timeout=timeout)
-    tensor, _ = dist.new_subgroups_by_enumeration(places.tolist(), timeout=timeout)
-    return DeviceMesh.from_group([data, tensor], device_type, places, mesh_dim_names=names)
+    groups = []
+    for dim, size in enumerate(shape):
+        lines = places.movedim(dim, -1).reshape(-1, size).tolist()
+        group, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout)
+        groups.append(group)
+    return DeviceMesh.from_group(groups, device_type, places, mesh_dim_names=names)
+
+
+def replica_of(mesh: DeviceMesh) -> int:
+    """Return which copy of the model this rank has a part of."""
+    return mesh.get_local_rank(REPLICA) if REPLICA in (mesh.mesh_dim_names or ()) else 0
 
 
 def cut_layers(model: Any, mesh: DeviceMesh) -> None:
