@@ -331,15 +331,23 @@ Given = TypeVar("Given", Task, Step)
 
 def checked(found: Given, name: str) -> Given:
     """Returns a task or step of an environment. Raises EnvironmentFailedError naming a field."""
+    if fault := fault_of(found, type(found)):
+        raise EnvironmentFailedError(f"{name}: {fault}", environment=name)
+    return found
+
+
+def fault_of(found: Any, kind: type[Task | Step]) -> str:
+    """Says why what an environment gave is no such task or step, naming a field, or nothing."""
+    if not isinstance(found, kind):
+        return f"gave {type(found).__name__}, no {kind.__name__}"
     for each in fields(found):
         value = getattr(found, each.name)
         fault = json_fault(value)
         if not fault and not isinstance(value, _KINDS.get(each.name, object)):
             fault = f"is {shown(value)}"
         if fault:
-            where = f"{type(found).__name__}.{each.name}"
-            raise EnvironmentFailedError(f"{name}: {where} {fault}", environment=name)
-    return found
+            return f"{kind.__name__}.{each.name} {fault}"
+    return ""
 
 
 def answer_of(found: T | Awaitable[T]) -> T:

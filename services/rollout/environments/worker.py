@@ -29,11 +29,13 @@ from services.rollout.environments.environment import (
     InvalidRewardError,
     Response,
     SettingError,
+    Step,
     Task,
     TaskError,
     TaskRequest,
     Turn,
     answer_of,
+    fault_of,
     rewards_from,
     told,
 )
@@ -42,6 +44,10 @@ from sluice.runtime.processes import keep_processes
 
 MAX_ENVIRONMENTS = 8  # with different settings
 NEARLY = 0.95  # of a call's time is over: stderr is told where it is, before it is ended
+
+
+class InvalidAnswerError(Exception):
+    """What an environment gave is no task or step; the message says why."""
 
 
 class Worker:
@@ -58,19 +64,20 @@ class Worker:
             return {"error": "setting", "key": error.key, "message": str(error)}
         except TaskError as error:
             return {"error": "task", "key": error.key, "message": str(error)}
-        except InvalidRewardError as error:
-            return {"error": "reward", "message": str(error)}
+        except (InvalidAnswerError, InvalidRewardError) as error:
+            return {"error": "answer", "message": str(error)}
 
     def _run(self, call: Mapping[str, Any]) -> Any:
         environment = self._environment(call["settings"])
         if call["method"] == "open":
             return None
         if call["method"] == "make_task":
-            return asdict(answer_of(environment.make_task(TaskRequest(**call["request"]))))
+            found = answer_of(environment.make_task(TaskRequest(**call["request"])))
+            return _values(found, Task)
         task = Task(**call["task"])
         if call["method"] == "step":
             response = _response(call["response"])
-            return asdict(answer_of(environment.step(task, call["state"], response)))
+            return _values(answer_of(environment.step(task, call["state"], response)), Step)
         assert call["method"] == "reward", call["method"]
         responses = [_response(values) for values in call["responses"]]
         rewards = answer_of(environment.reward(task, responses))
@@ -83,6 +90,14 @@ class Worker:
                 del self._environments[next(iter(self._environments))]
             self._environments[key] = create_environment(self._path, settings)
         return self._environments[key]
+
+
+def _values(found: Any, kind: type[Task | Step]) -> dict[str, Any]:
+    """Raises InvalidAnswerError, also for what no line of JSON would hold."""
+    if fault := fault_of(found, kind):
+        raise InvalidAnswerError(fault)
+    values: dict[str, Any] = asdict(found)
+    return values
 
 
 def _response(values: Mapping[str, Any]) -> Response:

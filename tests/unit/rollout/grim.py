@@ -32,6 +32,12 @@ from services.rollout.environments.environment import (
 from sluice.config import Config
 
 SILLY: dict[str, Any] = {"nan": float("nan"), "text": "1", "long": 10**400, "truth": True}
+GIVEN: dict[str, Any] = {
+    "nothing": None,
+    "object": {"prompt": "x"},
+    "set": Task(prompt="x", state={"seen": {1}}),
+    "bytes": Task(messages=({"role": "user", "content": b"x"},)),
+}
 PATH = "tests.unit.rollout.grim:GrimEnvironment"
 
 
@@ -64,6 +70,8 @@ class GrimEnvironment(Environment):
 
     def make_task(self, request: TaskRequest) -> Task:
         assert request.row is not None
+        if (given := str(request.row["deed"])) in GIVEN:
+            return GIVEN[given]  # type: ignore[no-any-return]
         return Task(prompt=str(request.row["prompt"]), state={"deed": request.row["deed"]})
 
     def reward(self, task: Task, responses: Sequence[Response]) -> list[Reward]:

@@ -241,14 +241,19 @@ async def test_a_reward_of_a_wrong_type_is_named(
         ({"prompt": "a\ud800", "deed": ""}, "Task.prompt holds half a surrogate pair"),
         ({"prompt": "", "deed": float("inf")}, "Task.state holds a number that is not finite"),
         ({"prompt": "", "deed": nested(300)}, "Task.state is nested deeper than 100 levels"),
+        ({"deed": "nothing"}, "gave NoneType, no Task"),
+        ({"deed": "object"}, "gave dict, no Task"),
+        ({"deed": "set"}, "Task.state holds {1} (set), which JSON has not"),
+        ({"deed": "bytes"}, "Task.messages holds b'x' (bytes), which JSON has not"),
     ],
-    ids=["surrogate", "infinite", "deep"],
+    ids=["surrogate", "infinite", "deep", "nothing", "object", "set", "bytes"],
 )
-async def test_a_task_that_is_no_json_is_named(
+async def test_a_task_that_is_none_or_no_json_is_named(
     environments: Environments, row: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(EnvironmentFailedError, match=re.escape(message)):
+    with pytest.raises(EnvironmentFailedError, match=re.escape(message)) as caught:
         await (await grader(environments)).make_task(TaskRequest(row=row))
+    assert "worker.py" not in str(caught.value), "the place is none of the environment's"
 
 
 @pytest.mark.parametrize("name", ["litter", "stall_with_litter", "die_with_litter"])
