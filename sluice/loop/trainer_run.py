@@ -17,7 +17,7 @@ from sluice.client import Client, RemoteError, TrainerClient
 from sluice.loop import trace
 from sluice.loop.config import CommonRunConfig
 from sluice.loop.ledger import Ledger, lost_reason
-from sluice.loop.metrics import LOST_GROUPS
+from sluice.loop.metrics import LOST_GROUPS, STEP
 from sluice.loop.report import RunReport
 from sluice.loop.retention import Retention
 from sluice.loop.run_directory import (
@@ -86,6 +86,8 @@ class TrainerRun(ABC, Generic[C]):
         self._reference = Reference()
         self._settings: dict[str, str] = {}  # digests of those that shape the run
         self._run_checkpoints = config.run_dir / RUN_CHECKPOINTS
+        if (newest := latest_run_checkpoint(self._run_checkpoints)) is not None:
+            STEP.set(newest.step)  # while it waits for services, and goes back to that
         self._recovery = TrainerRecovery(self.trainer, self._begin, config.service_timeout_seconds)
         self._archive = archive
         self._retained: Retention | None = None

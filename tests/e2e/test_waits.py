@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -54,6 +55,24 @@ def test_the_loop_names_the_service_that_it_waits_for(stack: Stack, service: str
         assert call in listed
     training.finish()
     assert not (training.run_dir / "loop.address.json").exists()
+
+
+def test_a_run_that_waits_to_go_on_shows_the_step_that_it_goes_back_to(stack: Stack):
+    """It was at step 0 for as long as a trainer took to load its model."""
+    stack.train("goes-on", steps=2).finish()
+    with stopped(stack.pid("trainer")):
+        training = stack.train("goes-on", steps=3, resume=True)
+        file = training.run_dir / "loop.address.json"
+        wait_until(file.exists, what="the loop's port")
+        address = json.loads(file.read_text())["metrics_address"]
+
+        def shown() -> str:
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE) as answer:
+                page = answer.read().decode()
+            return next(line for line in page.splitlines() if line.startswith("sluice_loop_step "))
+
+        wait_until(lambda: shown() == "sluice_loop_step 2.0", what="the step")
+    training.finish()
 
 
 def test_a_rollout_process_names_the_router(stack: Stack):
