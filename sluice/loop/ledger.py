@@ -424,6 +424,13 @@ class Ledger:
                 self._db.execute("INSERT INTO run (id) VALUES (?)", row)
         return str(row[0])
 
+    def become_another(self) -> None:
+        """Give the run another name: what it was has gone on under the one that it had."""
+        name = uuid.uuid4().hex[:12]
+        with self.transaction():
+            self._db.execute("UPDATE run SET id = ?", (name,))
+        self.run_id = name
+
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """What the block records is durable together when it ends; nothing of it when it raises."""

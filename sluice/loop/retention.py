@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,7 @@ class Retention:
         self._run_checkpoints = run_dir / RUN_CHECKPOINTS
         self._owner = f"run/{ledger.run_id}"
         readable = re.sub(r"[^A-Za-z0-9_-]+", "-", run_dir.name).strip("-_")[:40] or "run"
-        self._prefix = f"{readable}-{ledger.run_id}-"
+        self._prefix, self._own = f"{readable}-{ledger.run_id}-", f"-{ledger.run_id}-"
         self._blobs = open_blobs(store, cache or StoreCacheConfig())
         self._weights = WeightStore(weights or within(store, "weights"))
         self._version: int | None = None  # that engines serve
@@ -76,6 +77,13 @@ class Retention:
     def new_checkpoint_id(self, step: int) -> str:
         """A name that was never used, by which the checkpoint is known as this run's."""
         return f"{self._prefix}{step:08}-{time.time_ns():x}"
+
+    async def adopt(self) -> None:
+        """Pin the versions that run checkpoints name, which another run has pinned so far."""
+        for each in self._read_kept():
+            for version in {each.weight_version, each.reference_version} - {0}:
+                with suppress(VersionNotFoundError):
+                    await asyncio.to_thread(self._weights.pin, version, self._owner)
 
     async def resume(self) -> None:
         """Hold what a run needs that went back to its run checkpoint.
@@ -224,7 +232,7 @@ class Retention:
         directories = [owner / CHECKPOINTS for owner in owners]
         for path in [path for each in directories if each.is_dir() for path in each.iterdir()]:
             name = path.name.lstrip(".").removeprefix("removed-")
-            if not name.startswith(self._prefix) or path.name in kept:
+            if self._own not in name or path.name in kept:
                 continue
             gone = path.with_name(f".removed-{name}")
             if path != gone:
@@ -240,7 +248,7 @@ class Retention:
             f"{folder}/{name}"
             for folder in [CHECKPOINTS, *critics]
             for name in bucket.folders(folder)
-            if name.startswith(self._prefix) and name not in kept
+            if self._own in name and name not in kept
         ]
         if self._archive is not None:
             self._archive.verify()  # what was listed is no other loop's

@@ -11,7 +11,7 @@ import re
 import socket
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
@@ -30,6 +30,7 @@ from sluice.weights.errors import FileDigestError
 from sluice.weights.manifest import seal, unseal
 
 RUN_CHECKPOINTS, LEDGER = "cuts", "ledger.sqlite"
+PLACE = "place"  # a file that says where the directory was when the run last began
 ANOTHER = "begin another run_dir from its checkpoint (initial_checkpoint)"
 _WAYS_ON = "put a copy back, or begin another run_dir from a checkpoint (initial_checkpoint)"
 FORMAT, SEAL = 2, "manifest_digest"  # earlier releases wrote neither
@@ -370,6 +371,32 @@ def check_ledger(ledger: Ledger, run_checkpoint: RunCheckpoint | None) -> None:
             f"checkpoint (group {run_checkpoint.position}, step {run_checkpoint.step}): it is "
             f"damaged, or of another time than {RUN_CHECKPOINTS}/; {_WAYS_ON}"
         )
+
+
+def notice_copy(run_dir: Path, ledger: Ledger) -> Path | None:
+    """Have a copy of a run directory be another run; returns what it is a copy of.
+
+    Else both would pin and remove in one name, each what the other still needs. A directory that
+    was moved is no copy.
+    """
+    here, note = run_dir.resolve(), run_dir / PLACE
+    former = Path(note.read_text()) if note.is_file() else here
+    is_copy = former != here and _holds_same_run(former / LEDGER, here / LEDGER, ledger.run_id)
+    if is_copy:
+        ledger.become_another()
+    if former != here or not note.is_file():
+        replace_file(note, str(here).encode(), temporary=run_dir, sync=False)
+    return former if is_copy else None
+
+
+def _holds_same_run(path: Path, own: Path, run_id: str) -> bool:
+    try:
+        if path.samefile(own):  # by another name of its directory
+            return False
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as ledger:
+            return ledger.execute("SELECT id FROM run").fetchone() == (run_id,)
+    except (OSError, ValueError, sqlite3.Error):  # none is there, or none that could go on
+        return False
 
 
 def settings_digests(config: RunConfig, prompts: str) -> dict[str, str]:

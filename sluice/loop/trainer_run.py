@@ -31,6 +31,7 @@ from sluice.loop.run_directory import (
     latest_run_checkpoint,
     list_run_checkpoints,
     none_intact,
+    notice_copy,
     set_aside,
 )
 from sluice.loop.store_inspection import inspect_store
@@ -107,6 +108,8 @@ class TrainerRun(ABC, Generic[C]):
         """
         config = self.config
         check_ledger(self.ledger, latest_run_checkpoint(self._run_checkpoints))
+        # of one whose store is a bucket one loop alone goes on
+        former = None if self._archive else notice_copy(config.run_dir, self.ledger)
         trainer = await wait_for_trainer(self.trainer, config.service_timeout_seconds)
         await self._check_services(trainer)
         self._retained = Retention(
@@ -118,6 +121,12 @@ class TrainerRun(ABC, Generic[C]):
             config.store_cache,
             self._archive,
         )
+        if former is not None:
+            self.report.note(
+                f"{config.run_dir} is a copy of {former}, and another run from here on: the "
+                f"checkpoints that it has so far are those of {former}, and go with them"
+            )
+            await self._retained.adopt()
         await self._inspect_store()
         await self._recovery.run(self._begin)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 from sluice.loop.journal import read_journal
+from sluice.loop.ledger import Ledger
 from sluice.loop.run_directory import latest_run_checkpoint, write_run_checkpoint
 from sluice.samples.blobs import BlobStore
 from tests.e2e.conftest import Stack, Training
@@ -46,6 +48,42 @@ def test_blobs_that_are_gone_or_damaged_are_generated_again(stack):
     assert "is lost" in output  # found by the trainer
     consumed = {group.group_id: group.consumed_step for group in training.groups("consumed")}
     assert consumed == {f"g{i:07}": i // 4 + 1 for i in range(20)}
+
+
+def test_a_copy_of_a_run_takes_nothing_from_the_run_that_it_is_of(stack):
+    """Both have one name in the store, and would remove each other's checkpoints."""
+    training = stack.train("branched", steps=3, checkpoint_every=1)
+    training.finish()
+    (stack.run_dir / "runs/elsewhere").mkdir()
+    shutil.copytree(training.run_dir, stack.run_dir / "runs/elsewhere/branched")
+    copied = stack.train("elsewhere/branched", steps=6, checkpoint_every=1, resume=True)
+    assert f"is a copy of {training.run_dir}, and another run" in copied.finish()
+    assert checkpoint_of(stack, training).is_dir()
+    stack.train("branched", steps=7, checkpoint_every=1, resume=True).finish()
+    again = stack.train("elsewhere/branched", steps=7, checkpoint_every=1, resume=True).finish()
+    assert "is a copy of" not in again
+    for each, steps in ((training, 7), (copied, 7)):
+        consumed = {group.group_id: group.consumed_step for group in each.groups("consumed")}
+        assert consumed == {f"g{i:07}": i // 4 + 1 for i in range(4 * steps)}
+    ids = {Ledger(each.run_dir / "ledger.sqlite").run_id for each in (training, copied)}
+    assert len(ids) == 2
+    names = [path.name for path in (stack.run_dir / "store/checkpoints").iterdir()]
+    for each in ids:  # of each run those that its two run checkpoints name
+        assert len([name for name in names if f"-{each}-" in name]) == 2
+
+
+def test_a_run_whose_directory_was_renamed_is_the_same_run(stack):
+    training = stack.train("before", steps=3, checkpoint_every=1)
+    training.finish()
+    run_id = Ledger(training.run_dir / "ledger.sqlite").run_id
+    after = stack.run_dir / "runs/after"
+    training.run_dir.rename(after)
+    output = stack.train("after", steps=6, checkpoint_every=1, resume=True).finish()
+    assert "is a copy of" not in output
+    assert Ledger(after / "ledger.sqlite").run_id == run_id
+    names = [path.name for path in (stack.run_dir / "store/checkpoints").iterdir()]
+    own = [name for name in names if f"-{run_id}-" in name]
+    assert len(own) == 2 and all(name.startswith("after-") for name in own)
 
 
 def test_a_run_resumed_with_another_seed_is_refused(stack):
