@@ -186,6 +186,16 @@ def read_yaml(text: str) -> Any:
         return text
 
 
+def of_critic(trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """A trainer's settings without those that a critic has no use of: no engine serves it, it
+    predicts no tokens, and is compared with nothing."""
+    critic = {n: v for n, v in trainer.items() if n not in ("lora", "publish", "reference_model")}
+    if "megatron" in critic:
+        own = critic["megatron"].items()
+        critic["megatron"] = {n: v for n, v in own if n != "mtp_loss_scaling_factor"}
+    return critic
+
+
 def give_devices(
     into: Imported, entries: dict[str, Any], trained: int, engines: int, *, is_shared: bool
 ) -> None:

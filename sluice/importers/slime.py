@@ -17,6 +17,7 @@ from sluice.importers.documents import (
     Values,
     check_documents,
     give_devices,
+    of_critic,
     plain_text,
     plain_value,
     set_at,
@@ -485,8 +486,7 @@ def _documents(into: Imported, run_dir: Path) -> tuple[dict[str, Any], dict[str,
         "trainer": {"kind": "trainer", "config": trainer},
     }
     if "critic" in run:
-        critic = {**trainer, "head": "value", "optim": _halved(trainer["optim"])}
-        critic.pop("publish", None)  # no engine serves it
+        critic = of_critic(trainer) | {"head": "value", "optim": _halved(trainer["optim"])}
         if "trainable" in critic:
             critic["trainable"] = _of_values(critic["trainable"])
         entries["critic"] = {"kind": "trainer", "config": critic}

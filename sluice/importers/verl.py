@@ -16,6 +16,7 @@ from sluice.importers.documents import (
     NotCarriedError,
     check_documents,
     give_devices,
+    of_critic,
     set_at,
     write_imported,
 )
@@ -536,10 +537,8 @@ def _critic(into: Imported, trainer: dict[str, Any]) -> dict[str, Any]:
         "max_grad_norm": _norm(facts, "critic_"),
     }
     _schedule(into, "critic_", optim)
-    critic = {**trainer, "head": "value", "optim": optim}
+    critic = of_critic(trainer) | {"head": "value", "optim": optim}
     critic["model"] = facts.get("critic_model", trainer["model"])
-    for name in ("lora", "reference_model"):
-        critic.pop(name, None)
     if facts.get("critic_strategy", trainer["backend"]) != trainer["backend"]:
         into.left.append("critic.strategy: by hand: the critic's config has the trainer's backend")
     return critic

@@ -73,17 +73,17 @@ def test_a_copy_of_a_run_takes_nothing_from_the_run_that_it_is_of(stack):
 
 
 def test_a_run_whose_directory_was_renamed_is_the_same_run(stack):
-    training = stack.train("before", steps=3, checkpoint_every=1)
+    training = stack.train("to be renamed", steps=3, checkpoint_every=1)
     training.finish()
     run_id = Ledger(training.run_dir / "ledger.sqlite").run_id
-    after = stack.run_dir / "runs/after"
+    after = stack.run_dir / "runs/renamed since"
     training.run_dir.rename(after)
-    output = stack.train("after", steps=6, checkpoint_every=1, resume=True).finish()
+    output = stack.train("renamed since", steps=6, checkpoint_every=1, resume=True).finish()
     assert "is a copy of" not in output
     assert Ledger(after / "ledger.sqlite").run_id == run_id
     names = [path.name for path in (stack.run_dir / "store/checkpoints").iterdir()]
     own = [name for name in names if f"-{run_id}-" in name]
-    assert len(own) == 2 and all(name.startswith("after-") for name in own)
+    assert len(own) == 2 and all(name.startswith("renamed-since-") for name in own)
 
 
 def test_a_run_resumed_with_another_seed_is_refused(stack):

@@ -21,7 +21,7 @@ def test_another_store_is_refused_by_name_of_process_and_place(
     stack: Stack, tmp_path: Path
 ) -> None:
     (tmp_path / "other").mkdir()
-    output = refusal(stack, "other", store=str(tmp_path / "other"))
+    output = refusal(stack, "another store", store=str(tmp_path / "other"))
     own = stack.run_dir / "store"
     assert "store: " in output
     assert f"does not see what this process writes: its {own} is another one than" in output

@@ -97,3 +97,15 @@ def test_activations_are_run_again_only_where_it_is_asked_for(
             "recomputes", 1, model=str(model.directory), out=str(tmp_path), **settings
         )
         assert answer["runs"] == runs
+
+
+@fast
+def test_experts_that_do_not_go_round_are_refused_and_copies_take_them(
+    pool: Pool, expected: ExpectedByModel, tmp_path: Path
+) -> None:
+    model, _ = expected("qwen3_moe")
+    arguments = {"model": str(model.directory), "out": str(tmp_path)}
+    for answer in pool.run("attempt", 3, **arguments, fsdp={}):
+        assert "has 4 experts, of which one of 3 ranks would have none" in answer["error_message"]
+    for answer in pool.run("attempt", 3, **arguments, fsdp={"replicas": 3}):
+        assert not answer["error_message"]

@@ -669,12 +669,13 @@ def test_four_bits_of_the_caller_s_environment_are_carried_and_a_critic_has_none
 ) -> None:
     variables = {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1", "OPEN_TRAINING_INT4_GROUP_SIZE": "32"}
     script = SCRIPT.replace("--advantage-estimator gspo", "--advantage-estimator ppo")
-    script = script.replace("--enable-mtp-training --mtp-loss-scaling-factor 0.2", "")
     run, services, _ = imported(script, HELD_OUT="/held", **variables)
     assert_loads(run, services, model)
     entries = services["services"]
     assert entries["trainer"]["config"]["publish"]["quantization"] == "int4_32"
+    assert entries["trainer"]["config"]["megatron"]["mtp_loss_scaling_factor"] == 0.2
     assert "publish" not in entries["critic"]["config"]
+    assert "mtp_loss_scaling_factor" not in entries["critic"]["config"]["megatron"]
 
 
 @pytest.mark.parametrize(

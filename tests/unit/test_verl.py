@@ -378,6 +378,11 @@ def test_the_asynchronous_trainer_has_its_own_defaults(model: Path) -> None:
             "trainer.fsdp.activation_offload",
             True,
         ),
+        (
+            "algorithm.adv_estimator=gae actor_rollout_ref.rollout.quantization=fp8",
+            "critic.publish",
+            None,
+        ),
         (f"{ACTOR}.fsdp_config.fsdp_size=2", "trainer.fsdp.replicas", 4),
         (f"{ACTOR}.fsdp_config.fsdp_size=8 trainer.nnodes=2", "trainer.fsdp.replicas", 2),
         (f"{ACTOR}.fsdp_config.fsdp_size=-1", "trainer.fsdp.replicas", None),

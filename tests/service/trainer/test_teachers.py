@@ -303,7 +303,7 @@ async def test_a_teacher_whose_ranks_are_killed_scores_again(
     group, samples = put(trainer, "killed", 9)
     batch = (await client.upload_batch("killed", 4, blobs=[group.blob])).batch
     scoring = TrainerTeacher(running.address, running.security, PATIENCE)
-    await scoring.vocabulary()  # it takes work
+    await scoring.describe()  # it takes work
     for rank in warm.children(running.process.pid):
         rank.kill()
     try:

@@ -363,6 +363,7 @@ class _Cut:
         layers = list(_layers(model))
         if not layers:
             raise ValueError(f"model_type {model.config.model_type} has no layers to cut it by")
+        _check_experts(model, self.mesh[DATA].size())
         offload = CPUOffloadPolicy() if self.settings.cpu_offload else OffloadPolicy()
         narrow, wide = self._precision(), MixedPrecisionPolicy()
         options: Any = {
@@ -394,6 +395,17 @@ class _Cut:
         if self.settings.dtype == "float32":
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _check_experts(model: torch.nn.Module, size: int) -> None:
+    """Raises ValueError where a rank would have no expert, which transformers cannot load."""
+    for name, parameter in model.named_parameters():
+        count = parameter.shape[0]
+        if parameter.ndim == 3 and ".experts." in name and -(-count // size) * (size - 1) >= count:
+            raise ValueError(
+                f"{name} has {count} experts, of which one of {size} ranks would have none: take "
+                "fewer ranks, or fsdp.replicas of as many"
+            )
 
 
 def _layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
