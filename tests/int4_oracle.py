@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
+import torch
 
 
 def bfloat16(values: np.ndarray) -> np.ndarray:
@@ -37,3 +40,16 @@ def least_errors(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
     wide = np.repeat(scale.astype(np.float64), weight.shape[1] // scale.shape[1], axis=1)
     grid = wide[..., None] * np.arange(-7, 8)
     return np.abs(weight.astype(np.float64)[..., None] - grid).min(-1)
+
+
+def plain(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a checkpoint as a plain one has them, matrices that were packed in float64."""
+    found = {}
+    for name, tensor in stored.items():
+        weight, _, part = name.rpartition("_")
+        if part == "packed":
+            scale = stored[f"{weight}_scale"].double().numpy()
+            found[weight] = torch.from_numpy(numbers(tensor.numpy(), scale))
+        elif not (part in ("scale", "shape") and f"{weight}_packed" in stored):
+            found[name] = tensor
+    return found

@@ -35,6 +35,7 @@ from sluice.weights.convert.quantized_layout import (
     Quantization,
     QuantizedLayout,
     layout_named,
+    stating,
 )
 from sluice.weights.errors import InvalidAdapterError, WeightStoreError
 from sluice.weights.stored_experts import tensor_shapes
@@ -660,10 +661,8 @@ class TrainerConfig(ProcessConfig):
     def _check_plain(self) -> Self:
         """What is published has the model's config.json beside it, and is read by that."""
         document = json.loads((Path(self.model) / "config.json").read_bytes())
-        text = document.get("text_config") or {}
-        if self.lora is None and (
-            "quantization_config" in document or "quantization_config" in text
-        ):
+        quantized = any("quantization_config" in part for part in stating(document))
+        if self.lora is None and quantized:
             raise ValueError(
                 f"model {self.model} is quantised, and trained weights are not: make it plain "
                 "first (of FP8 or INT4: `sluice convert SRC DST --to hf`)"

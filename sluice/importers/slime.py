@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from sluice.importers.documents import (
 )
 from sluice.importers.shell import Shell, command_place, joined_lines
 from sluice.importers.slime_flags import REWARDS, find_flag
+from sluice.weights.checkpoint import load_json
 from sluice.weights.convert.quantized_layout import Int4Groups, layout_of
 from sluice.weights.errors import WeightStoreError
 
@@ -422,7 +422,7 @@ def _quantization_of(model: str) -> str:
     path = Path(model) / "config.json"
     if path.is_file():
         try:
-            layout = layout_of(json.loads(path.read_bytes()))
+            layout = layout_of(load_json(path.read_bytes()))
         except (ValueError, AttributeError, WeightStoreError):
             return ""  # whoever loads it says what it is
         if isinstance(layout, Int4Groups):

@@ -380,12 +380,12 @@ def notice_copy(run_dir: Path, ledger: Ledger) -> Path | None:
     was moved is no copy.
     """
     here, note = run_dir.resolve(), run_dir / PLACE
-    former = Path(note.read_text()) if note.is_file() else here
+    former = Path(os.fsdecode(note.read_bytes())) if note.is_file() else here
     is_copy = former != here and _holds_same_run(former / LEDGER, here / LEDGER, ledger.run_id)
     if is_copy:
         ledger.become_another()
     if former != here or not note.is_file():
-        replace_file(note, str(here).encode(), temporary=run_dir, sync=False)
+        replace_file(note, os.fsencode(here), temporary=run_dir, sync=False)
     return former if is_copy else None
 
 

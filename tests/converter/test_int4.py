@@ -50,17 +50,14 @@ def int4(plain: Path) -> Path:
 
 
 def numbers_of(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a checkpoint stands for, by somebody else's arithmetic."""
-    found = {}
-    for name, tensor in stored.items():
-        weight, _, part = name.rpartition("_")
-        if part == "packed":
-            scale = stored[f"{weight}_scale"].double().numpy()
-            numbers = int4_oracle.numbers(tensor.numpy(), scale)
-            found[weight] = torch.from_numpy(int4_oracle.bfloat16(numbers)).to(torch.bfloat16)
-        elif not (part in ("scale", "shape") and f"{weight}_packed" in stored):
-            found[name] = tensor
-    return found
+    """What a checkpoint stands for, in bfloat16."""
+    found = int4_oracle.plain(stored)
+    return {
+        name: tensor
+        if tensor.dtype != torch.float64
+        else torch.from_numpy(int4_oracle.bfloat16(tensor.numpy())).to(torch.bfloat16)
+        for name, tensor in found.items()
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -138,6 +135,21 @@ def test_parts_come_together(int4: Path, tmp_path: Path) -> None:
         convert(source, tmp_path / "target", TO_INT4)
     source = resave(bare, tmp_path / "other", {f"{name}_shape": torch.tensor([32, 31])})
     with pytest.raises(InvalidCheckpointError, match=r"shape \[32, 31\]"):
+        convert(source, tmp_path / "target", ConvertOptions(to="hf", sync=False))
+
+
+@pytest.mark.parametrize("shape", [(32,), (2, 32, 4)])
+def test_codes_that_are_no_matrix_are_refused(
+    int4: Path, tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    """Also where no rules say which shape it has."""
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    codes = torch.zeros(shape, dtype=torch.int32)
+    source = resave(int4, tmp_path / "other", {f"{name}_packed": codes})
+    (source / "conversion.json").unlink()
+    config = json.loads((source / "config.json").read_bytes())
+    (source / "config.json").write_text(json.dumps({**config, "architectures": ["Strange"]}))
+    with pytest.raises(InvalidCheckpointError, match=f"{name}' is INT4 and no matrix"):
         convert(source, tmp_path / "target", ConvertOptions(to="hf", sync=False))
 
 

@@ -136,11 +136,13 @@ class HfSource:
         return same and self._files.digest(one) == self._files.digest(two)
 
     def content(self, name: str) -> Content:
-        """A tensor's numbers. Raises MissingTensorError."""
+        """A tensor's numbers. Raises MissingTensorError, InvalidCheckpointError for no matrix."""
         if name not in self._quantized:
             return self._stored(name).content
         layout, shape = self._layout, self._quantized[name]
         assert layout is not None
+        if len(shape) != 2:
+            raise InvalidCheckpointError(f"{name!r} is {layout.label} and no matrix")
         parts = [self._entries[part].content for part in self._parts(name)]
 
         def compute() -> torch.Tensor:

@@ -187,14 +187,19 @@ def layout_named(name: Quantization) -> QuantizedLayout | None:
     return Fp8Blocks(scale_format="ue8m0" if name == "fp8_ue8m0" else "float32")
 
 
+def stating(config: Mapping[str, object]) -> list[Mapping[str, object]]:
+    """Return the parts of a `config.json` in which `quantization_config` may stand."""
+    text = config.get("text_config")
+    return [config, text] if isinstance(text, Mapping) else [config]
+
+
 def layout_of(config: Mapping[str, object]) -> QuantizedLayout | None:
     """Return the layout of a checkpoint by its `config.json`; None when it is not quantised.
 
     Raises InvalidCheckpointError for a quantisation that is not understood.
     """
-    entry = config.get("quantization_config")
-    if entry is None and isinstance(text := config.get("text_config"), Mapping):
-        entry = text.get("quantization_config")
+    entries = (part.get("quantization_config") for part in stating(config))
+    entry = next((entry for entry in entries if entry is not None), None)
     if not isinstance(entry, Mapping):
         return None
     method = entry.get("quant_method")

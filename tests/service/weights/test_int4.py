@@ -45,18 +45,6 @@ def trainer(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[R
         yield running
 
 
-def numbers_of(directory: Path) -> dict[str, torch.Tensor]:
-    tensors = stored(directory)
-    experts = [name.removesuffix("_packed") for name in tensors if name.endswith("_packed")]
-    numbers = {n: t for n, t in tensors.items() if n.rpartition("_")[0] not in experts}
-    for name in experts:
-        scale = tensors[f"{name}_scale"].double().numpy()
-        numbers[name] = torch.from_numpy(
-            int4_oracle.numbers(tensors[f"{name}_packed"].numpy(), scale)
-        )
-    return numbers
-
-
 def expected_logprobs(model: Path, numbers: dict[str, torch.Tensor], place: Path) -> np.ndarray:
     """Of TOKENS after the first, in float64, by plain transformers."""
     place.mkdir()
@@ -79,7 +67,7 @@ async def test_an_engine_serves_what_int4_stands_for_and_deltas_of_it(
     record = store.get(version)
     assert record.directory is not None
     plain = load_file(model / "model.safetensors")
-    numbers = numbers_of(record.directory)
+    numbers = int4_oracle.plain(stored(record.directory))
     assert numbers.keys() == plain.keys()
     experts = {name for name in plain if ".experts." in name}
     for name in plain.keys() - experts:

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import socket
 import sqlite3
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from sluice.loop.journal import RunJournal
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.prompts import load_prompts
 from sluice.loop.run_directory import (
+    LEDGER,
+    PLACE,
     RunCheckpoint,
     RunDirectoryError,
     check_layouts,
@@ -35,6 +38,7 @@ from sluice.loop.run_directory import (
     last_step_of_samples,
     latest_run_checkpoint,
     list_run_checkpoints,
+    notice_copy,
     owned,
     set_aside,
     settings_digests,
@@ -600,3 +604,37 @@ def test_a_start_that_failed_before_the_first_group_may_be_made_again(tmp_path, 
     ledger.issue([(0, "g0")], 0)
     with pytest.raises(ConfigError, match=r"holds a run; give resume: true \(--resume\)"):
         check_resumed(again, {}, pytest.fail)
+
+
+def test_a_copy_is_told_from_a_directory_that_was_moved(tmp_path: Path) -> None:
+    """Whatever bytes their names are of."""
+    original = tmp_path / os.fsdecode(b"run-\xff")
+    ledger = Ledger(original / LEDGER)
+    run_id = ledger.run_id
+    assert notice_copy(original, ledger) is None
+    assert notice_copy(original, ledger) is None  # once more, by what it left
+    ledger.close()
+    moved = tmp_path / "moved"
+    original.rename(moved)
+    ledger = Ledger(moved / LEDGER)
+    assert notice_copy(moved, ledger) is None
+    ledger.close()
+    shutil.copytree(moved, original)
+    copied = Ledger(original / LEDGER)
+    assert notice_copy(original, copied) == moved
+    assert copied.run_id != run_id
+    assert notice_copy(original, copied) is None  # it is a run of its own
+    copied.close()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"..", b"\xff\xfe", b"a\0b", b"/" * 5000, b"/" + b"x" * 5000, b"relative"]
+)
+def test_a_damaged_note_of_the_place_makes_no_copy(tmp_path: Path, content: bytes) -> None:
+    ledger = Ledger(tmp_path / "run" / LEDGER)
+    run_id = ledger.run_id
+    (tmp_path / "run" / PLACE).write_bytes(content)
+    assert notice_copy(tmp_path / "run", ledger) is None
+    assert ledger.run_id == run_id
+    assert (tmp_path / "run" / PLACE).read_bytes() == os.fsencode((tmp_path / "run").resolve())
+    ledger.close()

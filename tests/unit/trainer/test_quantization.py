@@ -368,6 +368,13 @@ def test_a_model_that_has_no_place_for_it_is_refused_at_once(
         parse_config(TrainerConfig, values)
 
 
+@pytest.mark.parametrize("text", [5, None, [], "quantization_config"])
+def test_a_part_of_a_config_that_is_no_object_says_nothing(tmp_path: Path, text: object) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
+    assert layout_of({"text_config": text}) is None
+    parse_config(TrainerConfig, {"model": str(tmp_path), "store": str(tmp_path)})
+
+
 @pytest.mark.parametrize("key", ["{}", '{"text_config": {}}'])
 def test_a_model_that_is_quantised_itself_is_refused(tmp_path: Path, key: str) -> None:
     entry = '"quantization_config": {"quant_method": "fp8"}'

@@ -400,8 +400,10 @@ class _Cut:
 def _check_experts(model: torch.nn.Module, size: int) -> None:
     """Raises ValueError where a rank would have no expert, which transformers cannot load."""
     for name, parameter in model.named_parameters():
+        if parameter.ndim != 3 or ".experts." not in name:
+            continue
         count = parameter.shape[0]
-        if parameter.ndim == 3 and ".experts." in name and -(-count // size) * (size - 1) >= count:
+        if -(-count // size) * (size - 1) >= count:
             raise ValueError(
                 f"{name} has {count} experts, of which one of {size} ranks would have none: take "
                 "fewer ranks, or fsdp.replicas of as many"
