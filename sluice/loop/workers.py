@@ -30,6 +30,7 @@ from sluice.loop.config import (
     SamplingConfig,
 )
 from sluice.loop.prompts import PromptSource, Task
+from sluice.runtime.idempotency import all_of
 from sluice.runtime.recovery import NotReadyError, Retries, is_passing, wait_until_ready
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.wire import duration_of
@@ -272,20 +273,23 @@ class EpisodeWorkers:
     async def check(self, environments: Mapping[str, EnvironmentConfig]) -> None:
         """Have those workers that answer open environments, by the key that gives each.
 
-        Raises ConfigError for one that is wrong, NoWorkerError, and RemoteError where its code
-        fails.
+        All at once: one may take long to open. Raises ConfigError for one that is wrong,
+        NoWorkerError, and RemoteError where its code fails.
         """
-        for address in await self.refresh() if environments else ():
-            for key, environment in environments.items():
-                try:
-                    await self._clients[address].check_environment(_spec(environment))
-                except RemoteError as error:
-                    if error.code is grpc.StatusCode.INVALID_ARGUMENT:
-                        wrong = error.message.removeprefix("environment")
-                        raise ConfigError(f"{key}{wrong}") from None
-                    if not is_passing(error):
-                        raise
-                    logger.warning("episode worker %s did not open %s: %s", address, key, error)
+        if environments:
+            await all_of(self._open(each, environments) for each in await self.refresh())
+
+    async def _open(self, address: str, environments: Mapping[str, EnvironmentConfig]) -> None:
+        for key, environment in environments.items():
+            try:
+                await self._clients[address].check_environment(_spec(environment))
+            except RemoteError as error:
+                if error.code is grpc.StatusCode.INVALID_ARGUMENT:
+                    wrong = error.message.removeprefix("environment")
+                    raise ConfigError(f"{key}{wrong}") from None
+                if not is_passing(error):
+                    raise
+                logger.warning("episode worker %s did not open %s: %s", address, key, error)
 
     async def _addresses(self) -> list[str]:
         workers = await self._list()

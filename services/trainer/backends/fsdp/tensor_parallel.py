@@ -38,7 +38,7 @@ BEHIND = {
 }
 
 
-def create_mesh(ranks: Mesh, device_type: str, timeout: timedelta, replicas: int = 1) -> DeviceMesh:
+def create_mesh(ranks: Mesh, device_type: str, timeout: timedelta, replicas: int) -> DeviceMesh:
     """Make the groups of replica, data and tensor ranks; collective over all ranks.
 
     `timeout` is that of their collectives, where torch's own differs between libraries. Of one
