@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -76,6 +76,45 @@ class _Update:
     task: asyncio.Task[tuple[float, float] | str]
     weights: sample_pb2.WeightVersion
     is_late: bool = False
+
+
+@dataclass(frozen=True)
+class DescribedEngine:
+    """An engine by id and address, and what it says of itself."""
+
+    name: str
+    said: engine_pb.GetEngineResponse
+
+
+def check_deterministic(engines: Iterable[DescribedEngine]) -> None:
+    """Raises ConfigError if an engine does not say it is."""
+    for each in engines:
+        if not each.said.deterministic:
+            raise ConfigError(f"deterministic: engine {each.name} is not; set engine.deterministic")
+
+
+def check_min_new_tokens(engines: Iterable[DescribedEngine]) -> None:
+    """Raises ConfigError if an engine does not take it."""
+    for each in engines:
+        if not each.said.takes_min_new_tokens:
+            raise ConfigError(
+                f"sampling.min_new_tokens: engine {each.name}, {each.said.backend}, does not take "
+                "it; the reference engine does"
+            )
+
+
+def engine_settings(engines: Iterable[DescribedEngine]) -> dict[str, str]:
+    """By name those that numbers depend on, all values of each."""
+    values: dict[str, set[str]] = {}
+    for each in engines:
+        for name, value in each.said.settings.items():
+            values.setdefault(name, set()).add(value)
+    return {name: " or ".join(sorted(found)) for name, found in values.items()}
+
+
+def longest_sample(engines: Iterable[DescribedEngine]) -> int:
+    """Tokens that a sample may have on one of them."""
+    return max((each.said.max_model_length for each in engines), default=0)
 
 
 class EngineFleet:
@@ -238,48 +277,19 @@ class EngineFleet:
                 except RemoteError as error:
                     logger.warning("router: %s", error)
 
-    async def check_deterministic(self, wait_seconds: float) -> None:
-        """Raise ConfigError if an engine does not say it is; waits for the first engine."""
-        for engine, described in await self._describe(wait_seconds):
-            if not described.deterministic:
-                raise ConfigError(
-                    f"deterministic: engine {engine.engine_id} at {engine.address} is not; "
-                    "set engine.deterministic"
-                )
-
-    async def check_min_new_tokens(self, wait_seconds: float) -> None:
-        """Raise ConfigError if an engine does not take it; waits for the first engine."""
-        for engine, described in await self._describe(wait_seconds):
-            if not described.takes_min_new_tokens:
-                raise ConfigError(
-                    f"sampling.min_new_tokens: engine {engine.engine_id} at {engine.address}, "
-                    f"{described.backend}, does not take it; the reference engine does"
-                )
-
-    async def settings(self, wait_seconds: float) -> dict[str, str]:
-        """By name those of the engines at hand that numbers depend on, all values of each."""
-        values: dict[str, set[str]] = {}
-        for _, described in await self._describe(wait_seconds):
-            for name, value in described.settings.items():
-                values.setdefault(name, set()).add(value)
-        return {name: " or ".join(sorted(found)) for name, found in values.items()}
-
-    async def longest_sample(self, wait_seconds: float) -> int:
-        """Tokens that a sample may have, by the engines at hand; waits for the first of them."""
-        described = await self._describe(wait_seconds)
-        return max((each.max_model_length for _, each in described), default=0)
-
-    async def _describe(
-        self, wait_seconds: float
-    ) -> list[tuple[router_pb.Engine, engine_pb.GetEngineResponse]]:
+    async def describe(self, wait_seconds: float) -> list[DescribedEngine]:
         """What the engines at hand say of themselves; waits for the first of them."""
-        found = []
-        for engine in await self._wait("an engine", self._list_some, wait_seconds):
-            try:
-                found.append((engine, await self._clients[engine.address].get()))
-            except RemoteError as error:  # it is asked again before it is given weights
-                logger.warning("engine %s: %s", engine.engine_id, error)
-        return found
+        engines = await self._wait("an engine", self._list_some, wait_seconds)
+        found = await asyncio.gather(*map(self._ask, engines))
+        return [each for each in found if each is not None]
+
+    async def _ask(self, engine: router_pb.Engine) -> DescribedEngine | None:
+        try:
+            said = await self._clients[engine.address].get()
+        except RemoteError as error:  # it is asked again before it is given weights
+            logger.warning("engine %s: %s", engine.engine_id, error)
+            return None
+        return DescribedEngine(f"{engine.engine_id} at {engine.address}", said)
 
     async def addresses(self) -> dict[str, str]:
         """By name where the engines are that the router knows now."""
@@ -306,6 +316,8 @@ class EngineFleet:
         if self._failure is not None:
             raise self._failure
         alive = await self._list_alive()
+        here = {(engine.engine_id, engine.address) for engine in alive}
+        self._told = {key: why for key, why in self._told.items() if key in here}
         shares = self._config.shares_devices  # the router does not know which is asleep or paused
         stale = [e for e in alive if shares or e.weights != self._weights]
         updates = {engine.engine_id: self._begin_update(engine) for engine in stale}

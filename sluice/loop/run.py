@@ -22,7 +22,16 @@ from sluice.loop.config import STALENESS_IGNORED, TRUNCATED, RunConfig
 from sluice.loop.dispatcher import DispatcherConfig, RolloutDispatcher
 from sluice.loop.evaluation import EvaluationLane
 from sluice.loop.filters import GroupFilters
-from sluice.loop.fleet import PAUSE_MODES, CommitReport, EngineFleet, FleetConfig
+from sluice.loop.fleet import (
+    PAUSE_MODES,
+    CommitReport,
+    EngineFleet,
+    FleetConfig,
+    check_deterministic,
+    check_min_new_tokens,
+    engine_settings,
+    longest_sample,
+)
 from sluice.loop.ledger import LedgerGroup
 from sluice.loop.mixture import Mixture, digest_of, load_schedule, open_sources
 from sluice.loop.placement import SharedDevices
@@ -153,12 +162,13 @@ class TrainingRun(PolicyRun):
         for address, vocabulary in (await self.workers.vocabularies()).items():
             check_same(f"tokenizer: the episode worker {address}", vocabulary, trainer.vocabulary)
         await self.workers.check(self.config.environments_of_later)
-        await self._check_lengths(trainer)
+        engines = await self.fleet.describe(self.config.service_timeout_seconds)
+        await self._check_lengths(trainer, longest_sample(engines))
         self._check_reference(trainer)
         if self.config.samples_least:
-            await self.fleet.check_min_new_tokens(self.config.service_timeout_seconds)
+            check_min_new_tokens(engines)
         await self._teachers.check(self.trainer, self.report.note)
-        if of_engines := await self.fleet.settings(self.config.service_timeout_seconds):
+        if of_engines := engine_settings(engines):
             self._engine_settings = {ENGINES: of_engines}
         if self.config.weight_transport == "collective":
             self._write_behind = trainer.write_behind
@@ -168,7 +178,7 @@ class TrainingRun(PolicyRun):
                     "deterministic: the trainer writes weights behind (transfer.write_behind), so "
                     "that a crash may cost groups; set it to false, or weight_transport: store"
                 )
-            await self.fleet.check_deterministic(self.config.service_timeout_seconds)
+            check_deterministic(engines)
 
     def _check_reference(self, trainer: trainer_pb.Trainer) -> None:
         """Raises ConfigError for a trainer whose reference cannot be a version of weights."""
@@ -180,13 +190,15 @@ class TrainingRun(PolicyRun):
         if why:
             raise ConfigError(f"algorithm.reference_every: the trainer's reference stays: {why}")
 
-    async def _check_lengths(self, trainer: trainer_pb.Trainer) -> None:
-        """Notes trainers that may be given longer samples than they take. Raises ConfigError."""
+    async def _check_lengths(self, trainer: trainer_pb.Trainer, longest: int) -> None:
+        """Notes trainers that may be given longer samples than they take. Raises ConfigError.
+
+        longest: tokens that engines let a sample have.
+        """
         seconds = self.config.service_timeout_seconds
         trainers = {"trainer": trainer}
         if self.critic is not None:
             trainers["critic"] = await wait_for_trainer(self.critic.client, seconds)
-        longest = await self.fleet.longest_sample(seconds)
         samplings = [self.config.training_sampling(share) for share in self._shares.values()]
         response = max(sampling.max_new_tokens for sampling in samplings)
         for who, described in trainers.items():

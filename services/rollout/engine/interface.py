@@ -469,6 +469,8 @@ def check_generation(
     """
     sampling = generation.sampling
     _check_tokens("prompt_token_ids", generation.prompt_token_ids, vocabulary_size)
+    if sampling.stop_token_ids:  # one that is never sampled would end nothing
+        _check_tokens("sampling.stop_token_ids", sampling.stop_token_ids, vocabulary_size)
     if generation.media:
         raise MediaUnsupportedError(TEXT_ONLY)
     if sampling.max_new_tokens < 1:

@@ -243,6 +243,9 @@ _FIELDS = {"reward", "raw_reward", "scores", "trained"}
 LARGEST_REWARD = LARGEST_NUMBER
 
 
+_NAMES_SHOWN = 200  # characters of names that nobody asked for
+
+
 class InvalidRewardError(ValueError):
     """Something that is no list of rewards; the message says what is wrong with it."""
 
@@ -289,7 +292,7 @@ def _reward_from(value: Any, index: int) -> Reward:
         return Reward(reward=number, raw_reward=number)
     if unknown := value.keys() - _FIELDS:
         names = ", ".join(sorted(map(str, unknown)))
-        raise InvalidRewardError(f"{where} has unknown keys: {names}")
+        raise InvalidRewardError(f"{where} has unknown keys: {names[:_NAMES_SHOWN]}")
     if "reward" not in value:
         raise InvalidRewardError(f"{where} has no reward")
     raw, scores = value.get("raw_reward"), value.get("scores") or {}

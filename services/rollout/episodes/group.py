@@ -20,6 +20,7 @@ from services.rollout.environments.environment import (
     Response,
     Reward,
     Task,
+    TaskError,
     TaskRequest,
     rewards_from,
 )
@@ -32,6 +33,7 @@ from services.rollout.episodes.spool import Spool, owner_of
 from services.rollout.episodes.trajectory import Timeline, Trajectory, response_of
 from sluice.api.rollout.v1 import trace_pb2
 from sluice.client import RemoteError
+from sluice.json_values import shown
 from sluice.runtime.errors import DeadlineError, InvalidFieldError
 from sluice.runtime.idempotency import all_of
 from sluice.runtime.waits import Waits
@@ -287,7 +289,10 @@ class GroupRunner:
         for reward in rewards:
             for name in reward.scores:
                 if find_column(f"{SCORE_PREFIX}{name}") is None:
-                    raise EnvironmentFailedError(f"{environment} gave a score named {name!r}")
+                    raise EnvironmentFailedError(
+                        f"{environment} gave a score named {shown(name)}: names have 1 to 64 ASCII "
+                        "letters, digits, _, . and -"
+                    )
         return rewards
 
     async def _taught(self, sample: Sample, group: GroupSpec) -> Sample:
@@ -310,6 +315,9 @@ class GroupRunner:
         return replace(sample, columns=columns)
 
     async def _tokenise(self, task: Task, images: SampleImages) -> Passage:
+        """Raises TaskError for a task of two prompts, and for messages that are no chat."""
+        if task.messages and task.prompt:
+            raise TaskError("prompt", "stands beside messages: a task has one of the two")
         if task.messages:
             return await encode_prompt(
                 self._tokenizer, images, task.messages, task.tools, task.template

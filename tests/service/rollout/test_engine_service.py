@@ -410,6 +410,8 @@ async def test_an_abort_keeps_what_was_sampled(
         ({"sample_count": -1}, "sample_count"),
         ({"sample_count": 2**31 - 1}, "sample_count"),
         ({"sampling": {"stop_token_ids": [1] * 2000}}, "sampling.stop_token_ids"),
+        ({"sampling": {"stop_token_ids": [3, 97]}}, "sampling.stop_token_ids"),
+        ({"sampling": {"stop_token_ids": [-1]}}, "sampling.stop_token_ids"),
         ({"media": [{"kind": 1, "blob": {"digest": "a"}}] * 300}, "media"),
         ({"request_id": "a\0b"}, "request_id"),
         ({"dp_rank": 1}, "dp_rank"),

@@ -139,6 +139,8 @@ class Odd(Environment):
     def make_task(self, request: TaskRequest) -> Task:
         if self._flaw == "task":
             raise KeyError("prompt")
+        if self._flaw == "two prompts":
+            return Task(prompt="1=", messages=({"role": "user", "content": "2="},))
         return Task(prompt="1=") if self._flaw != "no task" else {"prompt": "1="}  # type: ignore
 
     def step(self, task: Task, state: Mapping[str, Any], response: Response) -> Step:
@@ -154,6 +156,7 @@ class Odd(Environment):
             "none": None,
             "short": [Reward(reward=1.0)],
             "nan": [float("nan")] * len(responses),
+            "name": [Reward(reward=1.0, scores={"/" * 5000: 1.0})] * len(responses),
         }
         if self._flaw == "exit":
             sys.exit(3)
@@ -221,6 +224,7 @@ async def test_a_generate_function_that_fails_fails_its_groups(
     [
         ("task", "ENVIRONMENT_FAILED", "KeyError: 'prompt'"),
         ("no task", "ENVIRONMENT_FAILED", "gave dict, no Task"),
+        ("two prompts", "INVALID_FIELD", "prompt: stands beside messages"),
         ("step", "ENVIRONMENT_FAILED", "TimeoutError: its game server"),
         ("no step", "ENVIRONMENT_FAILED", "gave str, no Step"),
         ("silent", "INVALID_FIELD", "never empty"),
@@ -228,6 +232,7 @@ async def test_a_generate_function_that_fails_fails_its_groups(
         ("none", "ENVIRONMENT_FAILED", "gave NoneType"),
         ("short", "ENVIRONMENT_FAILED", "1 rewards for 4 responses"),
         ("nan", "ENVIRONMENT_FAILED", "rewards[0] is nan (float), not a finite number"),
+        ("name", "ENVIRONMENT_FAILED", "///' (str): names have 1 to 64 ASCII letters"),
         ("exit", "ENVIRONMENT_FAILED", "SystemExit: 3"),
     ],
 )

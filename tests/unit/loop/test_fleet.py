@@ -13,7 +13,13 @@ from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.api.router.v1 import router_service_pb2_grpc as router_grpc
 from sluice.client import RouterClient
 from sluice.config import ConfigError
-from sluice.loop.fleet import EngineFleet, FleetConfig, NoEngineError
+from sluice.loop.fleet import (
+    EngineFleet,
+    FleetConfig,
+    NoEngineError,
+    check_deterministic,
+    check_min_new_tokens,
+)
 from sluice.runtime.errors import ServiceError
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import Server, ServerConfig
@@ -43,9 +49,12 @@ class Engine(engine_grpc.EngineServiceServicer):
         self.prepared: list[int] = []
         self.moves = asyncio.Event()  # or hangs in a commit
         self.moves.set()
+        self.together: asyncio.Barrier | None = None  # that all who are asked meet at
 
     async def GetEngine(self, request, context):
         self.looks += 1
+        if self.together is not None:
+            await self.together.wait()
         return engine_pb.GetEngineResponse(
             weights=self.weights,
             deterministic=self.deterministic,
@@ -196,23 +205,36 @@ async def test_an_engine_that_is_not_deterministic_is_named(world):
     await world.add_engine("good")
     await world.add_engine("loose", deterministic=False)
     fleet = await world.fleet(deterministic=True)
-    with pytest.raises(ConfigError, match=r"deterministic: engine loose .* is not"):
-        await fleet.check_deterministic(wait_seconds=PATIENCE)
+    with pytest.raises(ConfigError, match=r"deterministic: engine loose at .* is not"):
+        check_deterministic(await fleet.describe(PATIENCE))
 
 
 async def test_an_engine_that_cannot_keep_a_sample_from_ending_is_named(world):
     await world.add_engine("good")
     fleet = await world.fleet()
-    await fleet.check_min_new_tokens(wait_seconds=PATIENCE)
+    check_min_new_tokens(await fleet.describe(PATIENCE))
     (await world.add_engine("short")).takes_min_new_tokens = False
     with pytest.raises(ConfigError, match=r"sampling\.min_new_tokens: engine short .*reference"):
-        await fleet.check_min_new_tokens(wait_seconds=PATIENCE)
+        check_min_new_tokens(await fleet.describe(PATIENCE))
+
+
+async def test_all_engines_are_asked_what_they_are_at_once(world):
+    """Each answers only when all others have been asked."""
+    together = asyncio.Barrier(8)
+    engines = [await world.add_engine(f"e{number}") for number in range(8)]
+    for engine in engines:
+        engine.together = together
+    fleet = await world.fleet()
+    async with asyncio.timeout(PATIENCE):
+        described = await fleet.describe(PATIENCE)
+    assert [each.name.split()[0] for each in described] == [f"e{number}" for number in range(8)]
+    assert [engine.looks for engine in engines] == [1] * 8
 
 
 async def test_one_that_comes_later_is_given_no_weights(world):
     good = await world.add_engine("good")
     fleet = await world.fleet(deterministic=True)
-    await fleet.check_deterministic(wait_seconds=PATIENCE)
+    check_deterministic(await fleet.describe(PATIENCE))
     loose = await world.add_engine("loose", deterministic=False)
     report = await fleet.commit(FIRST, wait_seconds=PATIENCE)
     assert report.engine_count == 1
