@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -124,7 +125,9 @@ def add_group(group: pb.FinishedGroup) -> None:
 
 def trace_files(root: Path) -> list[Path]:
     """By step; later ones last. Raises OSError where they cannot be listed."""
-    return sorted(p for p in root.iterdir() if p.suffix == ".arrow") if root.is_dir() else []
+    if not root.is_dir():
+        return []
+    return [root / name for name in sorted(os.listdir(root)) if name.endswith(".arrow")]
 
 
 class TraceDamagedError(Exception):

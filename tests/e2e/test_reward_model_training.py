@@ -114,6 +114,7 @@ def test_labels_by_lot_teach_it_nothing(folder: Path) -> None:
     assert last["held_out_accuracy"] < 0.8
 
 
+@pytest.mark.long  # tests/e2e/test_sft.py kills the same loop
 def test_a_killed_run_goes_on_and_trains_on_no_pair_twice(folder: Path, whole: str) -> None:
     killed = run(folder, "killed", fault="consumed", **SETTINGS)
     assert killed.returncode == -signal.SIGKILL

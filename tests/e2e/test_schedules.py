@@ -38,11 +38,12 @@ def test_rollouts_that_all_crash_end_the_run_with_the_reason(stack, tmp_path):
         prompts={"file": str(prompts)},
         environment={"name": "grim"},
         group_attempts=2,
+        max_dropped_in_a_row=3,
         max_staleness=1,
     )
     output, _ = training.process.communicate(timeout=PATIENCE)
     assert training.process.returncode == 2, output
-    assert "groups in a row were dropped" in output
+    assert "3 groups in a row were dropped" in output
     assert "Traceback" not in output
     assert not training.groups("consumed")
 

@@ -11,7 +11,7 @@ from tools import fuzz
 
 def test_no_message_does_harm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every RPC of every service, and the OpenAI port, under TLS and a token."""
-    arguments = ("--messages", "8", "--security", "tls")
+    arguments = ("--messages", "4", "--security", "tls")
     status = fuzz.main([*arguments, "--directory", str(tmp_path)])
     output = capsys.readouterr().out
     assert status == 0, output

@@ -237,12 +237,8 @@ def required_index(request: TaskRequest, size: int) -> int:
     return request.index
 
 
-_FIELDS = {"reward", "raw_reward", "scores", "trained"}
-
-
 LARGEST_REWARD = LARGEST_NUMBER
-
-
+_FIELDS = {"reward", "raw_reward", "scores", "trained"}
 _NAMES_SHOWN = 200  # characters of names that nobody asked for
 
 

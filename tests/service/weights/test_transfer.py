@@ -30,6 +30,7 @@ from tests.service.trainer.harness import (
 from tests.service.weights.harness import RunningEngine, running_engines
 
 SECONDS = PATIENCE / 2  # of a transfer; no test waits for it
+ANSWER_SECONDS = 10  # two tests wait for it
 TOKENS = [1, 2, 3, 4, 5, 6]
 
 
@@ -39,7 +40,12 @@ def trainer(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[R
     settings = {
         "ranks": {"count": 2, "command_timeout": 10 * SECONDS},
         "publish": {"delta": True, "chain": 3},
-        "transfer": {"enabled": True, "timeout_seconds": SECONDS, "bucket_bytes": 40_000},
+        "transfer": {
+            "enabled": True,
+            "timeout_seconds": SECONDS,
+            "answer_seconds": ANSWER_SECONDS,
+            "bucket_bytes": 40_000,
+        },
     }
     with running_trainer(root, model, **settings) as running:
         yield running

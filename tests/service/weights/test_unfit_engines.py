@@ -18,7 +18,7 @@ from tests.patience import PATIENCE
 from tests.service.trainer.harness import ACTIVE, RunningTrainer, poll, running_trainer, until
 from tests.service.weights.harness import RunningEngine, running_engines, serves
 
-SECONDS = 20  # of a transfer: the test of one that stops waits for it
+SECONDS = 10  # of a transfer: the test of one that stops waits for it
 SMALL = {"threads": 1, "max_running": 8, "max_model_length": 64}
 
 
