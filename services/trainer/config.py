@@ -48,6 +48,8 @@ MAX_WEIGHT_DECAY = 100.0
 MAX_GRAD_NORM = 1e18  # AdamW keeps squares of gradients, in float32: one that is infinite stays so
 MIN_GRAD_NORM = 1e-8
 MAX_STEPS = 1 << 53
+MAX_NEWTON_SCHULZ_STEPS = 50
+MAX_RATE_FACTOR = 1e4
 MAX_SEED = 2**63 - 1  # that every generator takes
 MAX_THREADS = 4096
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -97,14 +99,43 @@ _NOT_SHAPING = {
 }
 
 
-class OptimConfig(Config):
-    """AdamW, gradient clipping and the learning-rate schedule.
+class MuonConfig(Config):
+    """Muon: a step adds the momentum of a matrix, made orthogonal (arXiv 2502.16982).
 
-    Weight decay leaves out biases and other tensors of one dimension (norms). The rate rises
-    linearly over `warmup_steps`, then follows `schedule` down to `minimum_ratio` x
+    momentum: how much of it stays from step to step; with nesterov the gradient is counted ahead.
+    newton_schulz_steps: iterations that bring all singular values near 1, computed in
+    newton_schulz_dtype. adjustment: what the rate of a matrix [out, in] is multiplied by:
+    match_rms_adamw is 0.2 x sqrt(max(out, in)), which moves weights as far as AdamW does at that
+    rate; original is sqrt(max(1, out / in)). rate_factor: multiplies what a step adds besides; what
+    AdamW adds, and weight decay, it does not.
+    """
+
+    momentum: _Beta = 0.95
+    nesterov: bool = True
+    newton_schulz_steps: int = Field(5, ge=1, le=MAX_NEWTON_SCHULZ_STEPS)
+    newton_schulz_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    adjustment: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    rate_factor: float = Field(1.0, gt=0, le=MAX_RATE_FACTOR)
+
+    @model_validator(mode="after")
+    def _check_nesterov(self) -> Self:
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov has no effect with momentum 0; set it to false")
+        return self
+
+
+class OptimConfig(Config):
+    """The optimizer, gradient clipping and the learning-rate schedule.
+
+    kind: adamw; or muon, which has the matrices of hidden layers go by Muon. Embeddings, the output
+    layer or head, norms and biases go by AdamW then too. `betas` and `epsilon` are AdamW's, all
+    else is of both. Weight decay leaves out biases and other tensors of one dimension (norms). The
+    rate rises linearly over `warmup_steps`, then follows `schedule` down to `minimum_ratio` x
     `learning_rate` at step `decay_steps`.
     """
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    muon: MuonConfig = MuonConfig()
     learning_rate: float = Field(1e-6, gt=0, le=MAX_LEARNING_RATE)
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     epsilon: float = Field(1e-8, ge=1e-20, le=1e6)  # it divides, in float32
@@ -129,6 +160,12 @@ class OptimConfig(Config):
             raise ValueError("learning_rate x weight_decay is above 1, all there is of a weight")
         if 0 < self.max_grad_norm < MIN_GRAD_NORM:
             raise ValueError(f"max_grad_norm is below {MIN_GRAD_NORM:g}: no weight would move")
+        return self
+
+    @model_validator(mode="after")
+    def _check_muon(self) -> Self:
+        if self.kind != "muon" and self.muon != MuonConfig():
+            raise ValueError(f"muon has no effect with kind {self.kind}; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -531,6 +568,24 @@ class TrainerConfig(ProcessConfig):
         if not self.float32_head and (not narrow or self.head != "policy"):
             what = f"head {self.head}" if narrow else "a float32 model"
             raise ValueError(f"float32_head has no effect with {what}; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_muon(self) -> Self:
+        if self.optim.kind != "muon":
+            return self
+        if self.backend == "megatron":
+            raise ValueError(
+                "optim.kind muon is not for backend megatron, whose Muon needs NVIDIA's "
+                "emerging_optimizers, which no package index has: set backend fsdp, or optim.kind "
+                "adamw"
+            )
+        if self.lora is not None:
+            raise ValueError(
+                "optim.kind muon is not for lora: what an adapter adds to a layer is a product of "
+                "two factors, no nearer to orthogonal for steps of each that are; set optim.kind "
+                "adamw"
+            )
         return self
 
     @model_validator(mode="after")

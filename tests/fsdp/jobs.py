@@ -9,13 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from transformers.core_model_loading import revert_weight_conversion
 
-from services.trainer.backend import MicroBatch, Row
-from services.trainer.backends.fsdp import context
+from services.trainer.backend import Mesh, MicroBatch, Row
+from services.trainer.backends.fsdp import context, directions
 from services.trainer.backends.fsdp.backend import FsdpBackend
 from services.trainer.backends.fsdp.layout import mesh_of
 from services.trainer.backends.fsdp.optimizer import local_part
 from services.trainer.backends.fsdp.tensor_parallel import tensor_cut
+from services.trainer.backends.reference.backend import ReferenceBackend
 from services.trainer.config import TrainerConfig
 from services.trainer.rank import FAILURES
 from sluice.algo.spec import LossSpec
@@ -145,6 +147,43 @@ def kept_inputs(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, A
     return {"layers": len(inputs), "kept": alive[0]}
 
 
+def on_copies(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Five steps on the reference backend, of which every rank has the whole model."""
+    values = {"model": arguments["model"], "store": arguments["out"], "durable": False}
+    config = parse_config(TrainerConfig, values | arguments["trainer"])
+    mesh = Mesh(rank=rank, world_size=world, data_rank=rank, data_size=world)
+    backend, norms = ReferenceBackend(config, mesh), []
+    for step in range(5):
+        backend.forward_backward(micro_batches(rows_of(step), rank, world), PPO)
+        norms.append(backend.step(normalizer=NORMALIZER, learning_rate=None).grad_norm)
+    weights = dict(backend._policy.model.named_parameters())
+    made = revert_weight_conversion(backend._policy.model, {n: p.data for n, p in weights.items()})
+    if rank == world - 1:
+        save(made, Path(arguments["out"]) / "weights-0.safetensors")
+    return {"norms": norms, "digest": digest_bytes(b"".join(map(host_bytes, made.values())))}
+
+
+def gathered(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """How many whole matrices this rank is given in a step of Muon, and has at most at a time."""
+    backend, proper = open_backend(rank, world, arguments), directions.gather_rows
+    given: list[weakref.ref[torch.UntypedStorage]] = []
+    most = [0]
+
+    def gather(*arguments: Any) -> torch.Tensor | None:
+        whole = proper(*arguments)
+        if whole is not None:
+            given.append(weakref.ref(whole.untyped_storage()))
+        most[0] = max(most[0], sum(each() is not None for each in given))
+        return whole
+
+    directions.gather_rows = gather
+    try:
+        _steps(backend, 0, 1)
+    finally:
+        directions.gather_rows = proper
+    return {"made": len(given), "most": most[0]}
+
+
 def waits(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """How long this rank would wait for others, by group."""
     backend = open_backend(rank, world, arguments)
@@ -257,7 +296,8 @@ def attempt(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
 def critic(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Values, then three steps of a value loss, then values again, and a critic's tensors."""
     out = Path(arguments["out"])
-    backend = open_backend(rank, world, {**arguments, "trainer": {"head": "value"}})
+    trainer = {**arguments.get("trainer", {}), "head": "value"}
+    backend = open_backend(rank, world, {**arguments, "trainer": trainer})
     rows = [replace_columns(row) for row in rows_of(0)]
     batches = batches_of(backend, rows)
     save_scores(backend, backend.compute_values(batches), out / f"before-{rank}.safetensors")

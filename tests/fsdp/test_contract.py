@@ -15,6 +15,7 @@ from services.trainer.config import TrainerConfig
 from sluice.config import parse_config
 from tests.contract.training_backend.cases import OPTIM, Model, StartBackend, build_model
 from tests.contract.training_backend.test_logprobs import *  # noqa: F403
+from tests.contract.training_backend.test_muon import *  # noqa: F403
 from tests.contract.training_backend.test_steps import *  # noqa: F403
 from tests.contract.training_backend.test_storage import *  # noqa: F403
 from tests.contract.training_backend.test_trainable import *  # noqa: F403

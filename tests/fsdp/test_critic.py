@@ -36,8 +36,9 @@ def test_values_and_steps(
 def check_critic(pool: Pool, model: Model, tmp_path: Path, world: int, **settings: Any) -> None:
     """Three steps of a new head on ranks are those of the reference backend."""
     answers = pool.run("critic", world, model=str(model.directory), out=str(tmp_path), **settings)
+    optim = settings.get("trainer", {}).get("optim", OPTIM)
     config = TrainerConfig(
-        model=str(model.directory), store=tmp_path, optim=OPTIM, head="value", durable=False
+        model=str(model.directory), store=tmp_path, optim=optim, head="value", durable=False
     )
     reference = ReferenceBackend(config, Mesh(rank=0, world_size=1))
     rows = [replace_columns(row) for row in rows_of(0)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from services.trainer.backend import Mesh, StepOutcome, decays, refuse_norm
+from services.trainer.backends.muon import MOMENTUM, Matrices, Muon, other_kind
 from services.trainer.backends.trainable import other_trained
 from services.trainer.config import OptimConfig
 from services.trainer.parking import HeldTensors
@@ -46,8 +47,12 @@ class FlatOptimizer:
         *,
         adamw: str,
         scales: Mapping[str, float] = ALIKE,
+        matrices: Mapping[str, Matrices] = {},
     ) -> None:
-        """`adamw`: the implementation of the optimizer. `scales`: learning rates by part."""
+        """`adamw`: its implementation. `scales`: learning rates by part.
+
+        `matrices`: of the parameters that Muon steps, by name; AdamW steps the others.
+        """
         self.parameters = {n: p for n, p in parameters.items() if p.requires_grad}
         first = next(iter(self.parameters.values()))
         size = sum(p.numel() for p in self.parameters.values())
@@ -56,13 +61,20 @@ class FlatOptimizer:
             self.parameters[name].grad = view
         groups: dict[tuple[bool, float], list[torch.nn.Parameter]] = {}
         for name, parameter in self.parameters.items():
-            key = decays(name, parameter.ndim), scales[part_of(name)]
-            groups.setdefault(key, []).append(parameter)
+            if name not in matrices:
+                key = decays(name, parameter.ndim), scales[part_of(name)]
+                groups.setdefault(key, []).append(parameter)
         self._optim = optim
+        self.muon = Muon(
+            {name: self.parameters[name] for name in matrices},
+            matrices,
+            optim,
+            scales={name: scales[part_of(name)] for name in matrices},
+        )
         self.adam = torch.optim.AdamW(
             [
                 {"params": parameters, "decays": do, "scale": scale}
-                for (do, scale), parameters in groups.items()
+                for (do, scale), parameters in (groups or {(False, 1.0): []}).items()
             ],
             lr=optim.learning_rate,
             betas=optim.betas,
@@ -106,6 +118,7 @@ class FlatOptimizer:
             group["betas"], group["eps"] = used.betas, used.epsilon
             group["weight_decay"] = used.weight_decay if group["decays"] else 0.0
         self.adam.step()
+        self.muon.step(rate)
         self.clear()
         return StepOutcome(grad_norm=measured, learning_rate=rate)
 
@@ -115,16 +128,24 @@ class FlatOptimizer:
     def held(self, others: Iterable[torch.Tensor]) -> HeldTensors:
         """Return the parameters, the gradients and the moments, and others beside them."""
         moments = [kept for state in self.adam.state.values() for kept in state.values()]
+        moments += self.muon.momenta.values()
         return HeldTensors([*others, *self.parameters.values(), *moments], [self.gradients])
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return what was kept of earlier steps, as `<parameter>/<moment>`."""
-        return {
+        momenta = {f"{name}/{MOMENTUM}": kept for name, kept in self.muon.momenta.items()}
+        return momenta | {
             f"{name}/{kind}": self.adam.state[parameter][kind]
             for name, parameter in self.parameters.items()
             if parameter in self.adam.state
             for kind in MOMENTS
         }
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.adam.state.clear()
+        self.muon.momenta = {}
+        self.clear()
 
 
 class StagedFiles(StagedCheckpoint):
@@ -216,11 +237,11 @@ def load(
         for name, tensor in tensors.items():
             _fill(name, tensor, part(name, saved.get_tensor(name)))
     if weights_only:
-        optimizer.adam.state.clear()
-        optimizer.clear()
+        optimizer.forget()
         return
     with _open(directory / OPTIMIZER_FILE) as moments:
         stepped = set(moments.keys())
+        _read_momenta(optimizer.muon, moments, stepped)
         for name, parameter in optimizer.parameters.items():
             if f"{name}/step" not in stepped:
                 optimizer.adam.state.pop(parameter, None)
@@ -241,10 +262,26 @@ def load(
             torch.set_rng_state(states.get_tensor("torch"))
 
 
+def _read_momenta(muon: Muon, saved: Any, names: Set[str]) -> None:
+    """Of all matrices, or of none: they have all been stepped, or none was."""
+    if not any(f"{name}/{MOMENTUM}" in names for name in muon.parameters):
+        muon.momenta = {}
+        return
+    if not muon.momenta:
+        muon.start()
+    for name, momentum in muon.momenta.items():
+        _fill(name, momentum, saved.get_tensor(f"{name}/{MOMENTUM}"))
+
+
 def _check_trained(directory: Path, optimizer: FlatOptimizer) -> None:
     with _open(directory / OPTIMIZER_FILE) as moments:
-        saved = {name.rpartition("/")[0] for name in moments.keys()}  # noqa: SIM118
-    if other := other_trained(optimizer.parameters.keys(), saved):
+        kinds: dict[str, set[str]] = {}
+        for key in moments.keys():  # noqa: SIM118
+            name, _, kind = key.rpartition("/")
+            kinds.setdefault(kind, set()).add(name)
+    momenta, adams = kinds.get(MOMENTUM, set()), kinds.get(MOMENTS[0], set())
+    other = other_kind(optimizer.muon.matrices.keys(), momenta, adams)
+    if other := other or other_trained(optimizer.parameters.keys(), momenta | adams):
         raise ValueError(f"the checkpoint {directory.name!r} does not fit: {other}")
 
 

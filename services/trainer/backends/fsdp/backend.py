@@ -38,6 +38,7 @@ from services.trainer.backends.fsdp.tensor_parallel import (
     create_mesh,
     unsharded,
 )
+from services.trainer.backends.muon import hidden_matrices
 from services.trainer.backends.quantized_passes import simulate_experts
 from services.trainer.backends.reference.packing import PackedLayout, PassInputs, images_of, pack
 from services.trainer.backends.sums import SumsOnDevice, by_sample, pass_sums
@@ -130,6 +131,8 @@ class FsdpBackend(TrainingBackend):
                 scales=scales,
                 is_counted=self._policy.is_counted,
                 adamw=adamw,
+                matrices=hidden_matrices(self._policy.model, config.optim),
+                mesh=self._policy.mesh,
             )
         dtype = getattr(torch, config.publish_dtype)
         source = Path(config.model) if config.head == "policy" else None

@@ -25,6 +25,7 @@ from services.trainer.backends.chunks import (
 from services.trainer.backends.fsdp.model import ShardedModel
 from services.trainer.backends.fsdp.optimizer import MOMENTS, ShardedOptimizer
 from services.trainer.backends.fsdp.tensor_parallel import tensor_cut
+from services.trainer.backends.muon import MOMENTUM, other_kind
 from services.trainer.backends.trainable import other_trained
 from services.trainer.errors import CheckpointMismatchError
 from services.trainer.staging import StagedCheckpoint
@@ -47,7 +48,7 @@ def stage(
     durable: bool,
 ) -> StagedCheckpoint:
     """Take in what is to be written into the existing, empty `directory`."""
-    rank, has_stepped = dist.get_rank(), bool(optimizer.adam.state)
+    rank, has_stepped = dist.get_rank(), optimizer.has_stepped
     chunks: list[BoxData] = []
     for key, tensor in _state(sharded, optimizer, has_stepped=has_stepped).items():
         if sharded.is_counted(tensor) if isinstance(tensor, DTensor) else rank == 0:
@@ -104,15 +105,17 @@ def load(
     if description["model"] != _fingerprint(sharded):
         raise ForeignCheckpointError(f"the checkpoint {directory.name!r} is of another model")
     has_stepped = bool(description["has_stepped"])
-    optimizer.adam.state.clear()
+    optimizer.forget()
     if has_stepped:
-        _create_moments(optimizer)
+        optimizer.start()
     state = _state(sharded, optimizer, has_stepped=has_stepped)
     key = _random_key(dist.get_rank())
     failure = ""
     try:
         reader = ChunkReader(directory)
-        if other := other_trained(optimizer.parameters.keys(), _saved_state(reader)):
+        momenta, adams = (_saved_state(reader, kind) for kind in (MOMENTUM, MOMENTS[0]))
+        other = other_kind(optimizer.muon.matrices.keys(), momenta, adams)
+        if other := other or other_trained(optimizer.parameters.keys(), momenta | adams):
             raise UncoveredChunkError(other)
         if key in reader:
             state[key] = torch.get_rng_state()
@@ -125,9 +128,8 @@ def load(
     dist.all_gather_object(failures, failure, group=group)
     if any(failures):
         raise ForeignCheckpointError(next(filter(None, failures)))
-    if has_stepped:
-        for local in optimizer.locals.values():
-            optimizer.adam.state[local]["step"] = state["optimizer/step"].clone()
+    if "optimizer/step" in state:
+        optimizer.set_step(state["optimizer/step"])
     if key in state:
         torch.set_rng_state(state[key])
     optimizer.clear()
@@ -141,35 +143,20 @@ def _state(
     state |= {f"model/{name}": buffer for name, buffer in sharded.buffers().items()}
     if not has_stepped:
         return state
-    for name, local in optimizer.locals.items():
-        moments = optimizer.adam.state[local]
-        for kind in MOMENTS:
-            state[f"optimizer/{name}/{kind}"] = _as_part(moments[kind], optimizer.parameters[name])
-        state["optimizer/step"] = moments["step"]  # the same of all
+    for name, kind, moment in optimizer.moments():
+        state[f"optimizer/{name}/{kind}"] = _as_part(moment, optimizer.parameters[name])
+    if (number := optimizer.step_number) is not None:
+        state["optimizer/step"] = number
     return state
 
 
-def _saved_state(reader: ChunkReader) -> set[str]:
-    """Names of the parameters of which a checkpoint has state of an optimizer."""
-    kind = f"/{MOMENTS[0]}"
+def _saved_state(reader: ChunkReader, kind: str) -> set[str]:
+    """Names of the parameters of which a checkpoint has a moment of that kind."""
     return {
-        key.removeprefix("optimizer/").removesuffix(kind)
+        key.removeprefix("optimizer/").removesuffix(f"/{kind}")
         for key in reader.keys()  # noqa: SIM118  # not a mapping
-        if key.startswith("optimizer/") and key.endswith(kind)
+        if key.startswith("optimizer/") and key.endswith(f"/{kind}")
     }
-
-
-def _create_moments(optimizer: ShardedOptimizer) -> None:
-    for local in optimizer.locals.values():
-        moments = {kind: torch.zeros_like(local.detach()) for kind in MOMENTS}
-        optimizer.adam.state[local] = {
-            **moments,
-            "step": torch.zeros((), device=_step_device(local)),
-        }
-
-
-def _step_device(local: torch.Tensor) -> torch.device:
-    return local.device  # as the fused optimizer keeps it
 
 
 def _as_part(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from services.trainer.backends.fsdp.exchange import gather_rows, join_parts
 from services.trainer.backends.fsdp.model import ShardedModel
 from services.trainer.backends.fsdp.optimizer import local_part
 from services.trainer.backends.fsdp.tensor_parallel import (
     DATA,
     TENSOR,
-    TensorCut,
     replica_of,
     tensor_cut,
 )
@@ -166,28 +166,11 @@ def _gather(tensor: torch.Tensor, owner: int, mesh: DeviceMesh) -> torch.Tensor 
         return None
     rows = tensor.shape[0] // (tensor_size if cut is not None and cut.dim == 0 else 1)
     local = local_part(tensor).to(mesh.device_type)  # with cpu_offload it is on the host
-    part = _gather_rows(local, rows, data, mesh.get_group(DATA))
+    part = gather_rows(local, rows, data, mesh.get_group(DATA))
     if part is None or cut is None:
         return part
     parts = _gather_parts(part, place, mesh.get_group(TENSOR))
-    return None if parts is None else _join(parts, cut)
-
-
-def _gather_rows(
-    part: torch.Tensor, length: int, to: int, group: dist.ProcessGroup
-) -> torch.Tensor | None:
-    """All `length` rows on one rank of the group, None elsewhere; the last ranks may have fewer."""
-    size = group.size()
-    if size == 1:
-        return part
-    rows = -(-length // size)
-    if len(part) < rows:
-        part = torch.cat([part, part.new_zeros(rows - len(part), *part.shape[1:])])
-    mine = group.rank() == to
-    whole = part.new_empty(rows * size, *part.shape[1:]) if mine else None
-    shares = list(whole.chunk(size)) if whole is not None else None
-    dist.gather(part.contiguous(), shares, dst=dist.get_global_rank(group, to), group=group)
-    return None if whole is None else whole[:length]
+    return None if parts is None else join_parts(parts, cut)
 
 
 def _gather_parts(
@@ -197,10 +180,3 @@ def _gather_parts(
     parts = [torch.empty_like(part) for _ in range(group.size())] if group.rank() == to else None
     dist.gather(part.contiguous(), parts, dst=dist.get_global_rank(group, to), group=group)
     return parts
-
-
-def _join(parts: list[torch.Tensor], cut: TensorCut) -> torch.Tensor:
-    """Put together what was cut, of several matrices in one each by itself."""
-    by_rank = [part.chunk(cut.matrices, cut.dim) for part in parts]
-    in_order = [piece for matrix in zip(*by_rank, strict=True) for piece in matrix]
-    return torch.cat(in_order, cut.dim)

@@ -1,14 +1,17 @@
-"""AdamW over this rank's parts of tensors; gradients are divided and clipped once a step."""
+"""AdamW and Muon over this rank's parts of tensors; gradients are divided, clipped once a step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from services.trainer.backend import StepOutcome, decays, refuse_norm
+from services.trainer.backends.fsdp.directions import ShardedDirections
+from services.trainer.backends.muon import MOMENTUM, Matrices, Muon
 from services.trainer.config import OptimConfig
 from services.trainer.parking import HeldTensors
 from sluice import operations
@@ -32,10 +35,13 @@ class ShardedOptimizer:
         scales: Mapping[str, float],
         is_counted: Callable[[torch.Tensor], bool],
         adamw: str,
+        matrices: Mapping[str, Matrices] = {},
+        mesh: DeviceMesh,
     ) -> None:
         """`scales`: learning rates by part of the model. `adamw`: the implementation of it.
 
         `is_counted`: whether this rank's part is in the norm; others may hold the same.
+        `matrices`: of the parameters that Muon steps, by name; AdamW steps the others.
         """
         self._max_norm, self._ranks, self._device = optim.max_grad_norm, ranks, device
         self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -45,12 +51,20 @@ class ShardedOptimizer:
         self._counted = [name for name, p in self.parameters.items() if is_counted(p)]
         groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
         for name, parameter in self.parameters.items():
-            decay = optim.weight_decay if decays(name, parameter.ndim) else 0.0
-            groups.setdefault((decay, scales[part_of(name)]), []).append(self.locals[name])
+            if name not in matrices:
+                decay = optim.weight_decay if decays(name, parameter.ndim) else 0.0
+                groups.setdefault((decay, scales[part_of(name)]), []).append(self.locals[name])
+        self.muon = Muon(
+            {name: self.locals[name] for name in matrices},
+            matrices,
+            optim,
+            scales={name: scales[part_of(name)] for name in matrices},
+            directions=ShardedDirections(self.parameters, matrices, optim.muon, mesh),
+        )
         self.adam = torch.optim.AdamW(
             [
                 {"params": parameters, "weight_decay": decay, "scale": scale}
-                for (decay, scale), parameters in groups.items()
+                for (decay, scale), parameters in (groups or {(0.0, 1.0): []}).items()
             ],
             lr=optim.learning_rate,
             betas=optim.betas,
@@ -79,8 +93,49 @@ class ShardedOptimizer:
         for group in self.adam.param_groups:
             group["lr"] = rate * group["scale"]
         self.adam.step()
+        self.muon.step(rate)
         self.clear()
         return StepOutcome(grad_norm=norm, learning_rate=rate)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether there are moments."""
+        return bool(self.adam.state or self.muon.momenta)
+
+    def moments(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Parts of what is kept, each with the name of its parameter and its own."""
+        for name, local in self.locals.items():
+            if name in self.muon.momenta:
+                yield name, MOMENTUM, self.muon.momenta[name]
+            else:
+                yield from ((name, kind, self.adam.state[local][kind]) for kind in MOMENTS)
+
+    def start(self) -> None:
+        """Have moments of zero, at step 0."""
+        self.muon.start()
+        for local in self._adams():
+            self.adam.state[local] = {
+                **{kind: torch.zeros_like(local.detach()) for kind in MOMENTS},
+                "step": torch.zeros((), device=local.device),  # as the fused optimizer keeps it
+            }
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.adam.state.clear()
+        self.muon.momenta = {}
+
+    @property
+    def step_number(self) -> torch.Tensor | None:
+        """How many steps AdamW has made, the same of all; None where it has nothing to step."""
+        return next((state["step"] for state in self.adam.state.values()), None)
+
+    def set_step(self, number: torch.Tensor) -> None:
+        """Have made so many steps."""
+        for state in self.adam.state.values():
+            state["step"] = number.clone()
+
+    def _adams(self) -> Iterator[torch.nn.Parameter]:
+        return (local for name, local in self.locals.items() if name not in self.muon.parameters)
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -90,6 +145,7 @@ class ShardedOptimizer:
     def held(self) -> HeldTensors:
         """Return the parts of all parameters, of what was gathered, and the optimizer's moments."""
         moments = [kept for state in self.adam.state.values() for kept in state.values()]
+        moments += self.muon.momenta.values()
         gradients = [local_part(p.grad) for p in self.parameters.values() if p.grad is not None]
         return HeldTensors([*self.locals.values(), *moments], gradients)
 

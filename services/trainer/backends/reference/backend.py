@@ -1,6 +1,6 @@
 """The reference backend: one transformers model per rank, data-parallel over ranks.
 
-Its optimizer is AdamW over one flat gradient buffer: reduced, clipped and applied once a step.
+Its optimizer goes by one flat gradient buffer: reduced, clipped and applied once a step.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from services.trainer.backend import (
     TrainingBackend,
 )
 from services.trainer.backends import lora, replica
+from services.trainer.backends.muon import hidden_matrices
 from services.trainer.backends.quantized_passes import simulate_experts
 from services.trainer.backends.reference.model import ScoredModel
 from services.trainer.backends.reference.packing import PassInputs, split_rows
@@ -52,7 +53,7 @@ SHARD_BYTES = 64 << 20  # of a published file, which engines take as soon as it 
 
 
 class ReferenceBackend(TrainingBackend):
-    """float32 parameters, gradients and AdamW state; optional bfloat16 matrix products.
+    """float32 parameters, gradients and optimizer state; optional bfloat16 matrix products.
 
     Models run without dropout: log-probs are then the same whenever they are computed.
     """
@@ -86,7 +87,10 @@ class ReferenceBackend(TrainingBackend):
             for name in frozen:
                 parameters[name].requires_grad_(False)
             scales = config.vision.scales(config.optim.learning_rate)
-            self._whole = FlatOptimizer(parameters, config.optim, adamw=adamw, scales=scales)
+            matrices = hidden_matrices(self._policy.model, config.optim)
+            self._whole = FlatOptimizer(
+                parameters, config.optim, adamw=adamw, scales=scales, matrices=matrices
+            )
 
     @torch.no_grad()
     def compute_logprobs(
