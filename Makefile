@@ -17,6 +17,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ALGORITHM ?= grpo
 SEED ?= 0
 BACKEND ?= reference
+OPTIMIZER ?= adamw
 TP ?= 1
 CP ?= 1
 LORA ?= 0
@@ -213,9 +214,9 @@ test-tinker: build/tinker/.installed  ## the public client of Tinker, unmodified
 test-pages: site  ## report, trace and the site of docs in a headless browser (Debian's chromium, or CHROMIUM=)
 	$(TEST) tests/pages
 
-demo: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns by GRPO (ALGORITHM= or opd with TEACHER=trainer, DIVERGENCE=forward_kl, SEED=, BACKEND=fsdp or megatron, RANKS=, TP=, CP=, ENGINE=sglang, PLACEMENT=colocated, LORA=8)
+demo: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns by GRPO (ALGORITHM= or opd with TEACHER=trainer, DIVERGENCE=forward_kl, SEED=, BACKEND=fsdp or megatron, RANKS=, TP=, CP=, OPTIMIZER=muon, ENGINE=sglang, PLACEMENT=colocated, LORA=8)
 	$(RUN) -m examples.demo --seed $(SEED) --algorithm $(ALGORITHM) --backend $(BACKEND) \
-		--ranks $(RANKS) --tensor $(TP) --context $(CP) --engine $(ENGINE) --teacher $(TEACHER) --divergence $(DIVERGENCE) --placement $(PLACEMENT) --lora $(LORA)
+		--optimizer $(OPTIMIZER) --ranks $(RANKS) --tensor $(TP) --context $(CP) --engine $(ENGINE) --teacher $(TEACHER) --divergence $(DIVERGENCE) --placement $(PLACEMENT) --lora $(LORA)
 
 demo-vision: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny vision model learns colour and place from pixels (ALGORITHM=ppo, and as demo)
 	$(RUN) -m examples.demo_vision --seed $(SEED) --algorithm $(ALGORITHM) --backend $(BACKEND) \

@@ -105,7 +105,7 @@ def services(run_dir: Path, model: Path, flags: argparse.Namespace, weights: str
         "model": str(model),
         "seed": flags.seed,
         "backend": flags.backend,
-        "optim": {"learning_rate": 2e-3},
+        "optim": {"kind": flags.optimizer, "learning_rate": 2e-3},
         "ranks": {"count": flags.ranks * flags.tensor * flags.context},
         "max_tokens_per_micro_batch": 8192,
         "weights": weights,
@@ -202,6 +202,7 @@ def read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--context", type=int, default=1, help="ranks that share every row")
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains the model")
+    parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of the trainer")
     parser.add_argument(
         "--placement",

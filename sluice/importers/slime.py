@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -229,6 +230,8 @@ def _optim(into: Imported) -> None:
     facts, optim = into.facts, into.trainer.setdefault("optim", {})
     optim["betas"] = [facts.get("beta1", 0.9), facts.get("beta2", 0.999)]
     optim.setdefault("weight_decay", 0.01)
+    if "optimizer" in facts:
+        into.left.append(f"--optimizer {facts['optimizer']}: {_muon(facts)}")
     schedule = facts.get("schedule", "linear")
     steps = facts.get("decay_steps")
     if steps is None and "steps" in into.run:
@@ -245,6 +248,29 @@ def _optim(into: Imported) -> None:
     optim |= {"schedule": schedule, "decay_steps": steps}
     if facts.get("min_lr") and optim.get("learning_rate"):
         optim["minimum_ratio"] = min(1.0, facts["min_lr"] / optim["learning_rate"])
+
+
+def _muon(facts: Mapping[str, Any]) -> str:
+    """How to train by it, with Megatron's defaults."""
+    adjustment, factor = (
+        facts.get("muon_adjustment", "match_rms_adamw"),
+        facts.get("muon_factor", 1.0),
+    )
+    muon = {
+        "momentum": facts.get("muon_momentum", 0.9),
+        "nesterov": "muon_nesterov" in facts,
+        "newton_schulz_steps": facts.get("muon_newton_schulz_steps", 5),
+        "newton_schulz_dtype": facts.get("muon_newton_schulz_dtype", "bfloat16"),
+        "adjustment": adjustment,
+        # ours has the 0.2 of it, which Megatron's is given
+        "rate_factor": factor / 0.2 if adjustment == "match_rms_adamw" else factor,
+    }
+    settings = ", ".join(f"{name}: {json.dumps(value)}" for name, value in muon.items())
+    return (
+        "the files have AdamW, as Megatron-Core's Muon needs emerging_optimizers, which no package "
+        "index has; by hand, with backend: fsdp in place of megatron, "
+        f"optim: {{kind: muon, muon: {{{settings}}}}}: docs/muon.md"
+    )
 
 
 def _sizes(into: Imported) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from sluice.importers.documents import (
     Flag,
@@ -28,6 +30,10 @@ from sluice.importers.documents import (
     untaken,
     whole,
 )
+
+MUON = ("muon", "dist_muon")
+_ADJUSTMENTS = {"spectral": "match_rms_adamw", "shape_scaling": "original"}
+_PRODUCTS = {"low": "bfloat16", "medium": "bfloat16", "high": "float32", "highest": "float32"}
 
 
 def _evaluation_sets(into: Imported, values: Values) -> None:
@@ -114,8 +120,32 @@ def _top_k(into: Imported, values: Values) -> None:
 
 
 def _optimizer(into: Imported, values: Values) -> None:
-    if only(values) != "adam":
-        raise NotCarriedError(f"{values[0]!r}: AdamW is the optimizer")
+    if (value := only(values)) in MUON:
+        into.facts["optimizer"] = value
+    elif value != "adam":
+        raise NotCarriedError(f"{value!r}: AdamW and Muon are the optimizers")
+
+
+def _told(name: str, read: Callable[[str], Any]) -> Flag:
+    """What is told with --optimizer muon."""
+    return fact(f"muon_{name}", read, "", "told with `--optimizer muon`: docs/muon.md")
+
+
+def _one_of(known: Mapping[str, str]) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in known:
+            raise NotCarriedError(f"{text!r} is not there; known: {', '.join(known)}")
+        return known[text]
+
+    return read
+
+
+def _no_other(only_one: str) -> Flag:
+    def put(_: Imported, values: Values) -> None:
+        if (value := only(values)) != only_one:
+            raise NotCarriedError(f"{value!r}: {only_one} alone is there")
+
+    return Flag("", f"not needed as {only_one}", put)
 
 
 def _loss_type(into: Imported, values: Values) -> None:
@@ -368,7 +398,22 @@ FLAGS: dict[str, Flag] = {
     "custom-loss-function-path": by_hand("algorithm.loss.name: package.module:Name"),
     "custom-config-path": by_hand(_OWN),
     # optimizer
-    "optimizer": Flag("", "adam: AdamW is the optimizer", _optimizer),
+    "optimizer": Flag(
+        "",
+        "adam: AdamW is the optimizer; muon: what to set with `backend: fsdp` is told",
+        _optimizer,
+    ),
+    "muon-momentum": _told("momentum", number),
+    "muon-use-nesterov": switch("muon_nesterov", "", "told with `--optimizer muon`: docs/muon.md"),
+    "muon-nesterov": switch("muon_nesterov", "", "told with `--optimizer muon`: docs/muon.md"),
+    "muon-num-ns-steps": _told("newton_schulz_steps", whole),
+    "muon-scale-mode": _told("adjustment", _one_of(_ADJUSTMENTS)),
+    "muon-extra-scale-factor": _told("factor", number),
+    "muon-fp32-matmul-prec": _told("newton_schulz_dtype", _one_of(_PRODUCTS)),
+    "muon-coefficient-type": _no_other("quintic"),
+    "muon-scalar-optimizer": _no_other("adam"),
+    "muon-tp-mode": unneeded("matrices are whole while they are made orthogonal"),
+    "muon-no-split-qkv": unneeded("a matrix is what the Hugging Face checkpoint has a tensor of"),
     "lr": key_of("trainer", "optim.learning_rate", number),
     "min-lr": fact("min_lr", number, "trainer: optim.minimum_ratio"),
     "lr-decay-style": Flag("trainer: optim.schedule", "constant, linear, cosine", _schedule),

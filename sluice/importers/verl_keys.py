@@ -204,6 +204,13 @@ def _only_of(known: Sequence[str], why: str) -> Flag:
     return Flag("", f"not needed as {', '.join(known)}: {why}", put)
 
 
+def _optimizer(_: Imported, values: Values) -> None:
+    if (value := only(values)).lower() in {"muon", "dist_muon"}:
+        raise NotCarriedError(f"{value!r}: by hand, optim.kind of backend fsdp: docs/muon.md")
+    if value.lower() not in {"adam", "adamw"}:
+        raise NotCarriedError(f"{value!r}: AdamW and Muon are the optimizers")
+
+
 def _steps_before(text: str) -> int:
     """verl's counts of steps begin at 1, and its actor is trained in the step that is named."""
     return max(0, whole(text) - 1)
@@ -227,6 +234,7 @@ _TURNS = by_hand("environment: tools of run.yaml, or one of your own: docs/rollo
 _REWARD_MODEL = by_hand("a service of its own, and reward: reward_model: docs/rollout.md")
 _COUNTED = unneeded("trainer.total_training_steps stands in its place, in verl too")
 _FLOATS = _only_of(("fp32", "float32"), "weights, gradients and moments are float32")
+_OPTIMIZER = Flag("", "not needed as adam, AdamW; muon by hand: docs/muon.md", _optimizer)
 _BFLOAT = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 _MEGATRON = by_hand("trainer.config.megatron, or config.json of the model directory")
 _ALIKE = "a critic's products have the precision of the trainer's"
@@ -314,6 +322,7 @@ KEYS: dict[str, Flag] = {
     f"{_ACTOR}.optim.weight_decay": key_of("trainer", "optim.weight_decay", number),
     f"{_ACTOR}.optim.clip_grad": fact("optim_norm", number, "trainer: optim.max_grad_norm"),
     f"{_ACTOR}.grad_clip": fact("norm", number, "trainer: optim.max_grad_norm"),
+    f"{_ACTOR}.optim.optimizer": _OPTIMIZER,
     f"{_ACTOR}.optim.betas": by_hand("trainer.config.optim.betas"),
     f"{_ACTOR}.optim.lr_warmup_steps": fact("warmup", whole, "trainer: optim.warmup_steps"),
     f"{_ACTOR}.optim.lr_warmup_steps_ratio": fact(
@@ -486,6 +495,7 @@ KEYS: dict[str, Flag] = {
     "reward_model.num_workers": unneeded("rewards are given beside sampling"),
     "reward_model.": _REWARD_MODEL,
     # the critic
+    "critic.optim.optimizer": _OPTIMIZER,
     "critic.optim.lr": fact("critic_rate", number, "trainer: optim.learning_rate"),
     "critic.optim.lr_warmup_steps": fact("critic_warmup", whole, "trainer: optim.warmup_steps"),
     "critic.optim.lr_warmup_steps_ratio": fact(

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.rollout.engine import config as engine_config
+from services.trainer.config import MuonConfig, OptimConfig
 from sluice.algo.losses import LossInputs, compute_loss
 from sluice.config import ConfigError, parse_config
 from sluice.importers.documents import UNKNOWN
@@ -361,7 +362,10 @@ def test_a_critic_is_clipped_and_averaged_as_that_of_the_script(model: Path) -> 
             "--rollout-num-gpus-per-engine 8: is no multiple of pp_size",
         ),
         ("--sglang-mem-fraction-static ${FREE}", "--sglang-mem-fraction-static: '${FREE}'"),
-        ("--optimizer muon", "--optimizer"),
+        ("--optimizer sgd", "--optimizer: 'sgd': AdamW and Muon are the optimizers"),
+        ("--muon-scale-mode unit_rms_norm", "--muon-scale-mode: 'unit_rms_norm' is not there"),
+        ("--muon-coefficient-type cubic", "--muon-coefficient-type: 'cubic': quintic alone"),
+        ("--muon-num-ns-steps many", "--muon-num-ns-steps: 'many' is no whole number"),
         (
             "--dynamic-sampling-filter-path a.check_reward_nonzero_std_with_fallback",
             "--dynamic-sampling-filter-path: reward_std replaces all groups",
@@ -392,6 +396,37 @@ def test_what_changes_nothing_is_not_told(flags: str) -> None:
     if "--rollout-max-response-len" in given:
         given.add("--rollout-max-prompt-len")
     assert not named & given
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--optimizer muon", {"momentum": 0.9, "nesterov": False, "rate_factor": 5.0}),
+        (
+            "--optimizer dist_muon --muon-momentum 0.95 --muon-use-nesterov "
+            "--muon-extra-scale-factor 0.2 --muon-num-ns-steps 7 --muon-fp32-matmul-prec high "
+            "--muon-tp-mode duplicated --muon-no-split-qkv --muon-coefficient-type quintic",
+            {"newton_schulz_steps": 7, "newton_schulz_dtype": "float32"},
+        ),
+        (
+            "--optimizer muon --muon-scale-mode shape_scaling --muon-extra-scale-factor 0.5",
+            {"adjustment": "original", "rate_factor": 0.5, "momentum": 0.9, "nesterov": False},
+        ),
+    ],
+)
+def test_what_muon_would_be_here_is_told(flags: str, expected: dict[str, Any]) -> None:
+    """Megatron's spectral mode with its factor of 0.2 is what ours is without any."""
+    _, services, left = imported(f"train.py {flags}")
+    assert services["services"]["trainer"]["config"]["optim"].get("kind") is None
+    (line,) = (line for line in left if "optim" in line and "muon" in line)
+    assert "emerging_optimizers" in line and "backend: fsdp" in line and "docs/muon.md" in line
+    told = yaml.safe_load(line[line.index("{") : line.rindex("}") + 1])
+    assert OptimConfig.model_validate(told) == OptimConfig(kind="muon", muon=MuonConfig(**expected))
+
+
+def test_settings_of_muon_alone_change_nothing() -> None:
+    _, _, left = imported("train.py --muon-momentum 0.8 --muon-nesterov")
+    assert not any("muon" in line for line in left)
 
 
 # of its parser at 624b824a8, those whose counterparts are in no script of its own
