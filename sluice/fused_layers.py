@@ -76,7 +76,7 @@ def heads_of(config: Any) -> tuple[int, int]:
     if getattr(text, "kv_lora_rank", None):
         return text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return size, size
+    return size, getattr(text, "v_head_dim", None) or size
 
 
 def used_by(text: torch.nn.Module) -> set[str]:

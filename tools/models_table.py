@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ RESULTS, PAGE = Path("build/models.json"), Path("docs/models.md")
 HEAD = """# Models
 
 Written by `make models-table`: families that the backends `fsdp` ([how](fsdp.md)) and `megatron`
-([how](megatron.md)) train, each as a tiny random model of two layers, against plain transformers,
-one sample at a time. Two processors, no accelerator, float32, gloo.
+([how](megatron.md)) train, each as a tiny random model of two to four layers, against plain
+transformers, one sample at a time. Two processors, no accelerator, float32, gloo.
 
 - *log-probs*: largest difference; *gradients*: largest difference by the largest element of its
   tensor; *norms*: largest relative difference of the gradient norm in five AdamW steps.
@@ -32,8 +33,16 @@ Models of `rope_type: longrope` (Phi-3 and 4 of 128k tokens) are refused by the 
 `UNSUPPORTED_MODEL`: once a row is longer than the first training all of its tokens have other
 angles, those that are cached too. So is Gemma 4, the heads of whose layers are of several sizes.
 
-Kimi K2 and MiMo name code of their own in their directories, which is never run: they run by that
-of DeepSeek-V3 and of Qwen2, which it repeats. Published versions keep their `config.json`. The
+Layers that go from token to token, a recurrence (Mamba-2 of Nemotron 3, Granite 4, Falcon-H1 and
+Bamba, Mamba of Jamba, delta nets of Qwen3-Next, Qwen3.5 and Kimi Linear) or a convolution (LFM2),
+are given the rows of a pack side by side; the control, in which a state goes on over the rows, is a
+thousand times the bars off. Context ranks are refused to them. Trainers run transformers' own code
+of these layers, and its kernels (`mamba-ssm`, `causal-conv1d`, `flash-linear-attention`) where they
+are installed, which nothing here has measured.
+
+Kimi K2, Kimi Linear, Nemotron 3, MiMo and MiMo-V2-Flash name code of their own in their
+directories, which is never run: they run by transformers' own, Kimi K2 and MiMo by that of
+DeepSeek-V3 and of Qwen2, which theirs repeats. Published versions keep their `config.json`. The
 `tiktoken.model` of Kimi and Moonlight is read as their code would, where no `tokenizer.json` is.
 
 GLM-5 attends to the `index_topk` keys that an indexer chooses for each query, among those of its
@@ -76,6 +85,12 @@ step.
 END = """
 What `reference` trains is in [megatron](megatron.md), too.
 """
+
+
+def days(measured: Iterable[str]) -> str:
+    """The first and the last day of measuring."""
+    found = sorted({*measured})
+    return " to ".join(dict.fromkeys((found[0], found[-1])))
 
 
 def worst(proofs: list[dict[str, Any]]) -> list[str]:
@@ -137,9 +152,9 @@ def main() -> int:
         return 1
     refused = [f"| `{name}` | {reason} |" for name, reason in sorted(REFUSED.items())]
     lines = [*map(row, cases)]
-    table = HEAD.format(day=min(case["day"] for case in cases)) + "\n".join(lines) + "\n"
+    table = HEAD.format(day=days(case["day"] for case in cases)) + "\n".join(lines) + "\n"
     table += REFUSALS + "\n".join(refused) + "\n"
-    table += MEGATRON.format(day=min(case["megatron_day"] for case in on_megatron))
+    table += MEGATRON.format(day=days(case["megatron_day"] for case in on_megatron))
     PAGE.write_text(table + "\n".join(map(megatron_row, on_megatron)) + "\n" + END)
     print(
         f"models_table: {len(cases)} models of {len(FAMILIES)} families on fsdp and "

@@ -166,12 +166,12 @@ def shape_from_config(config: Mapping[str, Any]) -> TransformerShape:
     """
     tower = _tower_from_config(config.get("vision_config") or {})
     config = _by_usual_names(config.get("text_config", config))
-    layer_types = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    layer_types = _layer_types(config)
     head_count = config["num_attention_heads"]
     window = config.get("sliding_window") or None
     return TransformerShape(
         hidden_size=config["hidden_size"],
-        layer_count=config["num_hidden_layers"],
+        layer_count=config.get("num_hidden_layers") or len(layer_types),
         head_count=head_count,
         kv_head_count=config.get("num_key_value_heads") or head_count,
         head_size=config.get("head_dim") or config["hidden_size"] // head_count,
@@ -180,7 +180,7 @@ def shape_from_config(config: Mapping[str, Any]) -> TransformerShape:
         gated=config.get("hidden_act", "silu") in ("silu", "swish", "gelu_pytorch_tanh"),
         window=window,
         windowed_layer_count=layer_types.count("sliding_attention") if window else 0,
-        linear_attention_layer_count=layer_types.count("linear_attention"),
+        linear_attention_layer_count=sum(kind in _WITHOUT_KEYS for kind in layer_types),
         tower=tower,
         latent=_latent_from_config(config),
     )
@@ -204,13 +204,31 @@ def _latent_from_config(config: Mapping[str, Any]) -> LatentShape | None:
     )
 
 
-_OTHER_NAMES = {  # of GPT-2 and OPT
+# What a layer is called that attends to no keys; those of Nemotron-H are MLPs by themselves, too.
+_WITHOUT_KEYS = {"linear_attention", "mamba", "conv", "moe", "mlp"}
+
+
+def _layer_types(config: Mapping[str, Any]) -> list[str]:
+    """What each layer is, by the setting that tells."""
+    if pattern := config.get("hybrid_override_pattern"):  # Nemotron-H
+        return ["full_attention" if kind == "*" else "mamba" for kind in pattern]
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    return [*kinds] if kinds else ["full_attention"] * config["num_hidden_layers"]
+
+
+_OTHER_NAMES = {  # of GPT-2 and OPT, LFM2, Kimi Linear and LongCat-Flash
     "activation_function": "hidden_act",
+    "block_ff_dim": "intermediate_size",
+    "expert_ffn_hidden_size": "moe_intermediate_size",
     "ffn_dim": "intermediate_size",
+    "ffn_hidden_size": "intermediate_size",
+    "moe_topk": "num_experts_per_tok",
     "n_embd": "hidden_size",
     "n_head": "num_attention_heads",
     "n_inner": "intermediate_size",
     "n_layer": "num_hidden_layers",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
 }
 
 
@@ -218,6 +236,8 @@ def _by_usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
     named = {_OTHER_NAMES.get(name, name): value for name, value in config.items()}
     if "n_embd" in config and not named.get("intermediate_size"):
         named["intermediate_size"] = 4 * config["n_embd"]
+    if "num_layers" in config:  # LongCat-Flash, each of which attends twice
+        named.setdefault("num_hidden_layers", 2 * config["num_layers"])
     return named
 
 
@@ -244,14 +264,19 @@ def _tower_from_config(config: Mapping[str, Any]) -> TowerShape | None:
 
 
 def _feed_forward_size(config: Mapping[str, Any]) -> int:
-    experts_per_token = config.get("num_experts_per_tok")
+    experts_per_token = _of_a_layer(config.get("num_experts_per_tok"))
     if not experts_per_token:
         return int(config["intermediate_size"])
-    expert_size = config.get("moe_intermediate_size") or config["intermediate_size"]
+    expert_size = _of_a_layer(config.get("moe_intermediate_size")) or config["intermediate_size"]
     shared = config.get("shared_expert_intermediate_size")
     if shared is None:
         shared = (config.get("n_shared_experts") or 0) * expert_size
     return int(experts_per_token * expert_size + shared)
+
+
+def _of_a_layer(value: Any) -> Any:
+    """Of what Hunyuan-A13B says of every layer, that of the first."""
+    return value[0] if isinstance(value, list) and value else value
 
 
 def _causal_pairs(length: int, window: int | None = None) -> int:

@@ -55,6 +55,42 @@ INDEXED = {
     "num_experts_per_tok": 3,
     "n_group": 1,
 }
+# Rows are of several chunks; groups have several heads.
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+}
+RECURRENT_TYPES = {
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "nemotron_h",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "chunk_size": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
+}
+GRANITE = {"logits_scaling": 2.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}
 WHOLE_HEADS = {"num_key_value_heads": 4, "head_dim": 8}  # of families that know no others
 ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
@@ -159,6 +195,122 @@ CASES = [
         {**LOCAL_EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
     ),
     Case("lfm2", "LFM2", {"layer_types": ["conv", "full_attention"]}),
+    Case("nemotron_h", "Nemotron 3 Nano", NEMOTRON),
+    Case(
+        "nemotron_h",
+        "Nemotron 3, experts of a latent",
+        {**NEMOTRON, "moe_latent_size": 16, "n_group": 2, "topk_group": 1},
+        of="latent",
+    ),
+    Case(
+        "granitemoehybrid",
+        "Granite 4",
+        {
+            **MAMBA,
+            **HYBRID,
+            **LOCAL_EXPERTS,
+            **GRANITE,
+            "shared_intermediate_size": 48,
+            "attention_multiplier": 0.1,
+            "position_embedding_type": "nope",
+        },
+    ),
+    Case(
+        "granitemoehybrid",
+        "Granite 4, dense and rotated",
+        {
+            **MAMBA,
+            **HYBRID,
+            **GRANITE,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 48,
+            "attention_multiplier": 0.1,
+            "position_embedding_type": "rope",
+        },
+        of="dense",
+    ),
+    Case(
+        "falcon_h1",
+        "Falcon-H1",
+        {
+            **MAMBA,
+            "mamba_d_ssm": 64,
+            "mamba_rms_norm": True,
+            "lm_head_multiplier": 0.25,
+            "embedding_multiplier": 3.0,
+            "key_multiplier": 0.5,
+            "attention_out_multiplier": 1.5,
+            "ssm_in_multiplier": 0.75,
+            "ssm_out_multiplier": 1.25,
+            "ssm_multipliers": [0.5, 0.75, 1.25, 1.5, 0.9],
+            "mlp_multipliers": [0.8, 1.2],
+        },
+    ),
+    Case(
+        "lfm2_moe",
+        "LFM2, mixtures of experts",
+        {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    ),
+    Case(
+        "jamba",
+        "Jamba",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    Case("bamba", "Bamba", {**MAMBA, "attn_layer_indices": [1]}),
+    Case(
+        "kimi_linear",
+        "Kimi Linear",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    Case(
+        "longcat_flash",
+        "LongCat-Flash",
+        {
+            **LATENT,
+            "num_hidden_layers": 4,
+            "ffn_hidden_size": 64,
+            "expert_ffn_hidden_size": 32,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "moe_topk": 4,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    Case(
+        "mimo_v2_flash",
+        "MiMo-V2-Flash",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    Case("hunyuan_v1_moe", "Hunyuan-A13B", {"num_experts": 4, "moe_topk": 2}),
+    Case(
+        "granitemoeshared",
+        "Granite MoE with shared experts",
+        {**LOCAL_EXPERTS, **GRANITE, "shared_intermediate_size": 48},
+    ),
     Case("minimax_m2", "MiniMax-M2", {**LOCAL_EXPERTS, "rotary_dim": 8}),
     Case(
         "ernie4_5_moe",
@@ -191,7 +343,7 @@ def build(case: Case, directory: Path) -> Model:
         for _, parameter in sorted(model.named_parameters()):
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.08)
         for name, buffer in model.named_buffers():
-            if "correction_bias" in name:
+            if "correction_bias" in name or "expert_bias" in name:
                 buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.2)
     model.save_pretrained(directory)
     if not case.runs:
@@ -214,6 +366,7 @@ MTP = {  # some of the names of layers of multi-token prediction, by case
     "deepseek_v3": ("model.layers.2.eh_proj.weight", "model.layers.2.enorm.weight"),
     "glm4_moe": ("model.layers.2.eh_proj.weight", "model.layers.2.shared_head.norm.weight"),
     "glm_moe_dsa": ("model.layers.2.eh_proj.weight", "model.layers.2.self_attn.indexer.wk.weight"),
+    "nemotron_h": ("mtp.layers.0.eh_proj.weight", "mtp.layers.1.mixer.gate.weight"),
     "mimo": ("model.mtp_layers.0.input_proj.weight", "model.mtp_layers.0.token_layernorm.weight"),
 }
 

@@ -15,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import Delta, Engine, PauseMode, create_engine
 from services.trainer.backend import Row, TrainingBackend
-from services.trainer.backends import sparse
+from services.trainer.backends import recurrent, sparse
 from services.trainer.backends.fsdp import families, tensor_parallel
 from services.trainer.backends.fsdp.model import ShardedModel
 from services.trainer.backends.fsdp.tensor_parallel import TensorRanks
@@ -45,7 +45,7 @@ def prove(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Log-probs and gradients of a batch, steps, then what is published and its log-probs.
 
     let_in: a family that is refused, to see what would come of it. left_out: a sum over tensor
-    ranks, or what sparse attention does, likewise.
+    ranks, or what sparse attention or recurrent layers do, likewise.
     """
     with pytest.MonkeyPatch.context() as patch:
         if name := arguments.get("let_in"):
@@ -65,6 +65,12 @@ def one_key_less(
 ) -> torch.Tensor:
     """What `choose_keys` returns, but for the last of them."""
     return choose_keys(query, key, weight, count - 1, mask)
+
+
+def run_on(layer: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Run a recurrent layer over a pack as if it were one row."""
+    made: torch.Tensor = layer.forward(hidden_states=hidden_states)
+    return made
 
 
 def publish_computed(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -92,6 +98,7 @@ def publish_computed(rank: int, world: int, arguments: dict[str, Any]) -> dict[s
 LEFT_OUT: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a key": (sparse, "choose_keys", one_key_less),
     "the choice": (sparse, "_choose", lambda *_, **__: ()),
+    "rows apart": (recurrent, "_forward_rows", run_on),
     "heads": (tensor_parallel, "_sum_gradients", lambda *_: None),
     "told": (tensor_parallel, "_behind_cuts", lambda *_: {}),
     "vocabulary": (TensorRanks, "spread", lambda _, whole: whole),

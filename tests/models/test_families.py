@@ -22,7 +22,7 @@ from services.trainer.backends.fsdp.families import (
 )
 from sluice.model_types import SAME_AS
 from tests.fsdp.oracle import STEPS, expect
-from tests.models.families import CASES, MTP, Case, add_tensors, build
+from tests.models.families import CASES, MTP, RECURRENT_TYPES, Case, add_tensors, build
 from tests.models.proof import (
     MAX_GRADIENT_DIFF,
     MAX_LOGPROB_DIFF,
@@ -33,13 +33,14 @@ from tests.models.proof import (
 )
 from tests.rank_pool import Pool
 
-FAST = ("qwen3_next", "gpt_oss", "mimo")  # recurrent; windows and sinks; code of another type
+# recurrent, both ways; windows and sinks; code of another type
+FAST = ("qwen3_next", "nemotron_h", "gpt_oss", "mimo")
 PROVEN = [case for case in CASES if case.known in FAMILIES]
-RECURRENT = [case for case in PROVEN if "linear_attention" in case.settings.get("layer_types", ())]
+RECURRENT = [case for case in PROVEN if case.known in RECURRENT_TYPES]
 SPARSE = [case for case in PROVEN if "index_topk" in case.settings]
 CUT = [case for case in PROVEN if case not in RECURRENT]
 FAST_CONTEXT = {"gpt_oss": pytest.mark.fast}  # windows, sinks and experts
-LET_IN = [case for case in CASES if case.model_type in ("bloom", "lfm2", "minimax")]
+AGAIN = ("nemotron_h", "falcon_h1", "jamba", "lfm2", "kimi_linear")
 ON_FOUR = (
     "llama-tied",
     "qwen3_moe",
@@ -47,6 +48,7 @@ ON_FOUR = (
     "glm4",
     "deepseek_v3",
     "gpt_oss",
+    "kimi_linear",
 )
 
 
@@ -148,6 +150,27 @@ def test_a_recurrent_family_is_refused_on_context_ranks(
         assert reason in answer["error_message"]
 
 
+@pytest.mark.parametrize("case", RECURRENT, ids=lambda case: case.name)
+def test_a_state_that_goes_from_row_to_row_is_seen(pool: Pool, tmp_path: Path, case: Case) -> None:
+    model = build(case, tmp_path / "model")
+    more = {"left_out": "rows apart"}
+    proof = prove(pool, case, model, expect(model, 1), tmp_path / "out", 1, **more)
+    assert proof.logprob > 1e3 * MAX_LOGPROB_DIFF
+    assert proof.gradient > 100 * MAX_GRADIENT_DIFF
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in RECURRENT if case.known in AGAIN],
+    ids=lambda case: case.name,
+)
+def test_recurrent_layers_are_run_again_row_by_row(pool: Pool, tmp_path: Path, case: Case) -> None:
+    model = build(case, tmp_path / "model")
+    more = {"fsdp": {"activation_checkpointing": True}}
+    proof = prove(pool, case, model, expect(model, 2), tmp_path / "out", 2, **more)
+    assert proof.holds
+
+
 @pytest.mark.parametrize("case", SPARSE, ids=lambda case: case.name)
 @pytest.mark.parametrize("left_out", ["a key", "the choice"])
 def test_other_keys_than_were_chosen_are_seen(
@@ -186,18 +209,36 @@ def test_what_chooses_keys_is_published_bit_for_bit(pool: Pool, tmp_path: Path, 
     assert same == chooses | biases
 
 
+def test_parts_of_joined_weights_that_are_unequal_are_refused(pool: Pool, tmp_path: Path) -> None:
+    """Convolutions of Kimi Linear, which are three tensors of its files."""
+    case = next(case for case in CASES if case.name == "kimi_linear")
+    model = build(case, tmp_path / "model")
+    answers = pool.run("attempt", 3, model=str(model.directory), out=str(tmp_path))
+    for answer in answers:
+        assert "conv1d.weight is made of 3 tensors of 64" in answer["error_message"]
+
+
 def test_every_family_has_a_case() -> None:
     assert {case.known for case in (*PROVEN, *SEEING)} == FAMILIES.keys()
     assert {case.model_type for case in PROVEN if case.runs} == SAME_AS.keys()
 
 
-@pytest.mark.parametrize("case", LET_IN, ids=lambda case: case.name)
-def test_let_in_a_refused_family_is_wrong(pool: Pool, tmp_path: Path, case: Case) -> None:
-    """The comparison sees what they are refused for: rows that see each other."""
+def test_let_in_a_refused_family_is_wrong(pool: Pool, tmp_path: Path) -> None:
+    """The comparison sees what it is refused for: rows that see each other."""
+    case = next(case for case in CASES if case.model_type == "bloom")
     model = build(case, tmp_path / "model")
     more = {"let_in": case.model_type, "fsdp": {"unproven": True}}
     proof = prove(pool, case, model, expect(model, 1), tmp_path / "out", 1, **more)
     assert proof.logprob > 1e3 * MAX_LOGPROB_DIFF
+
+
+def test_recurrent_layers_that_are_unknown_are_refused(pool: Pool, tmp_path: Path) -> None:
+    """Of a family that is let in: their states would go on over the rows."""
+    case = next(case for case in CASES if case.model_type == "minimax")
+    model = build(case, tmp_path / "model")
+    more = {"let_in": case.model_type, "fsdp": {"unproven": True}}
+    with pytest.raises(Exception, match="has 1 layers that go from token to token, of which 0"):
+        pool.run("prove", 1, model=str(model.directory), out=str(tmp_path), steps=1, **more)
 
 
 def test_an_indexer_that_chooses_otherwise_is_refused(pool: Pool, tmp_path: Path) -> None:

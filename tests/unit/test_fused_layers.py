@@ -152,5 +152,7 @@ def test_sizes_of_heads_are_read() -> None:
     latent = next(case for case in CASES if case.model_type == "deepseek_v3")
     assert heads_of(build(latent).config) == (24, 16)
     assert heads_of(AutoConfig.for_model("qwen3", head_dim=128)) == (128, 128)
+    mimo = AutoConfig.for_model("mimo_v2_flash", head_dim=192, v_head_dim=128)
+    assert heads_of(mimo) == (192, 128)
     config = AutoConfig.for_model("qwen2", hidden_size=64, num_attention_heads=4)
     assert heads_of(config) == (16, 16)

@@ -98,6 +98,36 @@ def test_layers_without_full_attention():
     assert (shape.windowed_layer_count, shape.linear_attention_layer_count) == (1, 1)
 
 
+def test_layers_of_a_hybrid_are_read_by_whatever_tells_of_them():
+    plain = {name: value for name, value in DENSE.items() if name != "layer_types"}
+    saved = {name: value for name, value in plain.items() if name != "num_hidden_layers"}
+    for told in (
+        {**plain, "hybrid_override_pattern": "ME*"},  # as Nemotron 3's directories have it
+        {**saved, "layers_block_type": ["mamba", "moe", "full_attention"]},  # and transformers
+        {**plain, "layer_types": ["mamba", "mamba", "attention"]},  # Granite 4
+        {**plain, "layer_types": ["conv", "conv", "full_attention"]},  # LFM2
+    ):
+        shape = shape_from_config(told)
+        assert (shape.layer_count, shape.linear_attention_layer_count) == (3, 2)
+
+
+def test_sizes_of_experts_are_read_by_their_other_names():
+    plain = {name: value for name, value in DENSE.items() if name != "intermediate_size"}
+    kimi = {**DENSE, "num_experts_per_token": 4, "moe_intermediate_size": 6}
+    assert shape_from_config({**kimi, "num_shared_experts": 1}).feed_forward_size == 30
+    assert shape_from_config({**plain, "block_ff_dim": 48}).feed_forward_size == 48  # LFM2
+    assert (
+        shape_from_config(  # Hunyuan-A13B says each of every layer
+            {**DENSE, "moe_topk": [4, 4, 4], "moe_intermediate_size": [6, 6, 6]}
+        ).feed_forward_size
+        == 24
+    )
+    longcat = {name: v for name, v in plain.items() if not name.endswith(("layers", "types"))}
+    longcat |= {"num_layers": 3, "moe_topk": 2, "ffn_hidden_size": 9, "expert_ffn_hidden_size": 5}
+    shape = shape_from_config(longcat)
+    assert (shape.layer_count, shape.feed_forward_size) == (6, 10)
+
+
 LATENT = {
     "num_key_value_heads": 2,
     "kv_lora_rank": 6,

@@ -43,7 +43,7 @@ def test_both_backends_have_their_families(
 ) -> None:
     assert write(results, monkeypatch, tmp_path) == 0
     _, fsdp, megatron = (tmp_path / "models.md").read_text().split("\n## ")
-    assert "\n2026-11-01." in fsdp  # of the oldest row
+    assert "\n2026-11-01 to 2026-11-02." in fsdp  # of the oldest row and of the newest
     assert "\n2026-11-03." in megatron
     for name in FAMILIES:
         ranks = "2, DP2xTP2" if name == "llama" else "2"

@@ -29,7 +29,7 @@ with uncompiled():
 
 # Attention that keys, values and a window do not describe.
 SETTINGS = ("attn_logit_softcapping", "kv_lora_rank", "num_kv_shared_layers")
-WITH_SINKS = ("gpt_oss",)
+WITH_SINKS = ("gpt_oss", "mimo_v2_flash")
 OWN_LAYERS = {"full_attention", "sliding_attention"}
 
 

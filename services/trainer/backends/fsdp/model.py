@@ -43,6 +43,7 @@ from services.trainer.backends.fsdp.families import (
     check_tensor,
     layout_of,
 )
+from services.trainer.backends.fsdp.joined import check_joined, put_in_order
 from services.trainer.backends.fsdp.tensor_parallel import (
     DATA,
     REPLICA,
@@ -199,9 +200,10 @@ def _logit_divisor(config: PretrainedConfig) -> float:
     """By what the family divides its logits. Raises ValueError where it does more to them."""
     if getattr(config, "final_logit_softcapping", None):
         raise ValueError(f"model_type {config.model_type} caps its logits: unknown here")
-    return float(getattr(config, "logits_scaling", None) or 1.0) / float(
-        getattr(config, "logit_scale", None) or 1.0
-    )
+    divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+    for multiplier in ("logit_scale", "lm_head_multiplier"):
+        divisor /= float(getattr(config, multiplier, None) or 1.0)
+    return divisor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,6 +304,7 @@ def load_model(
             output_loading_info=True,
         )
     check_loading(Path(path), head, loading)
+    put_in_order(model, mesh[DATA])
     assert cut.root is not None
     if sees:
         rules = ImageRules.from_directory(Path(path))
@@ -364,6 +367,7 @@ class _Cut:
         if not layers:
             raise ValueError(f"model_type {model.config.model_type} has no layers to cut it by")
         _check_experts(model, self.mesh[DATA].size())
+        check_joined(model, self.mesh[DATA].size())
         offload = CPUOffloadPolicy() if self.settings.cpu_offload else OffloadPolicy()
         narrow, wide = self._precision(), MixedPrecisionPolicy()
         options: Any = {

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.trainer.backends.reference.packing import LONG_TOKENS, PackedLayout, PromptBucket
@@ -52,6 +53,8 @@ def attend(
     window = sliding_window
     if window is not None and packed_layout.longest <= window:
         window = None
+    if isinstance(s_aux, DTensor):  # a rank's heads, as queries are
+        s_aux = s_aux.to_local()
     scores = Scores(scaling, window, s_aux)
     # not [0], whose gradient is a copy
     heads = query.squeeze(0), key.squeeze(0), value.squeeze(0)

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from services.trainer.backend import MicroBatch
 from services.trainer.backends.fsdp.families import check_lengths
-from services.trainer.backends.recurrent import keep_rows_apart, recurrent_layers
+from services.trainer.backends.recurrent import keep_rows_apart, recurrent_layers, row_inputs
 from services.trainer.backends.reference.attention import IMPLEMENTATION
 from services.trainer.backends.reference.packing import PackedLayout, images_of, pack
 from services.trainer.backends.sparse import choose_by_rows, mask_inputs
@@ -229,7 +229,7 @@ def run_packed(
                 inputs["visual_pos_masks"] = (layout.features != TEXT)[None]
                 inputs["deepstack_visual_embeds"] = deep
         inputs["inputs_embeds"] = embeddings_TH[None]
-    inputs |= mask_inputs(model, layout)
+    inputs |= row_inputs(model, layout) | mask_inputs(model, layout)
     output = base(
         position_ids=layout.position_ids[..., None, :],
         use_cache=False,

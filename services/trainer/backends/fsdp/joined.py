@@ -1,0 +1,59 @@
+"""Weights that transformers joins of several tensors of a checkpoint, along the cut of ranks.
+
+Its loader reads a rank's part of each and joins these, where a part of all joined is wanted: on two
+ranks and more every row stood at another place, in what is published too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from services.trainer.backends.fsdp.tensor_parallel import tensor_cut
+
+
+def check_joined(model: Any, size: int) -> None:
+    """Raise ValueError where ranks have unequal parts of what is joined, or tensor ranks do.
+
+    Of a model that is cut over tensor ranks, `size` data ranks are to cut and nothing has loaded.
+    """
+    for name, parameter in model.named_parameters():
+        lengths = _joined(model, name, parameter)
+        uneven = any(length % size for length in lengths)
+        if lengths and (uneven or tensor_cut(parameter) is not None):
+            raise ValueError(
+                f"{name} is made of {len(lengths)} tensors of {lengths[0]} rows, of which {size} "
+                "data ranks cannot have equal parts: take another count of ranks"
+            )
+
+
+@torch.no_grad()
+def put_in_order(model: Any, data: DeviceMesh) -> None:
+    """Give every data rank its part of what is joined; collective, once after loading."""
+    size = data.size()
+    for name, parameter in model.named_parameters():
+        if size == 1 or not (lengths := _joined(model, name, parameter)):
+            continue
+        assert isinstance(parameter, DTensor)
+        local = parameter.to_local()
+        mine = local.to(data.device_type).contiguous()  # with cpu_offload it is on the host
+        parts = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(parts, mine, group=data.get_group())
+        pieces = [part.split([length // size for length in lengths]) for part in parts]
+        whole = torch.cat([piece for source in zip(*pieces, strict=True) for piece in source])
+        local.copy_(whole.chunk(size)[data.get_local_rank()])
+
+
+def _joined(model: Any, name: str, parameter: torch.Tensor) -> list[int]:
+    """The rows of each tensor that a parameter is made of one behind another; else nothing."""
+    empty = torch.empty(parameter.shape, device="meta")
+    made = [*revert_weight_conversion(model, {name: empty}).values()]
+    if len(made) == 1 or any(tensor.shape[1:] != empty.shape[1:] for tensor in made):
+        return []
+    lengths = [tensor.shape[0] for tensor in made]
+    return lengths if sum(lengths) == empty.shape[0] else []
