@@ -8,6 +8,7 @@ import pytest
 from tests.contract.training_backend.cases import build_model
 from tests.fast_part import keep_fast_part
 from tests.lora.oracle import ExpectedAdapter, expect
+from tests.models.families import CASES, RECURRENT_TYPES, build
 from tests.rank_pool import Pool
 
 
@@ -23,6 +24,7 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
+HYBRIDS = {case.name: case for case in CASES if case.known in RECURRENT_TYPES}
 VARIANTS = {"one_key_head": ("qwen3", {"num_key_value_heads": 1})}  # which tensor ranks share
 
 
@@ -36,7 +38,11 @@ class ExpectedAdapters:
     def __call__(self, family: str) -> ExpectedAdapter:
         if family not in self._made:
             kind, settings = VARIANTS.get(family, (family, {}))
-            model = build_model(self._root / family / "model", kind, **settings)
+            directory = self._root / family / "model"
+            if hybrid := HYBRIDS.get(family):
+                model = build(hybrid, directory)
+            else:
+                model = build_model(directory, kind, **settings)
             self._made[family] = expect(model, family, self._root / family)
         return self._made[family]
 

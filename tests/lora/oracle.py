@@ -24,6 +24,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "qwen3_moe": ALL[:4],
     "glm4": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"),
     "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    "nemotron_h": ("in_proj", "q_proj", "k_proj", "v_proj", "o_proj"),
+    "lfm2": ("in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "w1", "w2", "w3"),
     "glm_moe_dsa": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
 }
 RANK, ALPHA, STEPS = 4, 10.0, 5

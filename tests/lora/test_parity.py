@@ -76,6 +76,8 @@ CASES = [
         id="tensor 2, sequence, latent attention",
     ),
     pytest.param("fsdp", "glm_moe_dsa", 2, {}, id="fsdp, chosen keys"),
+    pytest.param("fsdp", "nemotron_h", 2, {}, id="fsdp, recurrent layers"),
+    pytest.param("fsdp", "lfm2", 2, {"activation_checkpointing": True}, id="fsdp, convolutions"),
     pytest.param(
         *("megatron", "glm_moe_dsa", 2, {"tensor": 2, **SEQUENCE}),
         id="tensor 2, sequence, chosen keys",

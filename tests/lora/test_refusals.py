@@ -11,7 +11,8 @@ import pytest
 from services.trainer.config import LoraConfig, TrainerConfig
 from sluice.config import ConfigError, parse_config
 from sluice.weights.adapter import DEFAULT_TARGETS
-from tests.lora.conftest import ExpectedAdapters
+from tests.lora.conftest import HYBRIDS, ExpectedAdapters
+from tests.models.families import build
 from tests.rank_pool import Pool
 
 pytestmark = pytest.mark.fast
@@ -127,3 +128,20 @@ def test_targets_that_are_not_there(
     for answer in answers:
         assert reason in answer["error_message"]
         assert answer["error_message"].startswith("InvalidAdapterError")
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "reason"),
+    [
+        ("nemotron_h", ["in_proj", "out_proj"], "'out_proj': a layer of Mamba, whose kernels take"),
+        ("nemotron_h", ["down_proj", "in_proj"], "'down_proj': layers of the model's experts too"),
+        ("lfm2_moe", ["w1", "in_proj"], "'w1': layers of the model's experts too"),
+    ],
+)
+def test_targets_of_hybrids_that_take_none(
+    pool: Pool, tmp_path: Path, family: str, targets: list[str], reason: str
+) -> None:
+    model = str(build(HYBRIDS[family], tmp_path / "model").directory)
+    lora = {"rank": 4, "targets": targets}
+    (answer,) = pool.run("attempt", 1, backend="fsdp", model=model, out=str(tmp_path), lora=lora)
+    assert f"lora.targets name {reason}" in answer["error_message"]

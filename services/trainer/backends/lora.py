@@ -43,7 +43,10 @@ from sluice.weights.errors import InvalidAdapterError, WeightStoreError
 from sluice.weights.manifest import MANIFEST_NAME, ShardFile, read_manifest
 from sluice.weights.shards import ShardWrite
 
-EXPERT_LAYERS = {"down_proj", "gate_proj", "gate_up_proj", "up_proj"}  # as checkpoints name them
+EXPERT_LAYERS = {  # as checkpoints name them
+    *("down_proj", "gate_proj", "gate_up_proj", "up_proj"),
+    *("w1", "w2", "w3"),
+}
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,7 @@ class AdaptableLayers:
         """
         targets = adapters.spec.targets
         _refuse_experts(self._model, targets)
+        _refuse_fused(self._model, targets)
         matched = matched_layers(self._layers, targets)
         adapters.check_layers(matched)
         for layer in matched:
@@ -224,6 +228,18 @@ def _refuse_experts(model: Any, targets: Collection[str]) -> None:
         raise InvalidAdapterError(
             f"lora.targets name {', '.join(map(repr, shared))}: layers of the model's experts too, "
             "which take no adapters here; name others"
+        )
+
+
+def _refuse_fused(model: Any, targets: Collection[str]) -> None:
+    """Mamba's output layers: kernels take their weight and not what is added, as peft says too."""
+    if "out_proj" in targets and any(
+        hasattr(module, "out_proj") and hasattr(module, "A_log") and hasattr(module, "D")
+        for module in model.modules()
+    ):
+        raise InvalidAdapterError(
+            "lora.targets name 'out_proj': a layer of Mamba, whose kernels take its weight alone: "
+            "peft refuses adapters of it; name others"
         )
 
 
