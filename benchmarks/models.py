@@ -1,15 +1,17 @@
 """Resident memory of trainer ranks: load, two steps, a checkpoint, a publication.
 
-`python -m benchmarks.models [--ranks 1 2 4] [--backends fsdp megatron]`
+`python -m benchmarks.models [--ranks 1 2 4] [--backends fsdp megatron] [--expert 1] [--experts 8]`
 
-A random Qwen3-MoE of 59 million parameters in float32. Each rank is a process of its own; what it
-held before the model was loaded (imports, process groups) is subtracted. A peak is the kernel's
-high-water mark, which is started anew before each part. glibc raises by itself the size from which
-freed memory goes back to the kernel, and would keep what layers were gathered in: it is told not
-to. One line a count of ranks and backend, in bytes per parameter of the whole model, of the rank
-that has the most; `save` and `export` are what comes on top of what is resident before. Last line:
-the same of `fsdp`, in short, and what Megatron's ranks take. `async` is a checkpoint whose state is
-copied before it is written, as a save that other calls overtake has it.
+A random Qwen3-MoE of 59 million parameters, 8 experts a layer, in float32. Each rank is a process
+of its own; what it held before the model was loaded (imports, process groups) is subtracted. A peak
+is the kernel's high-water mark, which is started anew before each part. glibc raises by itself the
+size from which freed memory goes back to the kernel, and would keep what layers were gathered in:
+it is told not to. One line a count of ranks and backend, in bytes per parameter of the whole model,
+of the rank that has the most; `save` and `export` are what comes on top of what is resident before.
+Last line: the same of `fsdp`, in short, and what Megatron's ranks take. `async` is a checkpoint
+whose state is copied before it is written, as a save that other calls overtake has it. Of `fsdp`,
+whose ranks `--expert` spreads experts over: `gathered` is the most of gathered weights that there
+is at once in a pass with its backward, `fetched` how much is gathered in one.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +49,7 @@ RANK_ENVIRONMENT = {
     "SLUICE_DEVICE": "cpu",
     "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
 }
-PARTS = ("load", "step", "save", "async", "export")
+PARTS = ("load", "step", "gathered", "fetched", "save", "async", "export")
 MIB = 2**20
 
 
@@ -71,13 +74,13 @@ class Meter:
         return self.read("VmHWM")
 
 
-def build(directory: Path) -> int:
-    """Write the model; how many parameters it has."""
+def build(directory: Path, experts: int) -> int:
+    """Write the model, of so many experts a layer; how many parameters it has."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES))
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SIZES, "num_experts": experts}))
     model.save_pretrained(directory, max_shard_size="64MB")
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -97,7 +100,8 @@ def rank_main(flags: argparse.Namespace) -> int:
     store = f"file://{flags.folder / 'meeting'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
     dist.all_reduce(torch.zeros(1))
-    options = MEGATRON if flags.backend == "megatron" else {"dtype": "float32"}
+    own = {"dtype": "float32", "expert": flags.expert}
+    options = MEGATRON if flags.backend == "megatron" else own
     values = {
         "model": str(flags.model),
         "store": flags.folder,
@@ -123,6 +127,9 @@ def rank_main(flags: argparse.Namespace) -> int:
         backend.forward_backward([rows], loss)
         backend.step(normalizer=ROWS * world * (LENGTH - PROMPT), learning_rate=None)
     found["step"] = meter.peak() - base
+    if flags.backend == "fsdp":
+        found |= gather_sizes(backend, lambda: backend.forward_backward([rows], loss))
+        backend.discard_gradients()
     for name in ("checkpoint", "overtaken", "published"):
         (flags.folder / name).mkdir(exist_ok=True)
     before = meter.start()
@@ -143,6 +150,34 @@ def rank_main(flags: argparse.Namespace) -> int:
     backend.close()
     dist.destroy_process_group()
     return 0
+
+
+def gather_sizes(backend: Any, run: Callable[[], Any]) -> dict[str, int]:
+    """Bytes of gathered weights at once, and in all, while `run` runs."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    modules = [m for m in backend._policy.root.modules() if isinstance(m, FSDPModule)]
+    groups = [g for each in modules for g in each._get_fsdp_state()._fsdp_param_groups]
+    kind: Any = FSDPParamGroup
+    proper, most, fetched = kind.wait_for_unshard, 0, 0
+
+    def bytes_there(of: list[Any]) -> int:
+        outputs = [t for g in of for p in g.fsdp_params for t in p.all_gather_outputs]
+        return sum(tensor.untyped_storage().nbytes() for tensor in outputs)
+
+    def wait(group: Any) -> None:
+        nonlocal most, fetched
+        came = group._all_gather_result is not None
+        proper(group)
+        most, fetched = max(most, bytes_there(groups)), fetched + came * bytes_there([group])
+
+    kind.wait_for_unshard = wait
+    try:
+        run()
+    finally:
+        kind.wait_for_unshard = proper
+    return {"gathered": most, "fetched": fetched}
 
 
 def create_backend_module(name: str) -> None:
@@ -180,11 +215,12 @@ def draw_rows(rank: int) -> list[Any]:
     ]
 
 
-def measure(backend: str, world: int, model: Path) -> dict[str, int]:
+def measure(backend: str, world: int, model: Path, expert: int) -> dict[str, int]:
     """Start the ranks; the most of each over them."""
     with tempfile.TemporaryDirectory(prefix="sluice-models-") as folder:
         command = [sys.executable, "-m", "benchmarks.models", "--model", str(model)]
         command += ["--backend", backend, "--world", str(world), "--folder", folder]
+        command += ["--expert", str(expert)]
         environment = {**os.environ, **RANK_ENVIRONMENT}
         ranks = [
             subprocess.Popen(
@@ -208,6 +244,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--backends", nargs="+", default=["fsdp", "megatron"])
+    parser.add_argument("--expert", type=int, default=1)
+    parser.add_argument("--experts", type=int, default=SIZES["num_experts"])
     for name, kind in {"rank": int, "world": int, "backend": str}.items():
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     for name in ("model", "folder"):
@@ -217,12 +255,12 @@ def main() -> int:
         return rank_main(flags)
     with tempfile.TemporaryDirectory(prefix="sluice-models-") as folder:
         model = Path(folder) / "model"
-        count = build(model)
+        count = build(model, flags.experts)
         found: dict[tuple[str, int], dict[str, int]] = {}
         for backend in flags.backends:
             for world in flags.ranks:
-                each = found[backend, world] = measure(backend, world, model)
-                parts = [f"{n}={each[n] / count:.1f}" for n in PARTS]
+                each = found[backend, world] = measure(backend, world, model, flags.expert)
+                parts = [f"{n}={each[n] / count:.1f}" for n in PARTS if n in each]
                 print(
                     f"{backend} ranks={world} {' '.join(parts)} (bytes per parameter)", flush=True
                 )

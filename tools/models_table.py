@@ -25,7 +25,8 @@ transformers, one sample at a time. Two processors, no accelerator, float32, glo
 - *rollout*: largest difference between the log-probs of the reference engine and of the trainer in
   three steps of GRPO, with weights published in between. *whole rows* marks models whose attention
   the engine does not know: it runs a sample's whole row for every token, which is right and slow.
-- *ranks*: data-parallel, or by name: DP data, TP tensor parallelism.
+- *ranks*: data-parallel, or by name: DP data, TP tensor, CP context parallelism, EP experts spread
+  over so many of the data-parallel ranks.
 - *packing*: `shared` encodes a prompt of several rows once, `rows` gives every row its own; a model
   with a window is packed by rows whatever its family.
 

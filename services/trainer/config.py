@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from services.trainer.backends.fsdp.config import FsdpConfig
+from services.trainer.backends.fsdp.families import expert_count
 from services.trainer.backends.megatron.config import MegatronConfig
 from sluice.address import plain_host, split_address
 from sluice.algo.surrogate import LossHead
@@ -84,6 +85,7 @@ _NOT_SHAPING = {
         "activation_checkpointing",
         "activation_offload",
         "replicas",
+        "expert",
         "reshard_after_forward",
         "unproven",
     },
@@ -586,6 +588,21 @@ class TrainerConfig(ProcessConfig):
                 "two factors, no nearer to orthogonal for steps of each that are; set optim.kind "
                 "adamw"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        size = self.fsdp.expert
+        for model in (self.model, self.reference_model) if size > 1 else ():
+            if model is None:
+                continue
+            count = expert_count(json.loads((Path(model) / "config.json").read_bytes()))
+            if count == 0 and model == self.model:
+                raise ValueError(f"fsdp.expert has no effect on {model}, which has no experts")
+            if count and count % size:
+                raise ValueError(
+                    f"fsdp.expert {size} does not divide the {count} experts of a layer of {model}"
+                )
         return self
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -130,6 +130,19 @@ class Collectives:
         _reduce_scatter(local, tensor.contiguous(), group=self.group)
         return local
 
+    def all_to_all(
+        self, tensor: torch.Tensor, *, sent: Sequence[int], taken: Sequence[int]
+    ) -> torch.Tensor:
+        """Returns the rows that all ranks have for this one, in rank order.
+
+        sent: how many of `tensor`, from the first on, go to each rank; taken: how many come.
+        """
+        self._announce(f"all_to_all {tuple(tensor.shape[1:])} {tensor.dtype}")
+        found = tensor.new_empty((sum(taken), *tensor.shape[1:]))
+        sizes = [*taken], [*sent]
+        dist.all_to_all_single(found, tensor.contiguous(), *sizes, group=self.group)
+        return found
+
     def end_step(self) -> None:
         """Checks that all ranks ran the same collectives, where there is a monitor."""
         if self.monitor is not None:
@@ -211,3 +224,34 @@ class _GatherTokens(torch.autograd.Function):
         if ctx.summed:
             return collectives.reduce_scatter(gradient), None, None
         return gradient.chunk(collectives.size)[collectives.rank], None, None
+
+
+def exchange_rows(
+    rows: torch.Tensor, collectives: Collectives, *, sent: Sequence[int], taken: Sequence[int]
+) -> torch.Tensor:
+    """Returns what `Collectives.all_to_all` does, differentiable: gradients go the way back.
+
+    Whether `rows` have a graph must be alike on all ranks, also on one that has none of them.
+    """
+    apply: Callable[..., torch.Tensor] = _ExchangeRows.apply
+    return apply(rows, collectives, sent, taken)
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        collectives: Collectives,
+        sent: Sequence[int],
+        taken: Sequence[int],
+    ) -> torch.Tensor:
+        ctx.collectives, ctx.sent, ctx.taken = collectives, sent, taken
+        return collectives.all_to_all(rows, sent=sent, taken=taken)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        collectives: Collectives = ctx.collectives
+        back = collectives.all_to_all(gradient, sent=ctx.taken, taken=ctx.sent)
+        return back, None, None, None

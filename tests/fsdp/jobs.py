@@ -6,9 +6,12 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers.core_model_loading import revert_weight_conversion
 
 from services.trainer.backend import Mesh, MicroBatch, Row
@@ -184,11 +187,32 @@ def gathered(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]
     return {"made": len(given), "most": most[0]}
 
 
+def gathered_weights(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The most bytes of gathered weights that there are at once in a pass with its backward."""
+    backend, seen = open_backend(rank, world, arguments), [0]
+    proper = FSDPParamGroup.wait_for_unshard
+    layers = [m for m in backend._policy.root.modules() if isinstance(m, FSDPModule)]
+    groups = [g for layer in layers for g in layer._get_fsdp_state()._fsdp_param_groups]
+
+    def wait(group: FSDPParamGroup) -> None:
+        proper(group)
+        outputs = [t for g in groups for p in g.fsdp_params for t in p.all_gather_outputs]
+        seen.append(sum(tensor.untyped_storage().nbytes() for tensor in outputs))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPParamGroup, "wait_for_unshard", wait)
+        backend.forward_backward([rows_of(0)[:1]], PPO)
+    experts = [p for n, p in backend._policy.parameters().items() if ".experts." in n]
+    return {"most": max(seen), "experts": sum(4 * p.numel() for p in experts)}
+
+
 def waits(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """How long this rank would wait for others, by group."""
     backend = open_backend(rank, world, arguments)
-    mesh = backend._cut_over
-    groups: dict[str, Any] = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
+    experts = backend._experts
+    meshes = [backend._cut_over] if experts is None else [backend._cut_over, experts.mesh]
+    names = [(mesh, name) for mesh in meshes for name in mesh.mesh_dim_names or ()]
+    groups: dict[str, Any] = {name: mesh.get_group(name) for mesh, name in names}
     return {
         name: group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         for name, group in groups.items()

@@ -13,7 +13,7 @@ from tests.fsdp.oracle import read_ranks
 from tests.rank_pool import Pool
 
 fast = pytest.mark.fast
-CONTEXT = {"context": 2}
+CONTEXT, EXPERT = {"context": 2}, {"expert": 2}
 
 
 def save(pool: Pool, root: Path, model: Path, world: int, **more: Any) -> Any:
@@ -37,6 +37,8 @@ def resume(pool: Pool, root: Path, model: Path, world: int, **more: Any) -> Any:
         pytest.param("qwen3", 0, {}, id="before the first step"),
         pytest.param("qwen3_moe", 2, CONTEXT, id="CP2"),
         pytest.param("qwen3", 2, {"replicas": 2}, id="two replicas"),
+        pytest.param("qwen3_moe", 2, EXPERT, id="EP2", marks=fast),
+        pytest.param("qwen3_moe", 2, {"replicas": 2, **EXPERT}, id="EP2, two replicas"),
     ],
 )
 def test_on_as_many_ranks_it_is_so_to_the_bit(
@@ -64,6 +66,10 @@ def test_on_as_many_ranks_it_is_so_to_the_bit(
         pytest.param("qwen3_moe", 2, 4, {}, CONTEXT, id="2-CP2xDP2"),
         pytest.param("qwen3_moe", 4, 1, {"replicas": 2}, {}, id="two replicas-1"),
         pytest.param("qwen3", 2, 4, {}, {"replicas": 2}, id="2-two replicas"),
+        pytest.param("qwen3_moe", 4, 1, EXPERT, {}, id="EP2 of four-1", marks=fast),
+        pytest.param("qwen3_moe", 2, 4, {}, {"expert": 4}, id="2-EP4"),
+        pytest.param("qwen3_moe", 4, 2, {"replicas": 2, **EXPERT}, EXPERT, id="EP2, replicas-EP2"),
+        pytest.param("qwen3_moe", 2, 4, EXPERT, {**EXPERT, **CONTEXT}, id="EP2-EP2 beside CP2"),
     ],
 )
 def test_on_other_ranks_the_next_steps_are_the_same(

@@ -24,6 +24,7 @@ from tests.rank_pool import Pool
         pytest.param("qwen3", {}, marks=pytest.mark.fast),
         pytest.param("llama", {}, marks=pytest.mark.fast),
         ("qwen3", {"context": 2}),
+        ("qwen3_moe", {"expert": 2}),
     ],
 )
 def test_values_and_steps(

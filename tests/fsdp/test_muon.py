@@ -42,6 +42,8 @@ CASES = [
     pytest.param("qwen3_moe", 4, {"tensor": 2}, id="TP2 x DP2, experts"),
     pytest.param("deepseek_v3", 4, {"tensor": 2}, id="TP2 x DP2, latent"),
     pytest.param("qwen3_moe", 4, {"replicas": 2}, id="experts, two replicas"),
+    pytest.param("qwen3_moe", 4, {"expert": 2}, id="EP2 of four", marks=fast),
+    pytest.param("qwen3_moe", 4, {"expert": 2, "replicas": 2}, id="EP2, two replicas"),
     pytest.param("qwen3", 2, {"context": 2}, id="CP2"),
     pytest.param("qwen3_moe", 4, {"context": 2}, id="CP2 x DP2, experts"),
     pytest.param("qwen3", 2, {"reduce": "call"}, id="reduced once a call"),

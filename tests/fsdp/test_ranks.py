@@ -39,6 +39,16 @@ CASES = [
     pytest.param("qwen3_moe", 4, {"replicas": 2, **OFFLOADED}, id="experts, two replicas"),
     pytest.param("qwen3_moe", 4, {"replicas": 2, **CONTEXT}, id="DP2 x CP2, two replicas"),
     pytest.param("qwen3", 4, {"replicas": 2, "context": 4}, id="CP4, two replicas"),
+    pytest.param("qwen3_moe", 2, {"expert": 2}, id="EP2", marks=fast),
+    pytest.param("qwen3_moe", 4, {"expert": 2}, id="EP2 of four", marks=fast),
+    pytest.param("qwen3_moe", 4, {"expert": 4, "reduce": "call"}, id="EP4"),
+    pytest.param("qwen3_moe", 4, {"expert": 2, "replicas": 2}, id="EP2, two replicas"),
+    pytest.param("qwen3_moe", 4, {"expert": 2, **CONTEXT, **OFFLOADED}, id="EP2 beside CP2"),
+    pytest.param("qwen3_moe", 4, {"expert": 4, "context": 4}, id="EP4 over CP4"),
+    pytest.param(
+        "qwen3_moe", 2, {"expert": 2, "activation_checkpointing": True}, id="EP2, run again"
+    ),
+    pytest.param("qwen3_moe", 4, {"expert": 2, "reshard_after_forward": False}, id="EP2, kept"),
     pytest.param("qwen3", 2, CONTEXT, id="CP2", marks=fast),
     pytest.param("qwen3", 2, {**CONTEXT, "cp_layout": "contiguous"}, id="CP2, contiguous"),
     pytest.param("qwen3", 4, {"context": 4}, id="CP4"),

@@ -18,6 +18,7 @@ fast = pytest.mark.fast
 LAST, HEAD = {"allow": ["*.layers.1.*"]}, {"allow": ["lm_head.weight"]}
 FIRST = {"allow": ["*.layers.0.*", "*.embed_tokens.*"]}
 MIXED = {"deny": ["*.q_proj.*", "*.down_proj.*", "*norm*"]}
+EXPERTS, DEEP = {"allow": ["*.experts.*"]}, {"allow": ["*.layers.1.mlp.experts.*"]}
 AGAIN = {"activation_checkpointing": True}
 CASES = [
     pytest.param("qwen3", 2, {}, MIXED, id="mixed", marks=fast),
@@ -30,6 +31,11 @@ CASES = [
     pytest.param("qwen3", 2, {"context": 2}, LAST, id="CP2"),
     pytest.param("llama", 2, {}, {"deny": ["lm_head.weight"]}, id="tied"),
     pytest.param("qwen3_moe", 2, {}, {"allow": ["*.mlp.gate.*"]}, id="routers"),
+    pytest.param("qwen3_moe", 2, {"expert": 2}, {"allow": ["*.mlp.gate.*"]}, id="EP2, routers"),
+    pytest.param("qwen3_moe", 4, {"expert": 2}, {"deny": ["*.experts.*"]}, id="EP2, no experts"),
+    pytest.param("qwen3_moe", 2, {"expert": 2}, EXPERTS, id="EP2, experts", marks=fast),
+    pytest.param("qwen3_moe", 2, {"expert": 2, **AGAIN}, EXPERTS, id="EP2, experts, run again"),
+    pytest.param("qwen3_moe", 2, {"expert": 2}, DEEP, id="EP2, experts of the last layer"),
     pytest.param("qwen3_moe", 4, {"tensor": 2}, {"deny": ["*.experts.*"]}, id="TP2, no experts"),
 ]
 

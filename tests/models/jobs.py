@@ -16,10 +16,12 @@ from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import Delta, Engine, PauseMode, create_engine
 from services.trainer.backend import Row, TrainingBackend
 from services.trainer.backends import recurrent, sparse
-from services.trainer.backends.fsdp import families, tensor_parallel
+from services.trainer.backends.fsdp import expert_parallel, families, tensor_parallel
+from services.trainer.backends.fsdp.expert_parallel import is_spread
 from services.trainer.backends.fsdp.model import ShardedModel
 from services.trainer.backends.fsdp.tensor_parallel import TensorRanks
 from services.trainer.rank.publisher import RankPublisher
+from sluice.algo.collectives import exchange_rows
 from sluice.algo.key_choice import choose_keys
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.weights.checkpoint import companion_files
@@ -45,7 +47,7 @@ def prove(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Log-probs and gradients of a batch, steps, then what is published and its log-probs.
 
     let_in: a family that is refused, to see what would come of it. left_out: a sum over tensor
-    ranks, or what sparse attention or recurrent layers do, likewise.
+    ranks, an exchange of expert ranks, or what sparse attention or recurrent layers do, likewise.
     """
     with pytest.MonkeyPatch.context() as patch:
         if name := arguments.get("let_in"):
@@ -95,6 +97,18 @@ def publish_computed(rank: int, world: int, arguments: dict[str, Any]) -> dict[s
     return {}
 
 
+def one_way(rows: torch.Tensor, ranks: Any, *, sent: list[int], taken: list[int]) -> torch.Tensor:
+    """What `exchange_rows` returns, of which no gradient goes back to where a token came from."""
+    found = exchange_rows(rows.detach(), ranks, sent=sent, taken=taken)
+    return found.requires_grad_(torch.is_grad_enabled())
+
+
+def of_first_experts(sharded: ShardedModel, tensor: torch.Tensor) -> bool:
+    """What `is_counted` would be if expert ranks had the same."""
+    assert sharded.experts is not None
+    return not is_spread(tensor) or sharded.experts.collectives.rank == 0
+
+
 LEFT_OUT: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a key": (sparse, "choose_keys", one_key_less),
     "the choice": (sparse, "_choose", lambda *_, **__: ()),
@@ -102,6 +116,8 @@ LEFT_OUT: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "heads": (tensor_parallel, "_sum_gradients", lambda *_: None),
     "told": (tensor_parallel, "_behind_cuts", lambda *_: {}),
     "vocabulary": (TensorRanks, "spread", lambda _, whole: whole),
+    "way back": (expert_parallel, "exchange_rows", one_way),
+    "norm of experts": (ShardedModel, "is_counted", of_first_experts),
     "norm": (ShardedModel, "is_counted", lambda *_: True),
 }
 

@@ -112,6 +112,8 @@ def test_a_family_on_fsdp(name: str, pool: Pool, known: Known, tmp_path: Path) -
         pytest.param(2, {"activation_checkpointing": True}, id="recomputed"),
         pytest.param(2, {"tensor": 2}, id="TP2"),
         pytest.param(2, {"context": 2}, id="CP2"),
+        pytest.param(2, {"expert": 2}, id="EP2", marks=fast),
+        pytest.param(4, {"expert": 2, "activation_checkpointing": True}, id="EP2, recomputed"),
         pytest.param(2, {"reduce": "call", "reshard_after_forward": False}, id="kept"),
     ],
 )

@@ -123,8 +123,8 @@ def reference(model: Model, out: Path) -> Run:
     return Run(before, published, backend.compute_logprobs([rows], model="policy", temperature=1.0))
 
 
-def fsdp(model: Model, out: Path, ranks: Pool) -> Run:
-    ranks.run("prove", 2, model=str(model.directory), out=str(out), fsdp={}, steps=1)
+def fsdp(model: Model, out: Path, ranks: Pool, layout: dict[str, Any]) -> Run:
+    ranks.run("prove", 2, model=str(model.directory), out=str(out), fsdp=layout, steps=1)
     published: Tensors = {}
     for path in (out / "published").glob("*.safetensors"):
         published |= load_file(path)
@@ -154,9 +154,12 @@ def test_the_reference_backend(stored: Stored, model: Model, tmp_path: Path) -> 
     check_run(reference(model, tmp_path / "out"), stored, model, tmp_path, "reference")
 
 
-def test_parts_of_a_rank(stored: Stored, model: Model, tmp_path: Path, cut_ranks: Pool) -> None:
+@pytest.mark.parametrize("layout", [{}, {"expert": 2}])
+def test_parts_of_a_rank(
+    stored: Stored, model: Model, tmp_path: Path, cut_ranks: Pool, layout: dict[str, Any]
+) -> None:
     """No part of a tensor has the shape of the whole."""
-    check_run(fsdp(model, tmp_path, cut_ranks), stored, model, tmp_path, "fsdp")
+    check_run(fsdp(model, tmp_path, cut_ranks, layout), stored, model, tmp_path, "fsdp")
 
 
 @pytest.mark.parametrize("layout", [{"expert": 2}, {"tensor": 2, "sequence_parallel": True}])

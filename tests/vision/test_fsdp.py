@@ -52,6 +52,7 @@ CASES = [
     pytest.param("qwen3_vl_moe", 1, {}, id="MoE, one rank"),
     pytest.param("qwen3_vl_moe", 2, {}, id="MoE, two ranks", marks=fast),
     pytest.param("qwen3_vl_moe", 4, {"activation_checkpointing": True}, id="MoE, four, run again"),
+    pytest.param("qwen3_vl_moe", 2, {"expert": 2}, id="MoE, EP2"),
     pytest.param("qwen2_5_vl", 1, {}, id="2.5, one rank"),
     pytest.param("qwen2_5_vl", 2, {}, id="2.5, two ranks", marks=fast),
     pytest.param("qwen2_5_vl", 4, {"activation_checkpointing": True}, id="2.5, four, run again"),
@@ -60,6 +61,7 @@ CASES = [
     pytest.param("qwen3_5", 4, {"activation_checkpointing": True}, id="3.5, four, run again"),
     pytest.param("qwen3_5_moe", 1, {}, id="3.5-MoE, one rank"),
     pytest.param("qwen3_5_moe", 2, {"activation_checkpointing": True}, id="3.5-MoE, two ranks"),
+    pytest.param("qwen3_5_moe", 4, {"expert": 2}, id="3.5-MoE, EP2"),
 ]
 
 

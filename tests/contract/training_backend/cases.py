@@ -110,7 +110,7 @@ def build_model(directory: Path, family: str, seed: int = 0, **settings: Any) ->
         module = GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**{**sizes, **LATENT, **INDEXED}))
     else:
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        module = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
+        module = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**experts, **sizes}))
     with torch.no_grad():  # transformers starts the padding token at zero
         module.get_input_embeddings().weight[PAD].normal_(std=0.2)
     module.save_pretrained(directory)

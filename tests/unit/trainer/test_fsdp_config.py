@@ -48,6 +48,12 @@ def model(tmp_path: Path) -> Path:
             "replicas is not for tensor above 1",
         ),
         (
+            {"backend": "fsdp", "fsdp": {"expert": 2, "tensor": 2}},
+            "expert is not for tensor above 1",
+        ),
+        ({"backend": "fsdp", "fsdp": {"expert": 2}}, "fsdp.expert has no effect on .*experts"),
+        ({"backend": "reference", "fsdp": {"expert": 2}}, "fsdp has no effect"),
+        (
             {"backend": "fsdp", "fsdp": {"activation_offload": True}},
             "of what activation_checkpointing keeps",
         ),
@@ -61,6 +67,34 @@ def model(tmp_path: Path) -> Path:
 def test_what_has_no_effect_is_refused(model: Path, settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ValidationError, match=named):
         TrainerConfig(model=str(model), store=model, **settings)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "qwen3_moe", "num_experts": 6},
+        {"model_type": "mixtral", "num_local_experts": 6},
+        {"model_type": "deepseek_v3", "n_routed_experts": 6},
+        {"model_type": "kimi_k2", "n_routed_experts": 6},
+        {"model_type": "ernie4_5_moe", "moe_num_experts": 6},
+        {"model_type": "qwen3_5_moe", "text_config": {"num_experts": 6}},
+    ],
+)
+def test_expert_ranks_have_as_many_experts_each(model: Path, config: dict[str, Any]) -> None:
+    (model / "config.json").write_text(json.dumps(config))
+
+    def settings(expert: int) -> TrainerConfig:
+        fsdp = {"expert": expert}
+        return TrainerConfig(model=str(model), store=model, backend="fsdp", fsdp=fsdp)
+
+    assert settings(3).fsdp.expert == 3
+    with pytest.raises(ValidationError, match=r"fsdp\.expert 4 does not divide the 6 experts"):
+        settings(4)
+
+
+def test_experts_of_an_unproven_family_are_counted_when_it_is_loaded(model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
+    assert TrainerConfig(model=str(model), store=model, backend="fsdp", fsdp={"expert": 4})
 
 
 def test_rows_share_prompts_where_attention_knows_no_window(model: Path) -> None:

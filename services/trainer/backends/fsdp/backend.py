@@ -28,6 +28,7 @@ from services.trainer.backend import (
 from services.trainer.backends import lora
 from services.trainer.backends.fsdp import checkpoint
 from services.trainer.backends.fsdp.context import create_context, pack_context
+from services.trainer.backends.fsdp.expert_parallel import check_spread, create_experts
 from services.trainer.backends.fsdp.export import Export
 from services.trainer.backends.fsdp.model import Asked, ShardedModel, load_model
 from services.trainer.backends.fsdp.optimizer import ShardedOptimizer, local_part
@@ -95,8 +96,11 @@ class FsdpBackend(TrainingBackend):
             own = self._cut_over[TENSOR]
             self._tensor = TensorRanks(own, create_collectives(own.get_group(), check))
         self._context = create_context(mesh, config.ranks.check_timeout, timeout)
+        self._experts = create_experts(mesh, self._device.type, timeout, config.fsdp, check)
         self._writers = dist.new_group(backend="gloo", timeout=timeout)  # of checkpoints
         self._policy = self._load(config.model, head=config.head)
+        if self._experts is not None:
+            check_spread(self._policy.model)
         if (simulated := config.publish.simulated) is not None:
             simulate_experts(self._policy.model, simulated, read=unsharded)
         self._reference: ShardedModel | None = None
@@ -206,6 +210,8 @@ class FsdpBackend(TrainingBackend):
             self._tensor.collectives.end_step()
         if self._context is not None:
             self._context.end_step()
+        if self._experts is not None:
+            self._experts.collectives.end_step()
         optimizer = self._optimizer
         if isinstance(optimizer, lora.AdapterTraining):
             return optimizer.step(normalizer, rate, optim)
@@ -284,6 +290,7 @@ class FsdpBackend(TrainingBackend):
             path,
             self._cut_over,
             self._tensor,
+            self._experts,
             self._device,
             self._config.fsdp,
             head=head,

@@ -24,6 +24,8 @@ class FsdpConfig(Config):
     unproven: also a family that `families` does not list.
     replicas: copies of the model, each cut over neighbouring ranks, such as those of a node.
     Weights are gathered within a copy, and gradients summed over all of them.
+    expert: ranks, neighbours, that have each a part of the experts of every layer, whole; tokens
+    travel to them. What it leaves over of the data ranks cuts them further.
     context: ranks that share every row; what it leaves over of the world is data parallelism.
     cp_layout: zigzag gives rank r chunks r and 2*size-1-r of every row, which evens out causal
     attention; contiguous cuts the whole pack into equal runs.
@@ -38,6 +40,7 @@ class FsdpConfig(Config):
     reduce: Literal["micro_batch", "call"] = "micro_batch"
     unproven: bool = False
     replicas: int = Field(1, ge=1)
+    expert: int = Field(1, ge=1)
     context: int = Field(1, ge=1)
     cp_layout: Literal["zigzag", "contiguous"] = "zigzag"
 
@@ -47,6 +50,8 @@ class FsdpConfig(Config):
             raise ValueError("cp_layout has no effect with context 1; leave it out")
         if self.replicas > 1 and self.tensor > 1:
             raise ValueError("replicas is not for tensor above 1")
+        if self.expert > 1 and self.tensor > 1:
+            raise ValueError("expert is not for tensor above 1")
         if self.activation_offload and not self.activation_checkpointing:
             raise ValueError("activation_offload is of what activation_checkpointing keeps: set it")
         return self

@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from services.trainer.backends.fsdp.exchange import gather_rows, join_parts
+from services.trainer.backends.fsdp.expert_parallel import EXPERT, SHARD, is_spread
 from services.trainer.backends.fsdp.model import ShardedModel
 from services.trainer.backends.fsdp.optimizer import local_part
 from services.trainer.backends.fsdp.tensor_parallel import (
     DATA,
     TENSOR,
+    TensorCut,
     replica_of,
     tensor_cut,
 )
@@ -123,7 +124,7 @@ class Export:
         if replica_of(self.sharded.mesh):
             return None
         part = read(name, tensor).to(self._dtype_of(tensor))
-        whole = _gather(part, self.owners[name], self.sharded.mesh)
+        whole = _gather(part, self.owners[name], self.sharded)
         if whole is None:
             return None
         made: dict[str, torch.Tensor] = revert_weight_conversion(self.sharded.model, {name: whole})
@@ -150,26 +151,30 @@ class Export:
             )
 
 
-def _gather(tensor: torch.Tensor, owner: int, mesh: DeviceMesh) -> torch.Tensor | None:
+def _gather(tensor: torch.Tensor, owner: int, sharded: ShardedModel) -> torch.Tensor | None:
     """The whole tensor on its owner, None elsewhere. What every rank holds needs no exchange.
 
     First over data ranks, each on the one that stands where the owner does, then over its tensor
-    ranks, which takes the tensor once more.
+    ranks, which takes the tensor once more. Of experts: over those that share some, then over all.
     """
     mine = dist.get_rank() == owner
     if not isinstance(tensor, DTensor):
         return tensor if mine else None
-    tensor_size = mesh[TENSOR].size()
-    data, place = divmod(owner, tensor_size)
-    cut = tensor_cut(tensor)
-    if cut is None and mesh.get_local_rank(TENSOR) != place:
+    mesh, experts = sharded.mesh, sharded.experts
+    over, within, cut = mesh.get_group(DATA), mesh.get_group(TENSOR), tensor_cut(tensor)
+    if is_spread(tensor):
+        assert experts is not None
+        over, within = experts.mesh.get_group(SHARD), experts.mesh.get_group(EXPERT)
+        cut = TensorCut(dim=0, matrices=1)
+    data, place = divmod(owner, within.size())
+    if cut is None and within.rank() != place:
         return None
-    rows = tensor.shape[0] // (tensor_size if cut is not None and cut.dim == 0 else 1)
+    rows = tensor.shape[0] // (within.size() if cut is not None and cut.dim == 0 else 1)
     local = local_part(tensor).to(mesh.device_type)  # with cpu_offload it is on the host
-    part = gather_rows(local, rows, data, mesh.get_group(DATA))
+    part = gather_rows(local, rows, data, over)
     if part is None or cut is None:
         return part
-    parts = _gather_parts(part, place, mesh.get_group(TENSOR))
+    parts = _gather_parts(part, place, within)
     return None if parts is None else join_parts(parts, cut)
 
 

@@ -95,7 +95,7 @@ REFUSED: dict[str, str] = {
 }
 MEASURED_ROPE = {"dynamic", "longrope"}
 LEARNED_POSITIONS = {"gpt2": ("n_positions", 1024), "opt": ("max_position_embeddings", 2048)}
-
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 NO_PLAN = "transformers ships no plan to cut its layers by"
 SEES = "it reads images, by a tower that is not cut over tensor ranks"
@@ -148,6 +148,18 @@ def check_tensor(model_type: str) -> None:
             f"model_type {model_type} cannot be trained with fsdp.tensor above 1: "
             f"{TENSOR_REFUSED[model_type]}"
         )
+
+
+def expert_count(config: Mapping[str, Any]) -> int | None:
+    """Return how many experts a layer has, by what config.json holds; 0 where it has none.
+
+    None of unproven families, and where it is not the same of all layers.
+    """
+    if known_type(config.get("model_type", "")) not in FAMILIES:
+        return None
+    text = config.get("text_config") or config  # of a model that sees
+    count = next((text[key] for key in EXPERT_COUNTS if text.get(key)), 0)
+    return count if isinstance(count, int) else None
 
 
 def check_context(config: Mapping[str, Any]) -> None:

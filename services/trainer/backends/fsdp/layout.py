@@ -16,6 +16,11 @@ def mesh_of(config: FsdpConfig, rank: int, world_size: int) -> Mesh:
             f"{world_size} ranks do not divide into fsdp.tensor {config.tensor} x fsdp.context "
             f"{config.context}"
         )
+    if world_size // config.replicas % config.expert:
+        raise LayoutError(
+            f"{world_size} ranks do not divide into fsdp.replicas {config.replicas} x fsdp.expert "
+            f"{config.expert}"
+        )
     return Mesh(
         rank=rank,
         world_size=world_size,

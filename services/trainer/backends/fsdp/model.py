@@ -36,6 +36,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from services.trainer.backends.fsdp.config import FsdpConfig
 from services.trainer.backends.fsdp.context import CONTEXT_IMPLEMENTATION, ContextLayout
+from services.trainer.backends.fsdp.expert_parallel import ExpertRanks, cut_experts
 from services.trainer.backends.fsdp.families import (
     UnknownFamilyError,
     check_context,
@@ -212,6 +213,7 @@ class ShardedModel:
 
     root: Any  # PolicyRoot and FSDPModule
     mesh: DeviceMesh  # of data and tensor ranks, and of replicas where there are several
+    experts: ExpertRanks | None  # that have whole experts each, of a model that is cut so
     shares_prompts: bool
 
     @property
@@ -259,6 +261,7 @@ def load_model(
     path: str,
     mesh: DeviceMesh,
     tensor: TensorRanks | None,
+    experts: ExpertRanks | None,
     device: torch.device,
     settings: FsdpConfig,
     *,
@@ -270,7 +273,7 @@ def load_model(
     """Read this rank's part of a HF checkpoint directory; collective.
 
     mesh: of the dimensions data and tensor, and replica where there are several; `tensor`: over the
-    second, where it has more than one.
+    second, where it has more than one. `experts`: over which ranks' groups those are spread.
     head value: one `score` a token, of the names in transformers' token classifiers; zero where
     the directory, a language model's, has none. longest: tokens that a row may have; None where
     nothing bounds them. All parameters take gradients, which may be changed until the first pass.
@@ -285,7 +288,8 @@ def load_model(
     check_lengths(config.to_dict(), longest)
     if settings.activation_checkpointing and (found := _dropout(config)):
         raise ValueError(f"fsdp.activation_checkpointing with {found} above 0 in config.json")
-    cut = _Cut(mesh=mesh, tensor=tensor, settings=settings, float32_head=float32_head)
+    over: Any = {"mesh": mesh, "tensor": tensor, "experts": experts}
+    cut = _Cut(**over, settings=settings, float32_head=float32_head)
     sees = config.model_type in vision.FAMILIES
     with_shards()
     kind = _distributed_class(config, head, cut, device)
@@ -320,7 +324,9 @@ def load_model(
     choose_by_rows(model)
     if settings.activation_checkpointing:
         _checkpoint_layers(model, offload=settings.activation_offload)
-    return ShardedModel(root=cut.root, mesh=mesh, shares_prompts=layout == "shared")
+    return ShardedModel(
+        root=cut.root, mesh=mesh, experts=experts, shares_prompts=layout == "shared"
+    )
 
 
 def _choose(
@@ -348,6 +354,7 @@ class _Cut:
 
     mesh: DeviceMesh
     tensor: TensorRanks | None
+    experts: ExpertRanks | None
     settings: FsdpConfig
     float32_head: bool
     root: PolicyRoot | None = None
@@ -356,6 +363,7 @@ class _Cut:
         if self.tensor is not None:
             cut_layers(model, self.tensor.mesh)
             check_rows(model, self.mesh[DATA].size())
+        spread = [] if self.experts is None else cut_experts(model, self.experts)
         model.tie_weights()  # now, so that a tied tensor is cut once
         self.root = root = PolicyRoot(model, self.tensor, float32_head=self.float32_head)
         if self.settings.context > 1 and any(recurrent_layers(model)):
@@ -366,7 +374,7 @@ class _Cut:
         layers = list(_layers(model))
         if not layers:
             raise ValueError(f"model_type {model.config.model_type} has no layers to cut it by")
-        _check_experts(model, self.mesh[DATA].size())
+        _check_experts(model, self.mesh[DATA].size() // self.settings.expert)
         check_joined(model, self.mesh[DATA].size())
         offload = CPUOffloadPolicy() if self.settings.cpu_offload else OffloadPolicy()
         narrow, wide = self._precision(), MixedPrecisionPolicy()
@@ -379,9 +387,13 @@ class _Cut:
             fully_shard(model.score, mp_policy=wide, **options)
         tower = getattr(model.base_model, "visual", None)
         blocks = set() if tower is None else {*_layers(tower)}
+        as_given = replace(narrow, cast_forward_inputs=False)
+        for experts in spread:  # weights of the router, which they are given, may be wider
+            assert self.experts is not None
+            options_here = {**options, "mesh": self.experts.cut_over}
+            fully_shard(experts, mp_policy=as_given, **options_here)
         for layer in layers:
             # angles of a tower's blocks stay float32, as its rotation is
-            as_given = replace(narrow, cast_forward_inputs=False)
             fully_shard(layer, mp_policy=as_given if layer in blocks else narrow, **options)
         if tower is not None:
             fully_shard(tower, mp_policy=narrow, **options)
@@ -402,15 +414,19 @@ class _Cut:
 
 
 def _check_experts(model: torch.nn.Module, size: int) -> None:
-    """Raises ValueError where a rank would have no expert, which transformers cannot load."""
+    """Raises ValueError where a rank would have no expert, which transformers cannot load.
+
+    size: ranks that share those of a layer, or the part of them that expert ranks have.
+    """
     for name, parameter in model.named_parameters():
         if parameter.ndim != 3 or ".experts." not in name:
             continue
-        count = parameter.shape[0]
+        count = len(unsharded(parameter))
         if -(-count // size) * (size - 1) >= count:
+            of = f", {count} on an expert rank" if count < len(parameter) else ""
             raise ValueError(
-                f"{name} has {count} experts, of which one of {size} ranks would have none: take "
-                "fewer ranks, or fsdp.replicas of as many"
+                f"{name} has {len(parameter)} experts{of}, of which one of {size} ranks would have "
+                "none: take fewer ranks, or fsdp.replicas of as many"
             )
 
 

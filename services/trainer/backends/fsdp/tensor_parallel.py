@@ -6,6 +6,7 @@ have equal parts, and the weights that are whole on all ranks and see a part of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,7 +51,14 @@ def create_mesh(ranks: Mesh, device_type: str, timeout: timedelta, replicas: int
         return init_device_mesh(device_type, shape, mesh_dim_names=names)
     if replicas > 1:
         names, shape = (REPLICA, *names), (replicas, shape[0] // replicas, shape[1])
-    places = torch.arange(ranks.world_size).view(shape)
+    return mesh_of_groups(names, shape, device_type, timeout)
+
+
+def mesh_of_groups(
+    names: tuple[str, ...], shape: tuple[int, ...], device_type: str, timeout: timedelta
+) -> DeviceMesh:
+    """Make a mesh of all ranks, with groups of its own; collective over all of them."""
+    places = torch.arange(math.prod(shape)).view(shape)
     groups = []
     for dim, size in enumerate(shape):
         lines = places.movedim(dim, -1).reshape(-1, size).tolist()

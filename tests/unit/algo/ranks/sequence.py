@@ -11,6 +11,7 @@ from sluice.algo.collectives import (
     CollectiveMismatchError,
     Collectives,
     create_collectives,
+    exchange_rows,
     gather_tokens,
 )
 from sluice.algo.layout import SequenceLayout
@@ -34,6 +35,26 @@ def check_same_collectives_with_and_without_tokens(context):
     collectives.end_step()
     if held:  # as often as ranks read it, and once more where all compute the same of it
         assert values.grad.sum() == (WORLD + 1) * layout.local_length
+
+
+def check_rows_go_where_they_are_sent_and_gradients_come_back(context):
+    """Rank r sends r + s rows to rank s but for rank 3, which sends none, and to 2 none comes."""
+    collectives = create_collectives(context.world.group, TIMEOUT)
+    counts = torch.arange(WORLD)[:, None] + torch.arange(WORLD)
+    counts[3], counts[:, 2] = 0, 0
+    sent, taken = counts[collectives.rank].tolist(), counts[:, collectives.rank].tolist()
+    label = [100 * collectives.rank + to for to, count in enumerate(sent) for _ in range(count)]
+    rows = torch.tensor(label, dtype=torch.float32)[:, None].repeat(1, 3).requires_grad_()
+    found = exchange_rows(rows, collectives, sent=sent, taken=taken)
+    came = [100 * at + collectives.rank for at, count in enumerate(taken) for _ in range(count)]
+    assert found[:, 0].tolist() == came
+    (found * (1 + collectives.rank)).sum().backward()
+    collectives.end_step()
+    back = [1 + to for to, count in enumerate(sent) for _ in range(count)]
+    assert rows.grad[:, 2].tolist() == back
+    narrow = collectives.all_to_all(rows.detach().bfloat16(), sent=sent, taken=taken)
+    assert narrow.dtype == torch.bfloat16
+    assert torch.equal(narrow, found.detach().bfloat16())
 
 
 @dataclass
