@@ -1,6 +1,7 @@
 """Resident memory of trainer ranks: load, two steps, a checkpoint, a publication.
 
-`python -m benchmarks.models [--ranks 1 2 4] [--backends fsdp megatron] [--expert 1] [--experts 8]`
+`python -m benchmarks.models [--ranks 1 2 4] [--backends fsdp megatron] [--expert 1] [--experts 8]
+[--optimizer muon]`
 
 A random Qwen3-MoE of 59 million parameters, 8 experts a layer, in float32. Each rank is a process
 of its own; what it held before the model was loaded (imports, process groups) is subtracted. A peak
@@ -107,7 +108,7 @@ def rank_main(flags: argparse.Namespace) -> int:
         "store": flags.folder,
         "backend": flags.backend,
         flags.backend: options,
-        "optim": {"learning_rate": 1e-4},
+        "optim": {"kind": flags.optimizer, "learning_rate": 1e-4},
         "durable": False,
     }
     config = parse_config(TrainerConfig, values)
@@ -215,12 +216,13 @@ def draw_rows(rank: int) -> list[Any]:
     ]
 
 
-def measure(backend: str, world: int, model: Path, expert: int) -> dict[str, int]:
+def measure(backend: str, world: int, model: Path, expert: int, optimizer: str) -> dict[str, int]:
     """Start the ranks; the most of each over them."""
     with tempfile.TemporaryDirectory(prefix="sluice-models-") as folder:
         command = [sys.executable, "-m", "benchmarks.models", "--model", str(model)]
         command += ["--backend", backend, "--world", str(world), "--folder", folder]
         command += ["--expert", str(expert)]
+        command += ["--optimizer", optimizer]
         environment = {**os.environ, **RANK_ENVIRONMENT}
         ranks = [
             subprocess.Popen(
@@ -246,6 +248,7 @@ def main() -> int:
     parser.add_argument("--backends", nargs="+", default=["fsdp", "megatron"])
     parser.add_argument("--expert", type=int, default=1)
     parser.add_argument("--experts", type=int, default=SIZES["num_experts"])
+    parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
     for name, kind in {"rank": int, "world": int, "backend": str}.items():
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     for name in ("model", "folder"):
@@ -259,7 +262,9 @@ def main() -> int:
         found: dict[tuple[str, int], dict[str, int]] = {}
         for backend in flags.backends:
             for world in flags.ranks:
-                each = found[backend, world] = measure(backend, world, model, flags.expert)
+                each = found[backend, world] = measure(
+                    backend, world, model, flags.expert, flags.optimizer
+                )
                 parts = [f"{n}={each[n] / count:.1f}" for n in PARTS if n in each]
                 print(
                     f"{backend} ranks={world} {' '.join(parts)} (bytes per parameter)", flush=True

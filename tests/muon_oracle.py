@@ -12,7 +12,8 @@ import torch
 from tests.contract.training_backend.cases import Oracle
 
 Matrix = npt.NDArray[np.float64]
-ENDS = ("embed_tokens", "lm_head", "score")
+OTHERS = ("embed", "lm_head", "score", "wte", "wpe", "conv1d", "bias", "A_log")  # by their names
+MERGED = ("gpt_oss", "granitemoe")  # whose checkpoints have gate and up of an expert in one
 
 
 def newton_schulz(matrix: Matrix, steps: int) -> Matrix:
@@ -25,13 +26,14 @@ def newton_schulz(matrix: Matrix, steps: int) -> Matrix:
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
-def matrices_in(name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def matrices_in(name: str, tensor: torch.Tensor, family: str) -> Iterator[torch.Tensor]:
     """Those that the checkpoint has: of each expert its gate, its up and its down projection."""
     if tensor.ndim == 2:
         yield tensor
         return
     for expert in tensor:
-        yield from expert.chunk(2) if name.endswith("gate_up_proj") else (expert,)
+        are_two = name.endswith("gate_up_proj") and family not in MERGED
+        yield from expert.chunk(2) if are_two else (expert,)
 
 
 @dataclass
@@ -45,13 +47,17 @@ class MuonOracle(Oracle):
         self.hidden = {
             name: p
             for name, p in named.items()
-            if p.ndim > 1 and p.requires_grad and not any(end in name for end in ENDS)
+            if p.ndim > 1 and p.requires_grad and not any(other in name for other in OTHERS)
         }
-        rest = [p for name, p in named.items() if p.requires_grad and name not in self.hidden]
+        rest = {n: p for n, p in named.items() if p.requires_grad and n not in self.hidden}
+        decaying = {name for name, p in rest.items() if p.ndim > 1 and not name.endswith("bias")}
         self.adam = torch.optim.AdamW(
             [
-                {"params": [p for p in rest if p.ndim > 1]},
-                {"params": [p for p in rest if p.ndim == 1], "weight_decay": 0.0},
+                {"params": [p for name, p in rest.items() if name in decaying]},
+                {
+                    "params": [p for name, p in rest.items() if name not in decaying],
+                    "weight_decay": 0.0,
+                },
             ],
             lr=self.optim.learning_rate,
             betas=self.optim.betas,
@@ -67,10 +73,11 @@ class MuonOracle(Oracle):
         for name, parameter in self.hidden.items():
             gradient = parameter.grad
             assert gradient is not None
-            pairs = zip(
-                matrices_in(name, parameter.detach()), matrices_in(name, gradient), strict=True
+            both = (
+                matrices_in(name, tensor, self.model.config.model_type)
+                for tensor in (parameter.detach(), gradient)
             )
-            for number, (weight, slope) in enumerate(pairs):
+            for number, (weight, slope) in enumerate(zip(*both, strict=True)):
                 weight.copy_(self._stepped((name, number), weight, slope))
         return float(norm)
 

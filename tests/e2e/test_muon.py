@@ -62,3 +62,23 @@ def test_a_killed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
         finally:
             stop_stack(stack)
     assert ends["killed"] == ends["straight"] != ""
+
+
+def test_settings_that_changed_are_told_and_the_other_kind_is_refused(tmp_path: Path) -> None:
+    """Of a run that goes on with a trainer that was started again."""
+    for steps, optim, told in (
+        (1, {"kind": "muon"}, ""),
+        (2, {"kind": "muon", "muon": {"momentum": 0.9}}, "optim.muon.momentum: 0.95, now 0.9"),
+        (3, {"kind": "adamw"}, "it was saved by a trainer with optim.kind muon: set it so"),
+    ):
+        trainer = trainer_of(tmp_path)
+        trainer["config"] |= {"backend": "reference", "ranks": {"count": 1}, "optim": optim}
+        del trainer["config"]["fsdp"]
+        stack = start_stack(tmp_path, trainer=trainer)
+        try:
+            run = stack.train("run", steps=steps, checkpoint_every=1, resume=steps > 1)
+            output, _ = run.process.communicate(timeout=PATIENCE)
+        finally:
+            stop_stack(stack)
+        assert told in output
+        assert (run.process.returncode == 0) == (optim["kind"] == "muon"), output

@@ -169,13 +169,13 @@ def on_copies(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any
 def gathered(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """How many whole matrices this rank is given in a step of Muon, and has at most at a time."""
     backend, proper = open_backend(rank, world, arguments), directions.gather_rows
-    given: list[weakref.ref[torch.UntypedStorage]] = []
+    given: list[weakref.ref[torch.Tensor]] = []  # gloo's threads let go of its memory later
     most = [0]
 
     def gather(*arguments: Any) -> torch.Tensor | None:
         whole = proper(*arguments)
         if whole is not None:
-            given.append(weakref.ref(whole.untyped_storage()))
+            given.append(weakref.ref(whole))
         most[0] = max(most[0], sum(each() is not None for each in given))
         return whole
 

@@ -16,6 +16,8 @@ from tests.fsdp.jobs import NORMALIZER, rows_of
 from tests.fsdp.oracle import STEPS, Tensors, as_stored_names, read_ranks
 from tests.fsdp.test_checkpoints import resume, save
 from tests.fsdp.test_critic import check_critic
+from tests.models.families import CASES as ALL
+from tests.models.families import Case, build
 from tests.muon_oracle import MuonOracle, TorchMuonOracle
 from tests.rank_pool import Pool
 
@@ -56,11 +58,19 @@ class Trained:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._added: dict[str, Model] = {}
         self.model = cache(self._model)
         self.expected = cache(self._expected)
 
     def _model(self, family: str) -> Model:
-        return build_model(self._root / family, family)
+        return self._added.get(family) or build_model(self._root / family, family)
+
+    def add(self, case: Case) -> str:
+        """Build a model of `tests.models`; its name here."""
+        name = f"{case.name} of all"
+        if name not in self._added:
+            self._added[name] = build(case, self._root / name)
+        return name
 
     def _expected(
         self, family: str, kind: type[Oracle], steps: int = STEPS
@@ -102,6 +112,53 @@ def test_five_steps_are_those_of_one_process(
     assert farthest(model, weights, expected) < 5e-4
     _, others = trained.expected(family, Oracle)
     assert farthest(model, weights, others) > 0.2, "steps of AdamW are not told apart"
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "fsdp"),
+    [
+        pytest.param("gpt2", 2, {}, id="stored [in, out]"),
+        pytest.param("gpt_oss", 2, {}, id="experts stored [in, out]"),
+        pytest.param("granitemoe", 2, {}, id="gate and up stored in one"),
+        pytest.param("qwen2_moe", 4, {}, id="fewer rows than ranks", marks=fast),
+        pytest.param("qwen2_moe", 4, {"tensor": 2}, id="whole on tensor ranks"),
+        pytest.param("qwen3_5_moe_text", 2, {}, id="recurrent"),
+        pytest.param("qwen3_next", 4, {"tensor": 2}, id="recurrent, TP2 x DP2"),
+        pytest.param("jamba", 2, {}, id="decays with two dimensions"),
+        pytest.param("qwen2_moe", 4, {"expert": 2}, id="EP2 x DP2"),
+        pytest.param("mixtral", 4, {"expert": 2, "replicas": 2}, id="EP2, two replicas"),
+        pytest.param("phi3", 2, {"tensor": 2}, id="queries, keys and values in one"),
+        pytest.param("mixtral", 4, {"replicas": 2}, id="two replicas"),
+    ],
+)
+def test_other_families_step_alike(
+    pool: Pool, trained: Trained, tmp_path: Path, family: str, world: int, fsdp: Any
+) -> None:
+    name = trained.add(next(case for case in ALL if case.model_type == family))
+    model = trained.model(name)
+    _, expected = trained.expected(name, MuonOracle, 2)
+    arguments = {"model": str(model.directory), "out": str(tmp_path), "trainer": TRAINER}
+    pool.run("parity", world, fsdp=fsdp, steps=2, **arguments)
+    assert farthest(model, read_ranks(tmp_path, "weights"), expected) < 1e-3
+
+
+@pytest.mark.parametrize("layout", [{}, {"context": 2}])
+def test_masters_move_by_the_gradients_of_passes_in_bfloat16(
+    pool: Pool, trained: Trained, tmp_path: Path, layout: Any
+) -> None:
+    model = trained.model("qwen3")
+    arguments = {"model": str(model.directory), "out": str(tmp_path), "trainer": TRAINER}
+    fsdp = {"dtype": "bfloat16", **layout}
+    answers = pool.run("parity", 2, fsdp=fsdp, steps=1, **arguments)
+    norm = answers[0]["steps"][0]["grad_norm"]
+    clip = min(1.0, OPTIM["max_grad_norm"] / (norm + 1e-6)) / NORMALIZER
+    oracle = MuonOracle(model.load(), OptimConfig.model_validate(OPTIM))
+    gradients = read_ranks(tmp_path, "gradients")
+    expected = {
+        name: oracle._stepped((name, 0), parameter.detach(), gradients[name].float() * clip)
+        for name, parameter in oracle.hidden.items()
+    }
+    assert farthest(model, read_ranks(tmp_path, "weights"), expected) < 1e-3
 
 
 @pytest.mark.parametrize(

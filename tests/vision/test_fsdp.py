@@ -269,6 +269,30 @@ def check_parts(
         assert (alone[name] - tensor).abs().max() <= 0.05 * RATE * max(1, *moves.values()), name
 
 
+def test_muon_steps_matrices_of_a_part_by_its_own_rate(
+    cut_ranks: Pool, qwen3_vl: Model, tmp_path: Path
+) -> None:
+    """The first step adds a quarter of what it adds at four times the rate."""
+    before, added = original(qwen3_vl), []
+    for name, vision in (("alike", {}), ("apart", {"tower_learning_rate": RATE / 4})):
+        optim = {"kind": "muon", "learning_rate": RATE, "max_grad_norm": 0}
+        (tmp_path / name).mkdir()
+        cut_ranks.run(
+            "parts",
+            2,
+            model=str(qwen3_vl.directory),
+            out=str(tmp_path / name),
+            trainer={"vision": vision, "optim": optim},
+        )
+        after = read_ranks(tmp_path / name, "weights")
+        added.append({name: after[name] - before[name] for name in after})
+    alike, apart = added
+    for name, tensor in alike.items():
+        if tensor.ndim == 2 and tensor.any():
+            scale = 0.25 if part_of(name) == "tower" else 1.0
+            assert (apart[name] - scale * tensor).norm() < 1e-3 * tensor.norm(), name
+
+
 @fast
 def test_a_checkpoint_of_a_frozen_tower_has_no_moments_of_it(
     cut_ranks: Pool, qwen3_vl: Model, tmp_path: Path

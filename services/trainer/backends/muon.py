@@ -130,7 +130,8 @@ def hidden_matrices(model: Any, optim: OptimConfig) -> dict[str, Matrices]:
     """The parameters that Muon steps, by name: trained ones of hidden layers that are matrices.
 
     A matrix is what the HF checkpoint has a tensor of or, in one that has all experts, what each
-    expert has. None of them are embeddings, the output layer or head, convolutions and biases.
+    expert has. None of them are embeddings, the output layer or head, convolutions, biases and
+    what a recurrent layer's state decays by.
     Raises ValueError where no matrix is trained, or AdamW's own settings have no effect.
     """
     if optim.kind != "muon":
@@ -147,7 +148,9 @@ def hidden_matrices(model: Any, optim: OptimConfig) -> dict[str, Matrices]:
         if isinstance(module, _ConvNd):
             continue
         for name, parameter in module.named_parameters(module_name, recurse=False):
-            is_matrix = parameter.ndim in {2, 3} and not name.endswith("bias")
+            own = name.rpartition(".")[2]  # not so decays of a state, in Jamba's layers
+            is_matrix = own == "weight" if parameter.ndim == 2 else not own.endswith("bias")
+            is_matrix = is_matrix and parameter.ndim in {2, 3}
             if is_matrix and parameter.requires_grad and id(parameter) not in others:
                 found[name] = _matrices_of(model, name, parameter, module)
     if not found:

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.trainer.backend import Mesh
+from services.trainer.backends import muon
 from services.trainer.backends.muon import Matrices, hidden_matrices, orthogonal
 from services.trainer.backends.reference.backend import ReferenceBackend
 from services.trainer.backends.replica import FlatOptimizer
@@ -34,8 +35,8 @@ SHAPES = {"tall": (48, 16), "wide": (16, 48), "square": (32, 32), "row": (1, 32)
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_steps_are_those_of_torch(adjustment: Any, nesterov: bool) -> None:
     """Five, of matrices of every form, and of a stack beside its matrices one by one."""
-    muon = MuonConfig(adjustment=adjustment, nesterov=nesterov, momentum=0.9)
-    optim = MUON.model_copy(update={"muon": muon})
+    settings = MuonConfig(adjustment=adjustment, nesterov=nesterov, momentum=0.9)
+    optim = MUON.model_copy(update={"muon": settings})
     generator = torch.Generator().manual_seed(0)
     start = {n: torch.randn(shape, generator=generator) for n, shape in SHAPES.items()}
     start["stack"] = torch.randn(3, 2 * 24, 16, generator=generator)
@@ -50,7 +51,7 @@ def test_steps_are_those_of_torch(adjustment: Any, nesterov: bool) -> None:
         theirs.values(),
         lr=optim.learning_rate,
         weight_decay=optim.weight_decay,
-        momentum=muon.momentum,
+        momentum=settings.momentum,
         nesterov=nesterov,
         adjust_lr_fn=adjustment,
     )
@@ -79,6 +80,22 @@ def test_a_matrix_is_made_orthogonal_whatever_its_size_and_zero_stays_zero() -> 
     assert not orthogonal(torch.zeros(1, 8, 24), MuonConfig()).any()
 
 
+def test_many_matrices_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = torch.randn(5, 2 * 8, 24)
+    settings = MuonConfig(newton_schulz_dtype="float32")
+    whole = Matrices(8, 24).directions(stack, settings)
+    monkeypatch.setattr(muon, "MAX_NUMBERS", 3 * 8 * 24)
+    parts: list[int] = []
+
+    def counted(matrices: torch.Tensor, settings: MuonConfig) -> torch.Tensor:
+        parts.append(len(matrices))
+        return orthogonal(matrices, settings)
+
+    monkeypatch.setattr(muon, "orthogonal", counted)
+    torch.testing.assert_close(Matrices(8, 24).directions(stack, settings), whole)
+    assert parts == [3, 3, 3, 1]
+
+
 def layers_of(case: Case) -> tuple[Any, dict[str, Matrices]]:
     """A model without memory, and what Muon takes of it by the names of the first layers."""
     settings = {**SIZES, "tie_word_embeddings": False, **case.settings}
@@ -91,10 +108,10 @@ KNOWN = [case for case in CASES if case.model_type != "apertus"]  # computes as 
 
 
 @pytest.mark.parametrize("case", KNOWN, ids=lambda case: case.name)
-def test_matrices_are_all_but_ends_biases_and_convolutions(case: Case) -> None:
+def test_matrices_are_all_but_ends_biases_convolutions_and_decays(case: Case) -> None:
     """By name, as peers tell them: routers are matrices too, of every family."""
     model, found = layers_of(case)
-    others = re.compile(r"embed|lm_head|wte|wpe|bias$|conv1d|conv\.conv")
+    others = re.compile(r"embed|lm_head|wte|wpe|bias$|conv1d|conv\.conv|A_log")
     expected = {
         name for name, p in model.named_parameters() if p.ndim > 1 and not others.search(name)
     }
@@ -208,8 +225,8 @@ def test_matrices_alone_are_trained_and_their_checkpoint_resumes(
 def test_a_head_of_values_goes_by_adamw(qwen3: Model, tmp_path: Path) -> None:
     config = config_of(qwen3, tmp_path, head="value")
     backend = ReferenceBackend(config, Mesh(rank=0, world_size=1))
-    muon = backend._optimizer.muon
-    assert muon.parameters.keys() and not any("score" in name for name in muon.parameters)
+    matrices = backend._optimizer.muon.parameters
+    assert matrices and not any("score" in name for name in matrices)
     assert any("score" in name for name in backend._optimizer.parameters)
 
 
