@@ -275,6 +275,7 @@ verify: $(VENV)/.dev  ## the long version: three seeds, every algorithm, faults,
 	$(RUN) -m examples.demo --max-staleness 4 --run-dir runs/verify-staleness
 	$(MAKE) demo BACKEND=fsdp RANKS=2
 	$(MAKE) demo BACKEND=fsdp TP=2
+	$(MAKE) demo BACKEND=fsdp RANKS=2 OPTIMIZER=muon
 	$(MAKE) demo BACKEND=megatron TP=2
 	$(MAKE) demo ENGINE=sglang
 	for seed in 0 1 2; do $(RUN) -m examples.demo_vision --seed $$seed --run-dir runs/verify-vision-$$seed; done

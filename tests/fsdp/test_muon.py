@@ -36,6 +36,7 @@ CASES = [
     pytest.param("qwen3", 1, {}, id="one rank"),
     pytest.param("qwen3", 2, {}, id="two ranks", marks=fast),
     pytest.param("qwen3", 4, {}, id="four ranks"),
+    pytest.param("qwen3", 3, {}, id="three ranks, whose parts differ"),
     pytest.param("llama", 4, {}, id="tied, four ranks"),
     pytest.param("qwen3_moe", 2, {}, id="experts", marks=fast),
     pytest.param("qwen3_moe", 4, {}, id="experts, four ranks"),
