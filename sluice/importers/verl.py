@@ -31,6 +31,7 @@ _PROGRAM = re.compile(r"(?:-m\s+([\w.]*\.main_ppo|[\w.]*_async_main)|\bmain_ppo\
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 _NULL = ("null", "None", "~", "")
 _FSDP_SIZE = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
+_EXPERT = "actor_rollout_ref.actor.veomni.expert_parallel_size"
 
 
 async def import_verl(arguments: Sequence[str]) -> None:
@@ -325,7 +326,8 @@ def _warmup(into: Imported, name: str, steps: int) -> int:
 
 
 def _backend(facts: Mapping[str, Any]) -> str:
-    return "megatron" if facts["megatron"] else facts.get("strategy", "fsdp")
+    told: str = facts.get("engine") or facts.get("strategy", "fsdp")
+    return "megatron" if facts["megatron"] else told
 
 
 def _offloads(into: Imported, runs_again: bool) -> bool:
@@ -374,6 +376,11 @@ def _trainer(into: Imported) -> None:
             into.left.append(
                 f"{_FSDP_SIZE} {size}: does not divide the {count} ranks into fsdp.replicas"
             )
+        if (expert := facts.get("expert", 1)) > 1:
+            if count // fsdp.get("replicas", 1) % expert == 0:
+                fsdp["expert"] = expert
+            else:
+                into.left.append(f"{_EXPERT} {expert}: does not divide the ranks of a copy")
         trainer["fsdp"] = fsdp | ({"context": facts["context"]} if "context" in facts else {})
         return
     trainer.pop("fsdp", None)

@@ -17,10 +17,12 @@ from sluice.importers.shell import read_script_file
 from sluice.yaml_values import load_yaml
 
 COMMAND = "import-verl"
-OWN = re.compile(r"(?:one_step_off_|fully_async_|transfer_queue_)?ppo(?:_megatron)?_trainer")
-PARTS = (  # of verl's own defaults, besides those that begin with dp_ or megatron_
-    *("fsdp", "megatron", "rollout", "hf_model", "legacy_data", "profiler", "reward_manager"),
-    *("rollout_correction", "null", "None"),
+OWN = re.compile(
+    r"(?:one_step_off_|fully_async_|transfer_queue_)?ppo(?:_megatron|_veomni)?_trainer"
+)
+PARTS = (  # of verl's own defaults, besides those that begin with dp_, megatron_ or veomni_
+    *("fsdp", "megatron", "veomni", "rollout", "hf_model", "legacy_data", "profiler"),
+    *("reward_manager", "rollout_correction", "null", "None"),
 )
 DEPTH = 4  # of files whose defaults name one another
 _OPTIONS = {
@@ -113,7 +115,7 @@ def _take_default(entry: Any, place: Path, into: ConfigFile, depth: int) -> None
     into.is_megatron |= any("megatron" in name for name in names)
     for name in names:
         beside = place.parent / f"{name.removesuffix('.yaml')}.yaml"
-        if OWN.fullmatch(name) or name in PARTS or name.startswith(("dp_", "megatron_")):
+        if OWN.fullmatch(name) or name in PARTS or name.startswith(("dp_", "megatron_", "veomni_")):
             continue
         if isinstance(entry, dict) or depth == 0 or not os.path.isfile(beside):
             into.left.append(

@@ -69,7 +69,8 @@ LOSS_KL_FORMS = {
     **KL_FORMS,
     **{f"{name}+": "k2" for name in KL_FORMS},  # those have the gradient of k2
 }
-STRATEGIES = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
+STRATEGIES = {"fsdp": "fsdp", "fsdp2": "fsdp", "veomni": "fsdp", "megatron": "megatron"}
+ENGINES = {"dp": "fsdp", "veomni": "fsdp", "megatron": "megatron"}
 _GENERIC = {"", "train", "test", "val", "validation"}
 SCHEDULES = {name: name for name in ("constant", "linear", "cosine")}
 
@@ -361,6 +362,11 @@ KEYS: dict[str, Flag] = {
         "fsdp_size", whole, "trainer: fsdp.replicas", "ranks by it"
     ),
     f"{_ACTOR}.fsdp_config.offload_policy": by_hand("trainer.config.fsdp.cpu_offload"),
+    "model_engine": choice("engine", ENGINES, "trainer: backend"),
+    f"{_ACTOR}.veomni.expert_parallel_size": fact("expert", whole, "trainer: fsdp.expert"),
+    f"{_ACTOR}.veomni.ulysses_parallel_size": fact("context", whole, "trainer: fsdp.context"),
+    f"{_ACTOR}.veomni.fsdp_size": fact("fsdp_size", whole, "trainer: fsdp.replicas", "ranks by it"),
+    f"{_ACTOR}.veomni.mixed_precision": by_hand("trainer.config.fsdp.dtype"),
     f"{_ACTOR}.freeze_vision_tower": key_of("trainer", "vision.frozen_tower", truth),
     f"{_ACTOR}.router_replay.mode": Flag("trainer: megatron.routing_replay", "", _replay),
     f"{_ACTOR}.checkpoint.save_contents": absent("checkpoints are whole"),
@@ -655,6 +661,8 @@ FAMILIES: dict[str, Flag] = {
     f"{_ACTOR}.profiler.": _PROFILER,
     f"{_ACTOR}.fsdp_config.mixed_precision.": by_hand("trainer.config.fsdp.dtype"),
     f"{_ACTOR}.fsdp_config.": _SLEEP,
+    f"{_ACTOR}.veomni.router_replay.": absent("routing is replayed on backend megatron alone"),
+    f"{_ACTOR}.veomni.": unneeded("operations are chosen as the trainer starts; who waits sleeps"),
     f"{_ACTOR}.megatron.": _SLEEP,
     f"{_ACTOR}.optim.": by_hand("trainer.config.optim"),
     "algorithm.pf_ppo.": absent("groups of a step are all trained on"),

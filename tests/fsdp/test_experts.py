@@ -136,6 +136,7 @@ def test_places_of_ranks() -> None:
     places = [mesh_of(config, rank, 4) for rank in range(4)]
     assert [place.data_rank for place in places] == [0, 1, 2, 3]
     assert all(place.reports and place.data_size == 4 for place in places)
+    assert {place.expert_size for place in places} == {2}
     for settings, world in (({}, 3), ({"replicas": 2}, 6), ({"replicas": 4}, 4)):
         with pytest.raises(LayoutError, match=r"do not divide .* x fsdp.expert 2"):
             mesh_of(FsdpConfig(expert=2, **settings), 0, world)

@@ -23,6 +23,7 @@ from tests.unit.imported_stack import assert_loads, run_command
 
 ROOT = Path(__file__).parent.parent.parent
 ACTOR = "actor_rollout_ref.actor"
+VEOMNI = f"{ACTOR}.veomni"
 OVERRIDE = f"{ACTOR}.optim.override_optimizer_config"
 OFFLOADED = f"+{OVERRIDE}.optimizer_cpu_offload=True +{OVERRIDE}.use_precision_aware_optimizer=True"
 RUN = "python3 -m verl.trainer.main_ppo "
@@ -387,6 +388,21 @@ def test_the_asynchronous_trainer_has_its_own_defaults(model: Path) -> None:
         (f"{ACTOR}.fsdp_config.fsdp_size=8 trainer.nnodes=2", "trainer.fsdp.replicas", 2),
         (f"{ACTOR}.fsdp_config.fsdp_size=-1", "trainer.fsdp.replicas", None),
         (f"{ACTOR}.fsdp_config.fsdp_size=8", "trainer.fsdp.replicas", None),
+        (f"model_engine=veomni {VEOMNI}.expert_parallel_size=4", "trainer.fsdp.expert", 4),
+        (
+            f"{ACTOR}.strategy=veomni {VEOMNI}.expert_parallel_size=8 {VEOMNI}.fsdp_size=8 "
+            "trainer.nnodes=2",
+            "trainer.fsdp",
+            {
+                "dtype": "bfloat16",
+                "activation_checkpointing": True,
+                "replicas": 2,
+                "expert": 8,
+            },
+        ),
+        (f"{VEOMNI}.ulysses_parallel_size=2", "trainer.fsdp.context", 2),
+        (f"{VEOMNI}.expert_parallel_size=1", "trainer.fsdp.expert", None),
+        ("model_engine=megatron", "trainer.backend", "megatron"),
         (
             "actor_rollout_ref.rollout.quantization=fp8",
             "trainer.publish.quantization",
@@ -443,6 +459,8 @@ def test_values_are_those_that_verl_would_train_with(
         (f"{ACTOR}.fsdp_config.fsdp_size=3", "fsdp_size 3: does not divide the 8 ranks"),
         (f"{ACTOR}.fsdp_config.fsdp_size=0", "fsdp_size 0: does not divide"),
         (f"{ACTOR}.fsdp_config.fsdp_size=16", "fsdp_size 16: does not divide"),
+        (f"{VEOMNI}.expert_parallel_size=16", "expert_parallel_size 16: does not divide"),
+        ("model_engine=torchtitan", "'torchtitan' is not there; known: dp, veomni, megatron"),
         (
             "actor_rollout_ref.model.enable_activation_offload=True "
             "actor_rollout_ref.model.enable_gradient_checkpointing=False",

@@ -28,5 +28,6 @@ def mesh_of(config: FsdpConfig, rank: int, world_size: int) -> Mesh:
         data_size=world_size // size,
         tensor_size=config.tensor,
         context_size=config.context,
+        expert_size=config.expert,
         reports=rank % size == 0,
     )
