@@ -71,12 +71,21 @@ def adapt(model: Any, chosen: Mapping[str, str]) -> None:
 
 
 def heads_of(config: Any) -> tuple[int, int]:
-    """Returns the sizes of a key and of a value of a head, by the configuration of a model."""
+    """Returns the largest sizes of a key and of a value of a head, by a model's configuration."""
     text = config.get_text_config()
     if getattr(text, "kv_lora_rank", None):
         return text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = text.num_attention_heads
+    own = [getattr(layer, "head_dim", None) for layer in layer_configs(text)]
+    size = max(each or text.hidden_size // heads for each in own)
     return size, getattr(text, "v_head_dim", None) or size
+
+
+def layer_configs(text: Any) -> list[Any]:
+    """Returns the configuration of each layer where they differ in their sizes, else the one."""
+    if not getattr(text, "is_heterogeneous", False):
+        return [text]
+    return [text.per_layer_config[index] for index in range(text.num_hidden_layers)]
 
 
 def used_by(text: torch.nn.Module) -> set[str]:

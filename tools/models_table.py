@@ -32,7 +32,12 @@ transformers, one sample at a time. Two processors, no accelerator, float32, glo
 
 Models of `rope_type: longrope` (Phi-3 and 4 of 128k tokens) are refused by the reference engine as
 `UNSUPPORTED_MODEL`: once a row is longer than the first training all of its tokens have other
-angles, those that are cached too. So is Gemma 4, the heads of whose layers are of several sizes.
+angles, those that are cached too.
+
+Gemma 2 caps its scores, which torch's kernels do not, and transformers on them leaves out without a
+word: trainers and the reference engine make all scores, as its `eager` does. Gemma 4 as it is
+published reads images, which nothing here shows it: what is trained is its text alone, as
+`Gemma4ForCausalLM` has it.
 
 Layers that go from token to token, a recurrence (Mamba-2 of Nemotron 3, Granite 4, Falcon-H1 and
 Bamba, Mamba of Jamba, delta nets of Qwen3-Next, Qwen3.5 and Kimi Linear) or a convolution (LFM2),

@@ -65,6 +65,7 @@ class _RowOptions:
     block_rows: int  # rows of elementwise work at a time: two buffers of them fit in a chunk
     vocab: VocabShard
     float32: bool = False  # logits of linear_logprobs, whatever they are products of
+    cap: float | None = None  # logits x are cap * tanh(x / cap)
 
 
 def token_logprobs(
@@ -76,12 +77,14 @@ def token_logprobs(
     chunk_rows: int | None = None,
     vocab: VocabShard = WHOLE_VOCAB,
     reuse_logits: bool = False,
+    cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (logprobs_T, entropy_T) in nats, float32 (float64 for float64 logits).
 
     logits_TV: float[T, V], any float dtype; accumulation is float32 or better. targets_T: int64[T]
     token ids in [0, vocabulary), or int64[T, K] for the log-probs of K tokens a row, then
-    float[T, K]. The distribution is softmax(logits / temperature).
+    float[T, K]. The distribution is softmax(logits / temperature), of logits that are brought
+    within `cap` first where it is given, as cap * tanh(logits / cap).
     entropy: "metric" carries no gradient, "gradient" does, "off" answers zeros and saves a pass.
     chunk_rows: temporaries take at most chunk_rows x V x 4 bytes; None chooses for the device.
     reuse_logits: backward overwrites `logits_TV` with its gradient instead of allocating one;
@@ -91,6 +94,7 @@ def token_logprobs(
     options = _check_options(
         temperature, entropy, chunk_rows, vocab, targets_T, logits_TV.shape[1], logits_TV.device
     )
+    options = replace(options, cap=cap)
     apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _TokenLogprobs.apply
     return apply(logits_TV, targets_T, options, reuse_logits)
 
@@ -105,6 +109,7 @@ def linear_logprobs(
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
     vocab: VocabShard = WHOLE_VOCAB,
     float32: bool = False,
+    cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes `token_logprobs(hidden @ weight.T, targets)` within about chunk_rows x V x 4 bytes.
 
@@ -121,8 +126,7 @@ def linear_logprobs(
     options = _check_options(
         temperature, entropy, chunk_rows, vocab, targets_T, len(weight_VH), hidden_TH.device
     )
-    if float32:
-        options = replace(options, float32=True)
+    options = replace(options, float32=float32, cap=cap)
     apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _LinearLogprobs.apply
     return apply(hidden_TH, weight_VH, targets_T, options)
 
@@ -162,6 +166,7 @@ def top_logprobs(
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
     vocab: VocabShard = WHOLE_VOCAB,
     float32: bool = False,
+    cap: float | None = None,
 ) -> TopLogprobs:
     """Finds the `count` likeliest tokens at each place beside `linear_logprobs`; no gradient.
 
@@ -175,7 +180,7 @@ def top_logprobs(
     whole = len(weight_VH) if vocab.size is None else vocab.size
     if not 1 <= count <= whole and (vocab.size is not None or vocab.collectives is None):
         raise ValueError(f"{count} tokens of a vocabulary of {whole}")
-    options = replace(options, float32=float32)
+    options = replace(options, float32=float32, cap=cap)
     real = vocab.real_columns(len(weight_VH))
     real_VH = _factor(weight_VH[:real]) if float32 else weight_VH[:real]
     targets_T1 = targets_T[:, None]
@@ -196,6 +201,8 @@ def top_logprobs(
     ids_TK += vocab.start
     if vocab.collectives is not None:
         values_TK, ids_TK = merge_likeliest(values_TK, ids_TK, vocab.collectives)
+    if cap is not None:
+        _bring_within(values_TK, cap)
     if temperature != 1:
         values_TK = values_TK / temperature
     top_TK = values_TK - sums.max_T[:, None] - log_total_T[:, None]
@@ -263,6 +270,8 @@ class _RowSums:
         stop = start + len(logits_RV)
         dtype, options = self.max_T.dtype, self.options
         scaled_RV = logits_RV.to(dtype) if logits_RV.dtype != dtype else logits_RV.clone()
+        if options.cap is not None:
+            _bring_within(scaled_RV, options.cap)
         if options.temperature != 1:
             scaled_RV.div_(options.temperature)
         max_R = torch.amax(scaled_RV, dim=1, out=self.max_T[start:stop]).clamp_(min=LOWEST_MAX)
@@ -325,11 +334,15 @@ class _RowGradients:
     ) -> None:
         """d(outputs)/d(logits) of these rows into `out_RV`, which may be `logits_RV` itself.
 
-        d logp / dx = 1[target] - p and dH / dx = -p (log p + H), both over the temperature.
+        d logp / dx = 1[target] - p and dH / dx = -p (log p + H), both over the temperature; of
+        capped logits times the slope of the cap.
         """
         dtype = self.log_total.dtype
         work_RV = out_RV if out_RV.dtype == dtype else torch.empty_like(out_RV, dtype=dtype)
         work_RV.copy_(logits_RV)
+        slope_RV = None
+        if options.cap is not None:
+            slope_RV = 1 - _bring_within(work_RV, options.cap).div(options.cap).square_()
         if options.temperature != 1:
             work_RV.div_(options.temperature)
         work_RV.sub_(self.max[rows, None]).sub_(self.log_total[rows, None])
@@ -346,6 +359,8 @@ class _RowGradients:
         if work_RV.shape[1]:
             local_RK, owned_RK = _local_targets(targets_RK, work_RV.shape[1], options.vocab)
             work_RV.scatter_add_(1, local_RK, torch.where(owned_RK, scaled_RK, 0.0))
+        if slope_RV is not None:
+            work_RV.mul_(slope_RV)
         if work_RV is not out_RV:
             out_RV.copy_(work_RV)
 
@@ -357,6 +372,11 @@ def _local_targets(
     local_RK = targets_RK - vocab.start
     owned_RK = (local_RK >= 0) & (local_RK < columns)
     return local_RK.clamp(0, max(0, columns - 1)), owned_RK
+
+
+def _bring_within(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(logits / cap), in place."""
+    return logits.div_(cap).tanh_().mul_(cap)
 
 
 def _columns(values_T: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,15 @@ NEMOTRON = {
 }
 GRANITE = {"logits_scaling": 2.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}
 WHOLE_HEADS = {"num_key_value_heads": 4, "head_dim": 8}  # of families that know no others
+CAPPED = {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.5}  # as they matter here
 ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+
+GEMMA_4 = {
+    **ALTERNATING,
+    "final_logit_softcapping": 2.0,
+    "global_head_dim": 24,
+    "hidden_size_per_layer_input": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -162,8 +170,39 @@ CASES = [
     ),
     Case("mimo", "MiMo", runs=("qwen2", "MiMoForCausalLM")),
     Case("gemma", "Gemma"),
-    Case("gemma2", "Gemma 2", ALTERNATING),
+    Case("gemma2", "Gemma 2", {**ALTERNATING, **CAPPED}),
     Case("gemma3_text", "Gemma 3, text", ALTERNATING),
+    Case("gemma4_text", "Gemma 4, text", GEMMA_4),
+    Case(
+        "gemma4_text",
+        "Gemma 4, text, mixtures of experts",
+        {
+            **GEMMA_4,
+            "attention_k_eq_v": True,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 2,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 32,
+        },
+        of="moe",
+    ),
+    Case(
+        "gemma4_text",
+        "Gemma 4, text, with inputs of each layer and shared keys",
+        {
+            **GEMMA_4,
+            "final_logit_softcapping": 4.0,  # with less, five steps make much of little
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 53,
+            "use_double_wide_mlp": True,
+        },
+        of="shared",
+    ),
     Case("mistral", "Mistral", {"sliding_window": None}),
     Case("mistral", "Mistral with a window", {"sliding_window": WINDOW}, of="window"),
     Case("ministral", "Ministral", ALTERNATING),
@@ -343,7 +382,7 @@ def build(case: Case, directory: Path) -> Model:
         for _, parameter in sorted(model.named_parameters()):
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.08)
         for name, buffer in model.named_buffers():
-            if "correction_bias" in name or "expert_bias" in name:
+            if any(part in name for part in ("correction_bias", "expert_bias", "layer_scalar")):
                 buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.2)
     model.save_pretrained(directory)
     if not case.runs:

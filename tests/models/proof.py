@@ -173,7 +173,7 @@ def _reload(model: Model, out: Path) -> float:
         text = json.dumps({"metadata": {}, "weight_map": index})
         (published / "model.safetensors.index.json").write_text(text)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        published, config=model.config, dtype=torch.float32
+        published, config=model.config, dtype=torch.float32, attn_implementation=model.attention
     )
     oracle = Oracle(loaded.eval())
     rows = rows_of(0)

@@ -171,6 +171,14 @@ def test_recurrent_layers_are_run_again_row_by_row(pool: Pool, tmp_path: Path, c
     assert proof.holds
 
 
+def test_layers_that_are_run_again_share_their_keys(pool: Pool, tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "gemma4_text-shared")
+    model = build(case, tmp_path / "model")
+    more = {"fsdp": {"activation_checkpointing": True, "context": 2}}
+    proof = prove(pool, case, model, expect(model, 2), tmp_path / "out", 2, **more)
+    assert proof.holds
+
+
 @pytest.mark.parametrize("case", SPARSE, ids=lambda case: case.name)
 @pytest.mark.parametrize("left_out", ["a key", "the choice"])
 def test_other_keys_than_were_chosen_are_seen(

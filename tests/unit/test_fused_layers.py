@@ -154,5 +154,7 @@ def test_sizes_of_heads_are_read() -> None:
     assert heads_of(AutoConfig.for_model("qwen3", head_dim=128)) == (128, 128)
     mimo = AutoConfig.for_model("mimo_v2_flash", head_dim=192, v_head_dim=128)
     assert heads_of(mimo) == (192, 128)
+    gemma = AutoConfig.for_model("gemma4_text", head_dim=16, global_head_dim=24)
+    assert heads_of(gemma) == (24, 24)  # the largest
     config = AutoConfig.for_model("qwen2", hidden_size=64, num_attention_heads=4)
     assert heads_of(config) == (16, 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,14 +82,23 @@ class Model:
     directory: Path
     config: Any = None  # of transformers, where it does not know the directory's own type
 
+    @property
+    def attention(self) -> str | None:
+        """transformers' own leaves out that scores are capped, but for this one."""
+        config = json.loads((self.directory / "config.json").read_text())
+        return "eager" if config.get("attn_logit_softcapping") else None
+
     def load(self) -> PreTrainedModel:
         model: Any = AutoModelForCausalLM.from_pretrained(
             self.directory,
             config=self.config,
             dtype=torch.float32,
+            attn_implementation=self.attention,
             experts_implementation="eager",  # the other one knows no float64
         )
-        model.get_input_embeddings().padding_idx = None
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding):
+                module.padding_idx = None
         return model.eval()
 
 

@@ -44,10 +44,11 @@ def test_a_logit_that_is_no_number_is_seen_beside_equal_ones() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("temperature", "size", "chunk_rows"), [(1.0, 61, 512), (0.7, 61, 3), (1e-3, 50, 1)]
+    ("temperature", "size", "chunk_rows", "cap"),
+    [(1.0, 61, 512, None), (0.7, 61, 3, None), (1e-3, 50, 1, None), (0.7, 50, 3, 6.0)],
 )
 def test_log_probs_are_those_of_the_whole_distribution(
-    dtype: torch.dtype, temperature: float, size: int, chunk_rows: int
+    dtype: torch.dtype, temperature: float, size: int, chunk_rows: int, cap: float | None
 ) -> None:
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(23, 16, generator=generator).to(dtype)
@@ -58,11 +59,13 @@ def test_log_probs_are_those_of_the_whole_distribution(
         "vocab": VocabShard(size=size),
         "chunk_rows": chunk_rows,
         "float32": dtype == torch.bfloat16,
+        "cap": cap,
     }
     for added in (None, bias):
         found = top_logprobs(hidden, weight, targets, 9, bias_V=added, **options)
         logits = (hidden.double() @ weight.double().t())[:, :size]
         logits = logits if added is None else logits + added.double()[:size]
+        logits = logits if cap is None else cap * (logits / cap).tanh()
         table = (logits / temperature).log_softmax(1)
         best, ids = table.topk(9, dim=1)
         close = {"atol": 1e-4 / temperature, "rtol": 1e-5}

@@ -13,7 +13,9 @@ from tests.live_memory import LiveMemory
 HIDDEN = 6
 
 
-def plain(logits, targets, temperature=1.0, size=None):
+def plain(logits, targets, temperature=1.0, size=None, cap=None):
+    if cap is not None:
+        logits = cap * (logits / cap).tanh()
     scaled = (logits[:, :size] / temperature).log_softmax(-1)
     entropy = -(scaled.exp() * scaled).sum(-1)
     return scaled.gather(1, targets[:, None]).squeeze(1), entropy
@@ -43,16 +45,17 @@ def draw(seed, rows, columns, dtype=torch.float64, size=None):
     st.sampled_from([1.0, 0.6, 2.5]),
     st.sampled_from(["metric", "gradient", "off"]),
     st.booleans(),
+    st.sampled_from([None, 1.5, 30.0]),
 )
 def test_values_and_gradients_equal_autograd(
-    kind, seed, rows, columns, chunk, temperature, entropy, padded
+    kind, seed, rows, columns, chunk, temperature, entropy, padded, cap
 ):
     size = columns - 1 if padded else None
     leaves = draw(seed, rows, columns, size=size)
     hidden, weight, targets = leaves
-    options = {"temperature": temperature, "entropy": entropy, "chunk_rows": chunk}
+    options = {"temperature": temperature, "entropy": entropy, "chunk_rows": chunk, "cap": cap}
     found = fused(kind, hidden, weight, targets, vocab=VocabShard(size=size), **options)
-    wanted = plain(hidden @ weight.T, targets, temperature, size)
+    wanted = plain(hidden @ weight.T, targets, temperature, size, cap)
     torch.testing.assert_close(found[0], wanted[0])
     if entropy == "off":
         assert not found[1].any()

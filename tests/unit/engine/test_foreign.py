@@ -22,7 +22,11 @@ SHARED = [*range(3, 25)]  # more than a block of the prefix cache
 PROMPTS = {1: [3, 4], 2: [*range(30)], 3: [*SHARED, 7], 4: [*SHARED, 9, 11, 2]}
 REASONS = {
     "gemma2": "attn_logit_softcapping",
+    "gemma4_text-shared": "num_kv_shared_layers",
+    "gemma4_text": "layers of several sizes",
     "gpt_oss": "attention sinks",
+    "nemotron_h": "layer_types linear_attention",
+    "lfm2": "layer_types conv",
     "qwen3_next": "layer_types linear_attention",
     "deepseek_v3": "kv_lora_rank",
     "glm_moe_dsa": "kv_lora_rank",

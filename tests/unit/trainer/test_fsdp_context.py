@@ -57,6 +57,7 @@ def attend_whole(
     places: torch.Tensor,
     window: int | None,
     sinks: torch.Tensor | None,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """[tokens of all rows, heads, SIZE] in float64, one row at a time, by the formula."""
     query, key, value = (part[0].double().index_select(1, places) for part in heads)
@@ -64,6 +65,7 @@ def attend_whole(
     for row in rows:
         part = slice(start, start := start + len(row.token_ids))
         scores = query[:, part] @ key[:, part].repeat_interleave(2, 0).transpose(1, 2) * 0.3
+        scores = scores if cap is None else cap * (scores / cap).tanh()
         distance = torch.arange(len(row.token_ids))
         distance = distance[:, None] - distance
         seen = (distance >= 0) & (distance < (window or 10**9))
@@ -105,19 +107,22 @@ def draw_heads(tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(1, count, tokens, SIZE, dtype=dtype) for count in counts)
 
 
-@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])])
+@pytest.mark.parametrize(
+    ("sinks", "cap"), [(None, None), (torch.tensor([0.5, -1.0, 2.0, 0.0]), None), (None, 0.8)]
+)
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
 def test_parts_of_rows_see_what_whole_rows_do(
-    kind: str, size: int, window: int | None, sinks: torch.Tensor | None
+    kind: str, size: int, window: int | None, sinks: torch.Tensor | None, cap: float | None
 ) -> None:
     rows = make_rows()
     layouts = lay_out(rows, kind, size)
     places = places_of(layouts, rows, kind)
     heads = draw_heads(size * len(layouts[0].token_ids), torch.float32)
-    found = attend_parts(layouts, heads, sliding_window=window, s_aux=sinks)[places]
-    wanted = attend_whole(heads, rows, places, window, sinks)
+    options = {"sliding_window": window, "s_aux": sinks, "softcap": cap}
+    found = attend_parts(layouts, heads, **options)[places]
+    wanted = attend_whole(heads, rows, places, window, sinks, cap)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -139,9 +144,9 @@ def test_a_kernel_takes_all_runs_of_a_rank_at_once(
         wanted = attend_whole(heads, rows, places, window, None)
         torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-2)
     CALLS.clear()
-    sinks = torch.zeros(HEADS)
-    attend_parts(layouts, heads, kernel=attention_kernel(implementation), s_aux=sinks)
-    assert not CALLS, "kernels know no sinks"
+    for unknown in ({"s_aux": torch.zeros(HEADS)}, {"softcap": 50.0}):
+        attend_parts(layouts, heads, kernel=attention_kernel(implementation), **unknown)
+        assert not CALLS, "kernels know no sinks, and cap nothing"
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

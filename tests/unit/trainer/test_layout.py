@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -205,3 +207,15 @@ def test_a_kernel_attends_as_torch_does(
     assert 0 < CALLS[implementation] <= len(layout.buckets)
     assert (CALLS[implementation] == len(layout.buckets)) == (not shares)
     torch.testing.assert_close(found.float(), wanted.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("unknown", [{"s_aux": torch.zeros(2)}, {"softcap": 0.5}])
+def test_no_kernel_makes_scores_that_have_sinks_or_a_cap(
+    monkeypatch: pytest.MonkeyPatch, unknown: dict[str, Any]
+) -> None:
+    place_all(monkeypatch)
+    layout = pack(make_rows([(30, [9, 5], False)]), shares_prompts=False)
+    heads = [torch.randn(1, 2, len(layout.token_ids), 16, dtype=torch.bfloat16) for _ in range(3)]
+    kernel = attention_kernel("flash_attn")
+    attend(torch.nn.Identity(), *heads, None, packed_layout=layout, kernel=kernel, **unknown)
+    assert not CALLS

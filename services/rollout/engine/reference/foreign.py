@@ -38,6 +38,8 @@ def foreign_reason(config: PretrainedConfig) -> str:
     for name in SETTINGS:
         if getattr(config, name, None):
             return name
+    if getattr(config, "is_heterogeneous", False):
+        return "layers of several sizes"
     if other := set(getattr(config, "layer_types", None) or ()) - OWN_LAYERS:
         return f"layer_types {min(other)}"
     if config.model_type in WITH_SINKS:
@@ -46,6 +48,14 @@ def foreign_reason(config: PretrainedConfig) -> str:
     if not getattr(kind, "_supports_attention_backend", True):
         return "attention of its own"
     return ""
+
+
+def foreign_attention(config: PretrainedConfig) -> str | None:
+    """Return which implementation of transformers such a model runs; None for what it chooses.
+
+    That of torch leaves out, without a word, that scores are capped.
+    """
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else None
 
 
 # What stands in the cache for a token of a model that sees: numbers that float32 has exactly.

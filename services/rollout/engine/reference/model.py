@@ -23,7 +23,11 @@ from services.rollout.engine.reference.attention import (
     Shown,
     Sight,
 )
-from services.rollout.engine.reference.foreign import WholeRows, foreign_reason
+from services.rollout.engine.reference.foreign import (
+    WholeRows,
+    foreign_attention,
+    foreign_reason,
+)
 from services.rollout.engine.versions import check_processor
 from services.rollout.errors import UnfitWeightsError, UnsupportedModelError
 from sluice import vision
@@ -67,16 +71,6 @@ def _check_rope(config: PretrainedConfig) -> None:
                 "not serve it, another backend may",
                 rope_type="longrope",
             )
-
-
-def _check_layers(config: PretrainedConfig) -> None:
-    """Raises UnsupportedModelError for layers of several sizes, as Gemma 4 has them."""
-    if getattr(config, "is_heterogeneous", False):
-        raise UnsupportedModelError(
-            f"layers of model_type {config.model_type} differ in their sizes, such as that of a "
-            "head: this engine does not serve it, another backend may",
-            model_type=config.model_type,
-        )
 
 
 class ExpertRecorder:
@@ -139,7 +133,6 @@ class ServingModel:
         """
         config = read_model_config(directory)
         _check_rope(config.get_text_config())
-        _check_layers(config.get_text_config())
         self._foreign = foreign_reason(config.get_text_config())
         transformers_logging.disable_progress_bar()  # a server's log is no terminal
         try:
@@ -156,7 +149,7 @@ class ServingModel:
                 model, report = load(
                     config=config,
                     dtype=dtype,
-                    attn_implementation=None if self._foreign else own,
+                    attn_implementation=foreign_attention(config) if self._foreign else own,
                     output_loading_info=True,
                 )
         except (ValueError, OSError, KeyError, RuntimeError) as error:

@@ -182,16 +182,17 @@ def attend_context(
     packed_layout: ContextLayout,
     kernel: Attention | None = None,
     s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     indices: ChosenKeys = (),
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Map this rank's query, key and value as `attend` does those of a whole pack."""
     key, value = packed_layout.gather(key, value)
     given = module, query, key, value, attention_mask
-    if kernel is not None and s_aux is None and not indices:
+    if kernel is not None and s_aux is None and softcap is None and not indices:
         joined = replace(packed_layout, buckets=(packed_layout.joined,))
         return attend(*given, packed_layout=joined, kernel=kernel, **options)
-    options |= {"s_aux": s_aux, "indices": indices}
+    options |= {"s_aux": s_aux, "softcap": softcap, "indices": indices}
     made, _ = attend(*given, packed_layout=packed_layout, **options)
     return made.index_select(1, packed_layout.order), None
 

@@ -31,7 +31,9 @@ FAMILIES: dict[str, Layout] = {
     "exaone4": "shared",
     "falcon_h1": "rows",
     "gemma": "shared",
+    "gemma2": "rows",
     "gemma3_text": "rows",
+    "gemma4_text": "rows",
     "glm": "shared",
     "glm4": "shared",
     "glm4_moe": "shared",
@@ -84,10 +86,8 @@ FAMILIES: dict[str, Layout] = {
 IMAGES = "it reads images, which nothing here shows it; docs/vision.md has the families that are"
 REFUSED: dict[str, str] = {
     "bloom": "it takes positions from a mask of padding, so rows of a pack see each other",
-    "gemma2": "it caps scores and logits",
     "gemma3": IMAGES,
     "gemma4": IMAGES,
-    "gemma4_text": "it caps its logits, and a head of one layer is not the size of another's",
     "longcat_flash": "transformers wants weights of its zero experts, which checkpoints have not",
     "minimax": "its recurrent layers run over the rows of a pack",
     "nemotron": "its layers do not hand on to attention how rows are packed",

@@ -112,7 +112,9 @@ class PolicyRoot(torch.nn.Module):
         self._tensor, self._float32_head = tensor, float32_head
         self.operations: Mapping[str, str] = {}  # which implementation each has; once it is loaded
         self.tower: VisionTower | None = None  # of a model that sees; once it is loaded
-        self._divisor = _logit_divisor(model.config.get_text_config())
+        text = model.config.get_text_config()
+        self._divisor = _logit_divisor(text)
+        self._cap: float | None = getattr(text, "final_logit_softcapping", None)
 
     def forward(
         self, layout: PackedLayout, asked: Asked, patches: Patches | None = None
@@ -157,6 +159,7 @@ class PolicyRoot(torch.nn.Module):
             temperature=asked.temperature * self._divisor,
             vocab=vocab,
             float32=self._float32_head and picked_RH.dtype != torch.float32,
+            cap=self._cap,
         )
 
     @property
@@ -172,6 +175,7 @@ class PolicyRoot(torch.nn.Module):
             "temperature": asked.temperature * self._divisor,
             "entropy": asked.entropy,
             "vocab": vocab,
+            "cap": self._cap,
         }
         wider = self._float32_head and picked_RH.dtype != torch.float32
         if bias_V is None and (wider or len(targets) * len(weight_VH) > self._most_logits):
@@ -198,9 +202,7 @@ class PolicyRoot(torch.nn.Module):
 
 
 def _logit_divisor(config: PretrainedConfig) -> float:
-    """By what the family divides its logits. Raises ValueError where it does more to them."""
-    if getattr(config, "final_logit_softcapping", None):
-        raise ValueError(f"model_type {config.model_type} caps its logits: unknown here")
+    """By what the family divides its logits."""
     divisor = float(getattr(config, "logits_scaling", None) or 1.0)
     for multiplier in ("logit_scale", "lm_head_multiplier"):
         divisor /= float(getattr(config, multiplier, None) or 1.0)
@@ -318,8 +320,10 @@ def load_model(
     if settings.cpu_offload:
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device)
-    # transformers gives this token's embedding no gradient; here nothing is padded
-    model.get_input_embeddings().padding_idx = None
+    for module in model.modules():  # Gemma 4 has more than one embedding
+        if isinstance(module, torch.nn.Embedding):
+            # transformers gives this token's embedding no gradient; here nothing is padded
+            module.padding_idx = None
     keep_rows_apart(model)
     choose_by_rows(model)
     if settings.activation_checkpointing:

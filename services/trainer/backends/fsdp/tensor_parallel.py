@@ -26,6 +26,7 @@ from transformers.distributed.tensor_parallel import (
 from services.trainer.backend import LayoutError, Mesh
 from services.trainer.backends.lora import Adapter
 from sluice.algo.collectives import Collectives
+from sluice.fused_layers import layer_configs
 from sluice.weights.errors import InvalidAdapterError
 
 REPLICA, DATA, TENSOR = "replica", "data", "tensor"  # the dimensions of the mesh
@@ -136,10 +137,11 @@ def check_targets(model: Any, targets: Collection[str]) -> None:
 
 
 def _check_heads(config: Any, size: int) -> None:
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        count = getattr(config, name, None)
-        if count and count % size:
-            raise LayoutError(f"fsdp.tensor {size} does not divide {name} {count}")
+    for layer in layer_configs(config):
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            count = getattr(layer, name, None)
+            if count and count % size:
+                raise LayoutError(f"fsdp.tensor {size} does not divide {name} {count}")
 
 
 def _check_even(model: Any, size: int) -> None:

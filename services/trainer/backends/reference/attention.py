@@ -48,14 +48,12 @@ def attend(
     indices: which keys are seen of each bucket, where an indexer has chosen.
     """
     del attention_mask  # the layout knows
-    if softcap is not None:
-        raise NotImplementedError("attention with capped scores")
     window = sliding_window
     if window is not None and packed_layout.longest <= window:
         window = None
     if isinstance(s_aux, DTensor):  # a rank's heads, as queries are
         s_aux = s_aux.to_local()
-    scores = Scores(scaling, window, s_aux)
+    scores = Scores(scaling, window, s_aux, softcap)
     # not [0], whose gradient is a copy
     heads = query.squeeze(0), key.squeeze(0), value.squeeze(0)
     buckets = packed_layout.buckets
@@ -72,15 +70,22 @@ class Scores:
     """How queries and keys are compared; None is transformers' default, or nothing.
 
     window: tokens, the own one among them. sinks: float[heads], scores of a key without a value.
+    cap: scores x are cap * tanh(x / cap), but for sinks.
     """
 
     scaling: float | None = None
     window: int | None = None
     sinks: torch.Tensor | None = None
+    cap: float | None = None
 
     @property
     def plain(self) -> bool:
-        return self.window is None and self.sinks is None
+        return self.window is None and not self.by_hand
+
+    @property
+    def by_hand(self) -> bool:
+        """No kernel makes them."""
+        return self.sinks is not None or self.cap is not None
 
 
 def _attend_bucket(
@@ -93,7 +98,7 @@ def _attend_bucket(
     chosen: torch.Tensor | None,
 ) -> torch.Tensor:
     """The bucket's share of the pack, [tokens, heads, D]."""
-    if kernel is not None and bucket.mask is None and scores.sinks is None and chosen is None:
+    if kernel is not None and bucket.mask is None and not scores.by_hand and chosen is None:
         return _attend_kernel(query, key, value, bucket, scores, kernel)
 
     def gather(heads: torch.Tensor, index: torch.Tensor, length: int) -> torch.Tensor:
@@ -106,7 +111,7 @@ def _attend_bucket(
     options: Any = {"scale": scores.scaling, "enable_gqa": len(query) != len(key)}
     if not scores.plain:
         if bucket.mask is not None:
-            raise NotImplementedError("windows and sinks over rows that share their prompt")
+            raise NotImplementedError("windows, sinks and caps over rows that share their prompt")
         out = _attend_banded(queries, keys, values, scores)
     elif chosen is not None:
         out = attend_chosen(queries, keys, values, bucket.mask, chosen, options)
@@ -178,7 +183,7 @@ def _attend_banded(
     total, groups = key.shape[2], query.shape[1] // key.shape[1]
     before = total - query.shape[2]
     places = torch.arange(total, device=query.device)
-    if scores.sinks is not None and groups > 1:
+    if scores.by_hand and groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     outputs = []
     for start in range(before, total, LONG_TOKENS):
@@ -190,8 +195,8 @@ def _attend_banded(
             visible &= distance < scores.window
         queries = query[:, :, start - before : stop - before]
         block = queries, key[:, :, first:stop], value[:, :, first:stop]
-        if scores.sinks is not None:
-            outputs.append(_attend_with_sinks(*block, visible, scores.scaling, scores.sinks))
+        if scores.by_hand:
+            outputs.append(_attend_by_hand(*block, visible, scores))
             continue
         gqa = block[0].shape[1] != block[1].shape[1]
         options: Any = {"scale": scores.scaling, "enable_gqa": gqa}
@@ -199,19 +204,26 @@ def _attend_banded(
     return torch.cat(outputs, dim=2)
 
 
-def _attend_with_sinks(
+def _attend_by_hand(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     visible: torch.Tensor,
-    scaling: float | None,
-    sinks: torch.Tensor,
+    scores: Scores,
 ) -> torch.Tensor:
-    """Attention whose softmax has one more entry a head, which adds nothing to the output."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = (query @ key.transpose(2, 3) * scale).masked_fill(~visible, -torch.inf)
-    sink = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
-    weights = torch.cat([scores, sink], dim=-1).float().softmax(-1)[..., :-1]
+    """Attention with all scores in memory, by as many key heads as there are of queries.
+
+    With sinks its softmax has one more entry a head, which adds nothing to the output.
+    """
+    scale = query.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
+    made = query @ key.transpose(2, 3) * scale
+    if scores.cap is not None:
+        made = (made / scores.cap).tanh() * scores.cap
+    made = made.masked_fill(~visible, -torch.inf)
+    if scores.sinks is not None:
+        sink = scores.sinks.to(made.dtype)[None, :, None, None].expand(*made.shape[:3], 1)
+        made = torch.cat([made, sink], dim=-1)
+    weights = made.float().softmax(-1)[..., : key.shape[2]]
     return weights.to(value.dtype) @ value
 
 
