@@ -737,7 +737,7 @@ class TrainerConfig(ProcessConfig):
         if self.lora is None and quantized:
             raise ValueError(
                 f"model {self.model} is quantised, and trained weights are not: make it plain "
-                "first (of FP8 or INT4: `sluice convert SRC DST --to hf`)"
+                "first (of FP8, INT4 or MXFP4: `sluice convert SRC DST --to hf`)"
             )
         return self
 

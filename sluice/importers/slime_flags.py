@@ -586,12 +586,14 @@ FAMILIES: dict[str, Flag] = {
 }
 ARCHITECTURE = frozenset(
     {
+        "activation-func-clamp-value",
         "add-qkv-bias",
         "apply-layernorm-1p",
         "attention-output-gate",
         "disable-bias-linear",
         "enable-experimental",
         "ffn-hidden-size",
+        "glu-linear-offset",
         "group-query-attention",
         "hidden-size",
         "kv-channels",
@@ -613,7 +615,9 @@ ARCHITECTURE = frozenset(
         "post-mlp-layernorm",
         "post-self-attn-layernorm",
         "q-lora-rank",
+        "quick-geglu",
         "seq-length",
+        "softmax-type",
         "spec",
         "swiglu",
         "untie-embeddings-and-output-weights",
@@ -622,6 +626,8 @@ ARCHITECTURE = frozenset(
         "use-rotary-position-embeddings",
         "v-head-dim",
         "vocab-size",
+        "window-attn-skip-freq",
+        "window-size",
     }
 )
 

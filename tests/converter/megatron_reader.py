@@ -81,6 +81,8 @@ def transformer_config(text: dict[str, Any], kind: str) -> Any:
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     common = {**PLAIN, **sizes(text, kind), **experts(text, kind)}
+    if kind == "gpt_oss":
+        common |= sinks(text)
     if kind in LATENT:
         indexer = ("n_heads", "head_dim", "topk")
         return MLATransformerConfig(
@@ -144,6 +146,20 @@ def linear_attention(text: dict[str, Any]) -> dict[str, Any]:
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": [int(kind[0] == "l") for kind in text["layer_types"]],
         **{f"linear_{name}": text[f"linear_{name}"] for name in same},
+    }
+
+
+def sinks(text: dict[str, Any]) -> dict[str, Any]:
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    return {
+        "softmax_type": "learnable",
+        "window_size": (text["sliding_window"] - 1, 0),
+        "window_attn_skip_freq": [int(kind[0] == "s") for kind in text["layer_types"]],
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": text["swiglu_limit"],
+        "glu_linear_offset": 1.0,
+        "add_bias_linear": True,
     }
 
 

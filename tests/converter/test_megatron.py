@@ -39,6 +39,7 @@ CASES = {
     "qwen3_vl_moe": ConvertOptions(layout=Layout(expert=2), plain_norms=True),
     "glm4_moe": ConvertOptions(layout=Layout(expert=2), plain_norms=True),
     "minimax_m2": ConvertOptions(layout=Layout(expert=2), plain_norms=True),
+    "gpt_oss": ConvertOptions(layout=Layout(expert=2), plain_norms=True),
     "glm_moe_dsa": ConvertOptions(layout=Layout(expert=2), plain_norms=True),
     "deepseek_v3": ConvertOptions(layout=Layout(expert=2), plain_norms=True),
     "deepseek_v3_direct": ConvertOptions(plain_norms=True),
@@ -54,6 +55,11 @@ SAVED = {  # family of tests/megatron, ranks, layout
     "CP2xPP2": ("glm4", 4, {"context": 2, "pipeline": 2}),
     "latent": ("deepseek_v3", 2, {"expert": 2, "context": 2}),
     "chosen keys": ("glm_moe_dsa_shared", 2, {"pipeline": 2}),
+    "sinks": (
+        "gpt_oss",
+        2,
+        {"expert": 2, "tensor": 2, "sequence_parallel": True, "expert_tensor": 1},
+    ),
     "wide norms": ("minimax_m2", 2, {"tensor": 2, "sequence_parallel": True}),
 }
 

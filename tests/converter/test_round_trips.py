@@ -34,6 +34,7 @@ SPARSE = (
     "qwen3_vl_moe",
     "glm4_moe",
     "minimax_m2",
+    "gpt_oss",
     "glm_moe_dsa",
     "deepseek_v3",
     "deepseek_v3_direct",

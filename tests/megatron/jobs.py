@@ -770,7 +770,7 @@ def mutated_rules(rank: int, world: int, arguments: dict[str, Any]) -> dict[str,
         with unittest.mock.patch.object(model_config, "family_of", lambda _, f=family: f):
             try:
                 wrong = open_backend(rank, world, arguments)
-            except (RuntimeError, ValueError, WeightStoreError) as caught:
+            except (IndexError, RuntimeError, ValueError, WeightStoreError) as caught:
                 error = type(caught).__name__
                 parallel.stop()
         refused = torch.tensor(float(wrong is None))

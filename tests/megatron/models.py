@@ -92,6 +92,15 @@ MINIMAX_M2: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "pad_token_id": None,
 }
+GPT_OSS: dict[str, Any] = {
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 5,  # rows have up to 19 tokens
+    "swiglu_limit": 0.5,  # so that some are clamped
+    "pad_token_id": None,
+    "eos_token_id": None,
+}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 32}),
     "qwen3_tied": (
@@ -136,6 +145,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**INDEXED, "indexer_types": SHARED},
     ),
     "minimax_m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM", MINIMAX_M2),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", GPT_OSS),
     "deepseek_v3_yarn": (
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",

@@ -21,6 +21,10 @@ from tests.rank_pool import Pool
         ("glm4_moe", {"tensor": 2, "sequence_parallel": True}),
         ("deepseek_v3", {"tensor": 2, "sequence_parallel": True}),
         ("minimax_m2", {"tensor": 2, "sequence_parallel": True}),
+        (
+            "gpt_oss",
+            {"tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 1},
+        ),
         ("glm_moe_dsa_shared", {"tensor": 2, "sequence_parallel": True}),
     ],
 )
@@ -35,5 +39,7 @@ def test_any_wrong_rule_is_noticed(
             for label, effect in answer.items()
             if not isinstance(effect, str) and effect <= 10 * LOGPROB_TOLERANCE
         ]
+        if layout.get("expert_tensor") == 1:  # no layout cuts those with biases
+            unnoticed = [x for x in unnoticed if not (".local_experts." in x and "cut" in x)]
         assert unnoticed == []
         assert len(answer) > 15

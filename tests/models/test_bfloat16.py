@@ -18,11 +18,11 @@ from tests.contract.training_backend.cases import Model, Oracle
 from tests.fsdp.jobs import rows_of
 from tests.fsdp.oracle import Tensors, read_ranks
 from tests.models.families import CASES, Case, build
-from tests.models.test_megatron import DENSE, NEXT, OTHERS, SPARSE
+from tests.models.test_megatron import DENSE, NEXT, OTHERS, SINKS, SPARSE
 from tests.rank_pool import Pool
 
 MEDIAN, MEAN = 1.5, 2.5  # times transformers'; a token that takes another expert moves the mean
-ON_MEGATRON = [DENSE, NEXT, SPARSE, *OTHERS]
+ON_MEGATRON = [DENSE, NEXT, SPARSE, SINKS, *OTHERS]
 ON_FSDP = [case for case in CASES if case.known in FAMILIES]
 
 

@@ -54,6 +54,7 @@ OTHERS = [
         *("minimax_m2", "glm_moe_dsa", "glm_moe_dsa-shared"),
     )
 ]
+SINKS = BY_NAME["gpt_oss"]  # whose experts have biases, which tensor ranks cannot share
 fast = pytest.mark.fast
 
 
@@ -93,6 +94,10 @@ LAYOUTS = [
     pytest.param(SPARSE, 2, SCATTERED, id="sparse-TP2+SP"),
     pytest.param(SPARSE, 2, {"pipeline": 2}, id="sparse-PP2"),
     pytest.param(SPARSE, 2, {"expert": 2}, id="sparse-EP2"),
+    pytest.param(SINKS, 1, {}, id="gpt_oss-1"),
+    pytest.param(SINKS, 2, {**SCATTERED, "expert": 2, "expert_tensor": 1}, id="gpt_oss-TP2+SPxEP2"),
+    pytest.param(SINKS, 2, {"pipeline": 2}, id="gpt_oss-PP2"),
+    pytest.param(SINKS, 2, {"context": 2}, id="gpt_oss-CP2"),
     *(pytest.param(case, 2, SCATTERED, id=f"{case.name}-TP2+SP") for case in OTHERS),
 ]
 DEEP_LAYOUTS = [
@@ -150,7 +155,7 @@ def _prove(
     return prove(ranks, case, model, expected, out, world, layout=layout, **more)
 
 
-@pytest.mark.parametrize("case", [DENSE, NEXT, SPARSE, *OTHERS], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [DENSE, NEXT, SPARSE, SINKS, *OTHERS], ids=lambda case: case.name)
 def test_a_family_rolls_out_what_it_trains(
     case: Case, ranks: Pool, known: Known, summary: Summary, tmp_path: Path
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from sluice.weights.shards import DTYPE_NAMES, TORCH_DTYPES
 
 CONFIG = "config.json"
 WORKING_BYTES = 16  # to compute one number of a quantised tensor
+EXPERTS_IN_ONE = 3  # dimensions of a tensor of all experts
 TIED = "tied: it would be a stale copy"
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output_layer)\.weight$")
 
@@ -139,17 +140,40 @@ class HfSource:
         """A tensor's numbers. Raises MissingTensorError, InvalidCheckpointError for no matrix."""
         if name not in self._quantized:
             return self._stored(name).content
-        layout, shape = self._layout, self._quantized[name]
-        assert layout is not None
-        if len(shape) != 2:
-            raise InvalidCheckpointError(f"{name!r} is {layout.label} and no matrix")
         parts = [self._entries[part].content for part in self._parts(name)]
+        return self._restored(name, parts, self._quantized[name])
+
+    def _restored(self, name: str, parts: list[Content], shape: tuple[int, ...]) -> Content:
+        layout = self._layout
+        assert layout is not None
+        if len(shape) != layout.dimensions:
+            raise InvalidCheckpointError(f"{name!r} is {layout.label} and no matrix")
 
         def compute() -> torch.Tensor:
             return dequantize([self._files.load(part) for part in parts], layout)
 
         working = WORKING_BYTES * torch.Size(shape).numel()
         return Content(torch.bfloat16, shape, compute=compute, working_bytes=working)
+
+    def expert(self, name: str, index: int) -> Content:
+        """The numbers of one expert of a tensor that holds all of them."""
+        if name not in self._quantized:
+            part = self.content(name).rows(index, index + 1)
+            return Content(part.dtype, part.shape[1:], part.pieces, part.stored)
+        _, *shape = self._quantized[name]
+        stored = [self._entries[part].content for part in self._parts(name)]
+        own = self._restored(name, [part.rows(index, index + 1) for part in stored], (1, *shape))
+        assert own.compute is not None
+        compute = own.compute
+        return replace(own, shape=tuple(shape), compute=lambda: compute()[0])
+
+    def tensor_parts(self, name: str) -> list[TensorPart]:
+        """What fills an HF tensor: of quantised experts in one tensor each is computed alone."""
+        shape = self.shape(name)
+        if name not in self._quantized or len(shape) != EXPERTS_IN_ONE:
+            return [TensorPart(name, self.content(name))]
+        count = shape[0]
+        return [TensorPart(name, self.expert(name, i), i, count) for i in range(count)]
 
     def check(self, weights: WeightMap) -> None:
         """Raises MissingTensorError, UnexpectedTensorError or TensorShapeError with the names."""
@@ -314,7 +338,7 @@ def fill_from_origin(
         elif (reason := _left_out(name, options, weights)) is not None:
             skipped[name] = reason
         else:
-            copied.append((name, [TensorPart(name, origin.content(name))]))
+            copied.append((name, origin.tensor_parts(name)))
     scales = origin.stored().keys() - origin.shapes().keys()
     skipped |= {name: "scale: the numbers are copied unquantised" for name in sorted(scales)}
     report = ConversionReport(

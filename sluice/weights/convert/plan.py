@@ -265,7 +265,7 @@ def _plan(source: Path, options: ConvertOptions, files: Files) -> Work:
         checkpoint.check(weights)
         _check_copies(checkpoint, weights, files)
     names = [n for n in checkpoint.names() if weights is None or not weights.is_ignored(n)]
-    groups = [(name, [TensorPart(name, checkpoint.content(name))]) for name in names]
+    groups = [(name, checkpoint.tensor_parts(name)) for name in names]
     work = _plan_hf(groups, config, options.model or source, options, files, tower)
     skipped = {**work.report.skipped, **_ghosts(checkpoint)}
     notes = (*checkpoint.notes, *work.report.notes)

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from sluice.weights.convert.quantized_layout import (
+    PER_MX_BLOCK,
     Fp8Blocks,
     Int4Groups,
+    Mxfp4Blocks,
     QuantizedLayout,
 )
 from sluice.weights.errors import InvalidCheckpointError
@@ -21,6 +23,8 @@ from sluice.weights.shards import DTYPE_NAMES
 
 LARGEST_FP8, LARGEST_INT4 = 448.0, 7.0
 LEAST_INT4 = -8  # the codes of others may have it
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
+E8M0_BIAS = 127
 _LEAST = torch.finfo(torch.float32).tiny  # below it a quotient may be 0, and 0 / 0 no number
 
 
@@ -41,6 +45,8 @@ def dequantize(
     """Compute a matrix as `dtype`. Raises InvalidCheckpointError when its parts do not fit."""
     if isinstance(layout, Fp8Blocks):
         return _dequantize_fp8(parts[0], parts[1], layout, dtype)
+    if isinstance(layout, Mxfp4Blocks):
+        return _dequantize_mxfp4(parts[0], parts[1], dtype)
     assert isinstance(layout, Int4Groups)
     packed, scale, shape = parts
     rows, inputs = layout.shape_of(tuple(packed.shape))
@@ -72,7 +78,7 @@ def restored(
             if name not in parts:
                 yield name, tensor
             continue
-        if tensor.dim() != 2:
+        if len(layout.shape_of(tuple(tensor.shape))) != layout.dimensions:
             raise InvalidCheckpointError(f"{weight!r} is {layout.label} and no matrix")
         if missing := [part for part in layout.names(weight) if part not in tensors]:
             raise InvalidCheckpointError(f"{weight!r} is {layout.label} and has no {missing[0]!r}")
@@ -145,6 +151,21 @@ def _dequantize_fp8(
     spread = scale.float().repeat_interleave(layout.block[0], 0)[:rows]
     spread = spread.repeat_interleave(layout.block[1], 1)[:, :columns]
     return (stored.float() * spread).to(dtype)
+
+
+def _dequantize_mxfp4(
+    blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """[experts, inputs, rows] of [experts, rows, blocks, 16] and [experts, rows, blocks]."""
+    if blocks.shape[:-1] != scales.shape or blocks.shape[-1] != PER_MX_BLOCK // 2:
+        raise InvalidCheckpointError(
+            f"scales of shape {tuple(scales.shape)} for blocks of {tuple(blocks.shape)}"
+        )
+    values = torch.tensor((*E2M1, *(-value for value in E2M1)), device=blocks.device)
+    pairs = torch.stack((values[(blocks & 15).int()], values[(blocks >> 4).int()]), -1)
+    exponents = scales.int()[..., None] - E8M0_BIAS
+    numbers = torch.ldexp(pairs.flatten(-2), exponents).flatten(-2)
+    return numbers.transpose(-1, -2).to(dtype).contiguous()
 
 
 def _as_blocks(weight: torch.Tensor, layout: Fp8Blocks) -> torch.Tensor:

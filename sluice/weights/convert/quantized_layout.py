@@ -8,6 +8,11 @@ INT4 is that of Kimi-K2-Thinking's, which compressed-tensors calls pack-quantize
 `weight_packed` eight to an int32, the first in the lowest bits and 8 more than its value;
 `weight_scale` in bfloat16, one for every so many inputs of a row; `weight_shape`.
 https://github.com/vllm-project/compressed-tensors
+
+MXFP4 is that of gpt-oss, which is read alone: all experts of a layer in one tensor, whose rows and
+inputs are exchanged once it is plain. `_blocks` has two numbers of 4 bits (e2m1) to a byte, the
+first in the lower ones, 32 to a block; `_scales` the exponent of each block, 127 more than it is.
+https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ Described = tuple[str, Shape]  # dtype of safetensors, shape
 FP8 = "F8_E4M3"  # of safetensors
 BLOCK = (128, 128)
 PER_INT32 = 8  # numbers of 4 bits
+PER_MX_BLOCK = 32
 _WEIGHT = ".weight"
 _LINEAR = re.compile(
     r"(\w_proj|_proj_with_mqa|\.in_proj_qkv|\.in_proj_z|\.experts\.\d+\.w[123])\.weight$"
@@ -41,6 +47,7 @@ class QuantizedLayout(ABC):
 
     label: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]
+    dimensions: ClassVar[int] = 2  # of what is stored as several
 
     @abstractmethod
     def quantizes(self, name: str, shape: Shape) -> bool:
@@ -178,6 +185,35 @@ class Int4Groups(QuantizedLayout):
         }
 
 
+@dataclass(frozen=True)
+class Mxfp4Blocks(QuantizedLayout):
+    """Experts in blocks of 4 bits that share an exponent; nothing is stored so here."""
+
+    label = "MXFP4"
+    suffixes = ("_blocks", "_scales")
+    dimensions = 3
+
+    def quantizes(self, name: str, shape: Shape) -> bool:
+        return False
+
+    def parts(self, shape: Shape) -> tuple[Described, ...]:
+        experts, inputs, rows = shape
+        blocks = inputs // PER_MX_BLOCK
+        whole = (experts, rows, blocks, PER_MX_BLOCK // 2)
+        return ("U8", whole), ("U8", whole[:3])
+
+    def shape_of(self, stored: Shape) -> Shape:
+        if len(stored) != 4:
+            return stored
+        return stored[0], stored[2] * 2 * stored[3], stored[1]
+
+    def is_first_part(self, name: str, dtype: str) -> bool:
+        return name.endswith(self.suffixes[0]) and dtype == "U8"
+
+    def config(self, kept: list[str]) -> dict[str, object]:
+        return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+
+
 def layout_named(name: Quantization) -> QuantizedLayout | None:
     """Return the layout of a setting; None of an empty one."""
     if not name:
@@ -205,11 +241,13 @@ def layout_of(config: Mapping[str, object]) -> QuantizedLayout | None:
     method = entry.get("quant_method")
     if method == "compressed-tensors":
         return _int4_of(entry)
+    if method == "mxfp4":
+        return Mxfp4Blocks()
     block = entry.get("weight_block_size")
     if method != "fp8" or not isinstance(block, list) or len(block) != 2:
         raise InvalidCheckpointError(
-            f"quantization {method!r} is neither FP8 with blocks of weights nor INT4 as "
-            "compressed-tensors packs it"
+            f"quantization {method!r} is neither FP8 with blocks of weights, nor INT4 as "
+            "compressed-tensors packs it, nor MXFP4"
         )
     rows, columns = block
     if not all(type(size) is int and 0 < size < 1 << 31 for size in block):
@@ -245,7 +283,7 @@ def _int4_of(entry: Mapping[str, object]) -> Int4Groups:
 
 def is_quantized(tensors: Mapping[str, str]) -> bool:
     """Return whether any of the tensors, dtypes by name, is part of a quantised matrix."""
-    layouts = Fp8Blocks(), Int4Groups(PER_INT32)
+    layouts = Fp8Blocks(), Int4Groups(PER_INT32), Mxfp4Blocks()
     return any(
         layout.is_first_part(name, dtype) for name, dtype in tensors.items() for layout in layouts
     )

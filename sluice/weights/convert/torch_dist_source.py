@@ -175,7 +175,7 @@ class TorchDistSource:
         for source in range(len(binding.sources)):
             own = sorted((r for r in runs if r.source == source), key=lambda run: run.start)
             parts = [self._rows(binding, place, run.row, run.row + run.rows) for run in own]
-            altered = binding.pack in ALTERED or binding.transposed
+            altered = binding.pack in ALTERED or binding.rearranged
             if altered or any(part is None for part in parts):
                 return self._computed(binding, place)
             pieces.append(tuple(piece for part in parts for piece in part or ()))

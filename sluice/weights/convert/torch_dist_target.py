@@ -304,7 +304,7 @@ class ToTorchDist:
         plain = (
             alike
             and binding.pack not in ALTERED
-            and not binding.transposed
+            and not binding.rearranged
             and (binding.cut is not ShardAxis.COLUMNS or partition.size == 1)
         )
         if not plain or any(source.compute is not None for source in sources):
@@ -350,10 +350,10 @@ class ToTorchDist:
     def _sources(self, binding: Binding) -> list[Content]:
         contents = []
         for source in binding.sources:
-            content = self._source.content(source.name)
-            if source.index is not None:
-                content = _expert(content, source.index)
-            contents.append(content)
+            if source.index is None:
+                contents.append(self._source.content(source.name))
+            else:
+                contents.append(self._source.expert(source.name, source.index))
         if len({content.dtype for content in contents}) > 1:
             kind = self._type(binding)
             return [content.cast(kind) for content in contents]
@@ -381,9 +381,3 @@ class ToTorchDist:
             raise InvalidCheckpointError(
                 f"{shape.layers} layers do not divide into {layout.pipeline} stages"
             )
-
-
-def _expert(content: Content, index: int) -> Content:
-    """Cut the part of one expert out of a tensor that holds all of them."""
-    part = content.rows(index, index + 1)
-    return Content(part.dtype, part.shape[1:], part.pieces, part.stored)

@@ -99,8 +99,7 @@ def _open(path: Path, weights: WeightMap | None, files: Files) -> dict[str, Cont
         content = checkpoint.content(name)
         if name in owned and weights.is_stacked(name):
             for index in range(content.shape[0]):
-                part = content.rows(index, index + 1)
-                contents[f"{name}[{index}]"] = Content(part.dtype, part.shape[1:], part.pieces)
+                contents[f"{name}[{index}]"] = checkpoint.expert(name, index)
         else:
             contents[name] = content
     return contents

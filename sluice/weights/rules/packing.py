@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from sluice.weights.errors import InvalidCheckpointError
 from sluice.weights.rules.rule import Pack, ShardAxis
-from sluice.weights.rules.weight_map import Binding
+from sluice.weights.rules.weight_map import Binding, HfTensor
 
 if TYPE_CHECKING:  # shapes are read by processes that have no torch
     import torch
@@ -109,9 +109,8 @@ def pack(binding: Binding, parts: Sequence[torch.Tensor], partition: Partition) 
 
     if binding.pack is Pack.SHIFTED:
         return _shift(binding, parts[0])
-    if binding.transposed:
-        pairs = zip(binding.sources, parts, strict=True)
-        parts = [part.T if source.transposed else part for source, part in pairs]
+    if binding.rearranged:
+        parts = [_arrange(*pair) for pair in zip(binding.sources, parts, strict=True)]
     if binding.cut is ShardAxis.COLUMNS:
         return parts[0]
     runs = row_runs(binding, partition)
@@ -137,10 +136,7 @@ def unpack(binding: Binding, shares: Sequence[torch.Tensor]) -> dict[str, torch.
     tensor that holds all experts this is the part of the binding's own.
     """
     whole = _unpack(binding, shares)
-    if not binding.transposed:
-        return whole
-    stored = {source.name for source in binding.sources if source.transposed}
-    return {n: t.T.contiguous() if n in stored else t for n, t in whole.items()}
+    return {source.name: _as_stored(source, whole[source.name]) for source in binding.sources}
 
 
 def _unpack(binding: Binding, shares: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -246,6 +242,9 @@ def _bounds(binding: Binding, runs: Sequence[RowCopy]) -> list[tuple[int, int]]:
     for index, source in enumerate(binding.sources):
         touched = [run for run in runs if run.source == index]
         end = source.part[0]
+        if source.alternating:  # taken whole, to be put in order
+            bounds.append((0, end))
+            continue
         bounds.append(
             (min(r.start for r in touched), max(r.start + r.rows for r in touched))
             if touched
@@ -265,6 +264,23 @@ def _divide(binding: Binding, length: int, partition: Partition) -> int:
             f"{binding.megatron!r}: {length} does not divide over {partition.size} ranks"
         )
     return length // partition.size
+
+
+def _arrange(source: HfTensor, stored: torch.Tensor) -> torch.Tensor:
+    """Put rows where the rules count them."""
+    import torch
+
+    rows = stored.T if source.transposed else stored
+    if not source.alternating:
+        return rows
+    return torch.cat([rows[section :: len(source.rows)] for section in range(len(source.rows))])
+
+
+def _as_stored(source: HfTensor, rows: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_arrange`."""
+    if source.alternating:
+        rows = rows.unflatten(0, (len(source.rows), -1)).transpose(0, 1).flatten(0, 1)
+    return rows.T.contiguous() if source.transposed else rows
 
 
 def _shift(binding: Binding, tensor: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,8 @@ class SourceTensor:
 
     `sections` are the rows of each section, where there is more than one. `stacked`: the tensor
     holds all experts, along an axis before `shape`. `transposed`: it is stored with the two axes of
-    `shape` exchanged.
+    `shape` exchanged. `alternating`: it is stored with the rows of its sections, which are of one
+    length, in turns.
     """
 
     name: str
@@ -71,6 +72,7 @@ class SourceTensor:
     sections: tuple[str, ...] = ()
     stacked: bool = False
     transposed: bool = False
+    alternating: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

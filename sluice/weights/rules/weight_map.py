@@ -14,6 +14,7 @@ from sluice.weights.rules.deepseek_v3 import DEEPSEEK_V3
 from sluice.weights.rules.glm4 import GLM4
 from sluice.weights.rules.glm4_moe import GLM4_MOE
 from sluice.weights.rules.glm_moe_dsa import GLM_MOE_DSA
+from sluice.weights.rules.gpt_oss import GPT_OSS
 from sluice.weights.rules.llama import LLAMA
 from sluice.weights.rules.mimo import MIMO
 from sluice.weights.rules.minimax_m2 import MINIMAX_M2
@@ -51,6 +52,7 @@ FAMILIES = (
     DEEPSEEK_V3,
     MINIMAX_M2,
     MIMO,
+    GPT_OSS,
 )
 
 
@@ -89,7 +91,8 @@ class HfTensor:
     """A tensor of an HF checkpoint; with an `index`, a binding has only that expert's part.
 
     `shape` is as it is stored. `rows` are those of its sections, which fill it; empty is one
-    section. `transposed`: rows are stored as columns.
+    section. `transposed`: rows are stored as columns. `alternating`: the rows of its sections are
+    stored in turns.
     """
 
     name: str
@@ -97,6 +100,7 @@ class HfTensor:
     index: int | None = None
     rows: tuple[int, ...] = ()
     transposed: bool = False
+    alternating: bool = False
 
     @property
     def stored_part(self) -> tuple[int, ...]:
@@ -132,9 +136,9 @@ class Binding:
     section_keys: tuple[str, ...] = ()
 
     @property
-    def transposed(self) -> bool:
-        """Whether rows of it are stored as columns."""
-        return any(source.transposed for source in self.sources)
+    def rearranged(self) -> bool:
+        """Whether its rows do not stand together in a source, or not in their order."""
+        return any(source.transposed or source.alternating for source in self.sources)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -306,6 +310,7 @@ def _bind(rule: WeightRule, shape: ModelShape, layer: int | None, expert: int | 
             expert if source.stacked else None,
             tuple(shape.dimension(name) for name in source.sections),
             source.transposed,
+            source.alternating,
         )
 
     return Binding(

@@ -357,6 +357,21 @@ HUGGING_FACE: dict[str, Described] = {  # name -> (config class, model class, ar
             "indexer_types": ["full", "shared", "full", "shared"],
         },
     ),
+    "gpt_oss": (  # 64 heads on 8 with sinks, every other layer with a window; 128 experts
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            **TEXT,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 3,
+            "swiglu_limit": 0.1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+        },
+    ),
     "deepseek_v3_direct": (  # Moonlight: no latent for queries
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",

@@ -95,6 +95,8 @@ def mutations(rule: WeightRule) -> Iterator[tuple[str, tuple[WeightRule, ...]]]:
     if rule.sources[0].stacked:
         other = replace(rule.sources[0], transposed=not rule.sources[0].transposed)
         changes["transposed"] = {"sources": (other,)}
+    if rule.sources[0].alternating:
+        changes["alternating"] = {"sources": (replace(rule.sources[0], alternating=False),)}
     if rule.padded:
         changes["padding"] = {"padded": False}
     if rule.copies:

@@ -22,8 +22,10 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn.attention.bias import causal_lower_right
 
+from services.trainer.backends.banded import Scores, attend_banded
 from services.trainer.backends.megatron.upstream import current_device
 from services.trainer.backends.sparse import ChosenKeys, attend_chosen
 from sluice.algo.collectives import Collectives, gather_tokens
@@ -146,6 +148,45 @@ class PackAttention(MegatronModule):  # type: ignore[misc]
             key, value = key.index_select(0, pack.keys), value.index_select(0, pack.keys)
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         return kernel(query[:, 0], key[:, 0], value[:, 0], pack.rows, scale, None)[:, None]
+
+
+class BandedPackAttention(PackAttention):
+    """Attention whose softmax has a sink a head, over the last keys alone in some layers."""
+
+    def __init__(self, config: Any, *, layer_number: int, **options: Any) -> None:
+        super().__init__(config, layer_number=layer_number, **options)
+        self.kernel = None  # none has sinks
+        self.window = config.windows[layer_number - 1]
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        sinks = torch.empty(heads, dtype=config.params_dtype, device=current_device())
+        self.softmax_offset = torch.nn.Parameter(sinks)
+
+    def _attend_run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        run: KeyRange,
+        chosen: torch.Tensor | None,
+    ) -> torch.Tensor:
+        parts = (
+            query[run.start : run.stop].permute(1, 2, 0, 3),
+            key[run.first : run.last].permute(1, 2, 0, 3),
+            value[run.first : run.last].permute(1, 2, 0, 3),
+        )
+        scores = Scores(self.scale, self.window, self.softmax_offset)
+        return attend_banded(*parts, scores).permute(2, 0, 1, 3)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> Any:
+        """Of the sinks, which are cut as the heads are."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+        )
 
 
 class GatedSelfAttention(SelfAttention):  # type: ignore[misc]

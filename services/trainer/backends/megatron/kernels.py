@@ -48,7 +48,7 @@ def choose_operations(
         capability=capability_of(device.type),
         engine_obstacle="" if has_engine else "the layers are not Transformer Engine's",
     )
-    used = {"rms_norm", "swiglu"}
+    used = {"rms_norm"} if source.clamped else {"rms_norm", "swiglu"}
     used |= {"experts"} if source.shape.experts else set()
     used |= set() if source.latent else {"rotary"}  # which has its own
     used |= set() if source.value_head else {"logprobs"}
@@ -73,7 +73,7 @@ def choose_operations(
 def core_options(chosen: Mapping[str, str], config: MegatronConfig) -> dict[str, Any]:
     """Returns what Megatron's configuration says of what was chosen, and of fp8."""
     options: dict[str, Any] = {
-        "bias_activation_fusion": chosen["swiglu"] == "megatron_swiglu",
+        "bias_activation_fusion": chosen.get("swiglu") == "megatron_swiglu",
         "apply_rope_fusion": chosen.get("rotary") == ENGINE,
         "moe_grouped_gemm": chosen.get("experts") == ENGINE,
         "cp_comm_type": config.cp_comm_type,
@@ -95,6 +95,8 @@ def _attention_obstacle(source: ModelSource, config: MegatronConfig) -> str:
     """Why Transformer Engine's attention cannot run in a model of its layers."""
     if source.latent:
         return "latent attention has values of another width than keys"
+    if source.windows:
+        return "attention has sinks"
     if config.context > 1 and config.cp_layout != "zigzag":
         return f"cp_layout {config.cp_layout} is not how it cuts sequences"
     return ""

@@ -17,6 +17,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_decoder_layer_specs,
 )
+from megatron.core.tensor_parallel import (
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -28,6 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from services.trainer.backends.megatron.attention import (
+    BandedPackAttention,
     EnginePackAttention,
     GatedSelfAttention,
     NormedSelfAttention,
@@ -159,6 +164,24 @@ class PositionRotary(torch.nn.Module):
         return mixed
 
 
+class BiasedExpertLinear(RowParallelLinear):  # type: ignore[misc]
+    """The second layer of an expert with biases, as Megatron's own are not.
+
+    Tensor ranks have other experts each: what Megatron takes for copies of one bias, whose gradient
+    is summed over them and counts once in the norm, are several. And it adds the bias in place to
+    what is a view without expert parallelism, which autograd refuses.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bias.sequence_parallel = False
+        set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output, bias = super().forward(hidden)
+        return output if self.explicit_expert_comm else output.clone(), bias
+
+
 class SandwichLayer(TransformerLayer):  # type: ignore[misc]
     """A layer that also normalises what attention and MLP give, before it is added (GLM-4)."""
 
@@ -234,7 +257,8 @@ def _adapt_layer(layer: Any, config: TransformerConfig, transformer_engine: bool
     if not linear:
         fused = config.operations["attention"] == ENGINE
         over_latents = ChosenPackAttention if config.indexed_layers else LatentPackAttention
-        plain = over_latents if latent else PackAttention
+        over_heads = BandedPackAttention if config.windows else PackAttention
+        plain = over_latents if latent else over_heads
         attention.core_attention = EnginePackAttention if fused else plain
     if config.wide_norms:
         layer.self_attention.module = NormedSelfAttention
@@ -252,6 +276,8 @@ def _adapt_layer(layer: Any, config: TransformerConfig, transformer_engine: bool
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if config.attention_output_gate and not linear:
         layer.self_attention.module = GatedSelfAttention
+    if layer.mlp.module is MoELayer and config.add_bias_linear:
+        layer.mlp.submodules.experts.submodules.linear_fc2 = BiasedExpertLinear
     if layer.mlp.module is MoELayer:
         # Checkpoints keep the names of TransformerEngine's layers. There the norm is fused into
         # the first linear layer, except before experts, where the stock table is wrong.
@@ -463,6 +489,7 @@ def create_policy(
     core = transformer_config(source, config, operations=options)
     core.operations = dict(operations)  # layers are built by it
     core.wide_norms = source.wide_norms
+    core.windows = source.windows
     core.indexed_layers = source.shape.indexed_layers
     core.rotary_scaling = rotary.attention_scaling  # see upstream.py
     padded = source.padded_vocab(config)

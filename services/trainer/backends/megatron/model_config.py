@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from services.trainer.backend import LayoutError
@@ -40,6 +41,7 @@ PLAIN = {
     "glm4",
     "glm4_moe",
     "glm_moe_dsa",
+    "gpt_oss",
     "llama",
     "mimo",
     "minimax_m2",
@@ -58,6 +60,9 @@ PREDICTING = {"deepseek_v3", "glm4_moe", "glm_moe_dsa", "mimo", *NEXT}  # have a
 NORMALISING = {"qwen3_vl_moe"}  # routers that transformers knows one kind of
 SANDWICH = {"glm4"}  # norms before and behind attention and MLP, rotated by pairs
 WIDE_NORMS = {"minimax_m2"}  # over all heads of queries, and of keys
+BANDED = {"gpt_oss"}  # attention has sinks, and windows in some layers
+CLAMPED = {"gpt_oss"}  # MLPs that are gated by a clamped quick_gelu
+QUICK_ALPHA = 1.702  # of quick_gelu
 
 
 class UnsupportedFeatureError(ValueError):
@@ -126,6 +131,20 @@ class ModelSource:
         return self.weights.family.name in WIDE_NORMS
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer of attention with sinks, how many keys it sees, None for all; else ()."""
+        if self.weights.family.name not in BANDED:
+            return ()
+        window = self.hf_config.sliding_window
+        kinds = self.hf_config.layer_types
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+    @property
+    def clamped(self) -> bool:
+        """Whether MLPs are gated by a clamped quick_gelu, and add one to what is gated."""
+        return self.weights.family.name in CLAMPED
+
+    @property
     def rotates_pairs(self) -> bool:
         """Whether the rotary embedding turns neighbours; latent attention parts them itself."""
         return self.weights.family.name in SANDWICH
@@ -180,6 +199,10 @@ def read_model(directory: Path, head: Head = "policy", *, predicts: bool = False
         raise UnsupportedFeatureError("latent attention rotates pairs: rope_interleave is false")
     if family.name in BIASED:
         _check_biased(hf_config)
+    if family.name in CLAMPED and hf_config.swiglu_alpha != QUICK_ALPHA:
+        raise UnsupportedFeatureError(
+            f"swiglu_alpha is {hf_config.swiglu_alpha}, and Megatron has {QUICK_ALPHA} alone"
+        )
     if family.name in NORMALISING and not getattr(hf_config, "norm_topk_prob", True):
         raise UnsupportedFeatureError(
             f"norm_topk_prob is false, and transformers normalises in models of {family.name!r}"
@@ -235,6 +258,11 @@ def transformer_config(
         _check_recurrent(shape, config)
     if source.chooses:
         _check_choosing(shape, config)
+    if shape.experts and "mlp_bias" in shape.flags and config.expert_tensor_size > 1:
+        raise LayoutError(
+            "experts have biases, which tensor ranks cannot share: tensor > 1 needs expert > 1 and "
+            "expert_tensor 1"
+        )
     if source.wide_norms and shape.kv_heads % config.tensor:
         raise LayoutError(
             f"norms over all heads: {shape.kv_heads} key heads do not divide over "
@@ -249,6 +277,7 @@ def transformer_config(
         **_latent(hf_config, source.latent),
         **_choosing(hf_config, source.chooses),
         **_recurrent(source),
+        **_gate(source),
         **operations,
     }
     return kind(
@@ -263,7 +292,6 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
         add_bias_linear=every_bias,
         add_qkv_bias="attention_bias" in shape.flags,
         qk_layernorm=any(name.endswith("self_attention.q_layernorm.weight") for name in names),
@@ -273,6 +301,16 @@ def transformer_config(
         perform_initialization=False,  # every weight is loaded
         **options,
     )
+
+
+def _gate(source: ModelSource) -> dict[str, Any]:
+    if not source.clamped:
+        return {"activation_func": torch.nn.functional.silu}
+    return {
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": source.hf_config.swiglu_limit,
+        "glu_linear_offset": 1.0,
+    }
 
 
 def _check_biased(hf_config: Any) -> None:

@@ -7,13 +7,13 @@ block where the prompt is longer still.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from services.trainer.backends.banded import Scores, attend_banded
 from services.trainer.backends.reference.packing import LONG_TOKENS, PackedLayout, PromptBucket
 from services.trainer.backends.sparse import ChosenKeys, attend_chosen
 from sluice.fused_operations import Attention
@@ -65,29 +65,6 @@ def attend(
     return torch.cat(outputs)[None], None
 
 
-@dataclass(frozen=True)
-class Scores:
-    """How queries and keys are compared; None is transformers' default, or nothing.
-
-    window: tokens, the own one among them. sinks: float[heads], scores of a key without a value.
-    cap: scores x are cap * tanh(x / cap), but for sinks.
-    """
-
-    scaling: float | None = None
-    window: int | None = None
-    sinks: torch.Tensor | None = None
-    cap: float | None = None
-
-    @property
-    def plain(self) -> bool:
-        return self.window is None and not self.by_hand
-
-    @property
-    def by_hand(self) -> bool:
-        """No kernel makes them."""
-        return self.sinks is not None or self.cap is not None
-
-
 def _attend_bucket(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -112,7 +89,7 @@ def _attend_bucket(
     if not scores.plain:
         if bucket.mask is not None:
             raise NotImplementedError("windows, sinks and caps over rows that share their prompt")
-        out = _attend_banded(queries, keys, values, scores)
+        out = attend_banded(queries, keys, values, scores)
     elif chosen is not None:
         out = attend_chosen(queries, keys, values, bucket.mask, chosen, options)
     elif bucket.mask is not None:
@@ -171,60 +148,6 @@ def _attend_tail(
             )
         )
     return torch.cat(outputs, dim=2)
-
-
-def _attend_banded(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
-) -> torch.Tensor:
-    """Causal attention of [N, heads, R, D] within the window, in blocks of queries.
-
-    They stand at the end of K >= R keys and values.
-    """
-    total, groups = key.shape[2], query.shape[1] // key.shape[1]
-    before = total - query.shape[2]
-    places = torch.arange(total, device=query.device)
-    if scores.by_hand and groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    outputs = []
-    for start in range(before, total, LONG_TOKENS):
-        stop = min(start + LONG_TOKENS, total)
-        first = 0 if scores.window is None else max(0, start - scores.window + 1)
-        distance = places[start:stop, None] - places[None, first:stop]
-        visible = distance >= 0
-        if scores.window is not None:
-            visible &= distance < scores.window
-        queries = query[:, :, start - before : stop - before]
-        block = queries, key[:, :, first:stop], value[:, :, first:stop]
-        if scores.by_hand:
-            outputs.append(_attend_by_hand(*block, visible, scores))
-            continue
-        gqa = block[0].shape[1] != block[1].shape[1]
-        options: Any = {"scale": scores.scaling, "enable_gqa": gqa}
-        outputs.append(scaled_dot_product_attention(*block, attn_mask=visible, **options))
-    return torch.cat(outputs, dim=2)
-
-
-def _attend_by_hand(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visible: torch.Tensor,
-    scores: Scores,
-) -> torch.Tensor:
-    """Attention with all scores in memory, by as many key heads as there are of queries.
-
-    With sinks its softmax has one more entry a head, which adds nothing to the output.
-    """
-    scale = query.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
-    made = query @ key.transpose(2, 3) * scale
-    if scores.cap is not None:
-        made = (made / scores.cap).tanh() * scores.cap
-    made = made.masked_fill(~visible, -torch.inf)
-    if scores.sinks is not None:
-        sink = scores.sinks.to(made.dtype)[None, :, None, None].expand(*made.shape[:3], 1)
-        made = torch.cat([made, sink], dim=-1)
-    weights = made.float().softmax(-1)[..., : key.shape[2]]
-    return weights.to(value.dtype) @ value
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)

@@ -54,19 +54,21 @@ with uncompiled():
 NEW_HEAD = {"score.weight", "score.bias"}  # zero where a checkpoint is a language model's
 LFS = b"version https://git-lfs"  # how a pointer begins that stands for a file
 # Their attention is the plain one, of queries, keys, values and a scale; of glm_moe_dsa, to keys
-# that it has chosen.
+# that it has chosen; of gpt_oss, with windows and sinks.
 FAMILIES = (
     "deepseek_v3",
     "glm4",
     "glm4_moe",
     "glm4_moe_lite",
     "glm_moe_dsa",
+    "gpt_oss",
     "llama",
     "minimax_m2",
     "qwen2",
     "qwen3",
     "qwen3_moe",
 )
+ROWS_APART = {"gpt_oss"}  # see `attend`
 OWN_OPERATIONS = frozenset({"attention", "logprobs", "adamw"})  # beside those of layers
 
 
@@ -79,7 +81,7 @@ class ScoredModel:
     operations: Mapping[str, str]  # which implementation each has
     float32_head: bool = True  # also where autocast makes the products of the model narrower
     tower: VisionTower | None = None
-    shares_prompts: bool = True  # where no layer carries a state from token to token
+    shares_prompts: bool = True  # where no layer carries a state from token to token, or has sinks
 
     @classmethod
     def load(
@@ -129,7 +131,7 @@ class ScoredModel:
             own=OWN_OPERATIONS if head == "policy" else OWN_OPERATIONS - {"logprobs"},
         )
         adapt(model, chosen)
-        shares_prompts = not any(recurrent_layers(model))
+        shares_prompts = not any(recurrent_layers(model)) and config.model_type not in ROWS_APART
         keep_rows_apart(model)
         choose_by_rows(model)
         return cls(model.to(device).eval(), device, chosen, float32_head, tower, shares_prompts)
