@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,15 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from transformers import GptOssConfig
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from services.trainer.backend import Mesh, MicroBatch, Row
 from services.trainer.backends.fsdp import context, directions
 from services.trainer.backends.fsdp.backend import FsdpBackend
+from services.trainer.backends.fsdp.config import FsdpConfig
+from services.trainer.backends.fsdp.expert_parallel import create_experts, cut_experts
 from services.trainer.backends.fsdp.layout import mesh_of
 from services.trainer.backends.fsdp.optimizer import local_part
 from services.trainer.backends.fsdp.tensor_parallel import tensor_cut
@@ -204,6 +209,47 @@ def gathered_weights(rank: int, world: int, arguments: dict[str, Any]) -> dict[s
         backend.forward_backward([rows_of(0)[:1]], PPO)
     experts = [p for n, p in backend._policy.parameters().items() if ".experts." in n]
     return {"most": max(seen), "experts": sum(4 * p.numel() for p in experts)}
+
+
+def travels(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """How far a layer whose experts ranks have is from the whole, as transformers runs it.
+
+    tokens: of each rank. favoured: experts that all of them go to.
+    """
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_local_experts": 8}
+    experts: Any = GptOssExperts(GptOssConfig(**sizes)).double()
+    model = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": experts})})
+    experts.config._experts_implementation = "eager"
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    counts, favoured = arguments["tokens"], arguments["favoured"]
+    hidden = torch.randn(sum(counts), 8, dtype=torch.float64)
+    drawn = [torch.randperm(len(favoured))[: arguments["count"]] for _ in hidden]
+    chosen = torch.tensor(favoured)[torch.stack(drawn)]
+    weights, seen = torch.rand(chosen.shape, dtype=torch.float64), torch.randn_like(hidden)
+    given = [t.requires_grad_() for t in (hidden, weights)]
+    whole = experts(hidden, chosen, weights)
+    own = [*experts.parameters()]
+    wanted = torch.autograd.grad((whole * seen).sum(), [*given, *own])
+    mesh = Mesh(rank=rank, world_size=world)
+    limit = timedelta(seconds=60)
+    spread = create_experts(mesh, "cpu", limit, FsdpConfig(expert=world), limit)
+    assert spread is not None
+    assert cut_experts(model, spread) == [experts]
+    part = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    made = experts(hidden[part], chosen[part], weights[part])
+    cut = [*experts.parameters()]
+    found = torch.autograd.grad((made * seen[part]).sum(), [*given, *cut])
+    spread.collectives.end_step()
+    pairs = [
+        (made, whole[part]),
+        *((f[part], w[part]) for f, w in zip(found[:2], wanted[:2], strict=True)),
+    ]
+    share = 8 // world
+    mine = slice(rank * share, (rank + 1) * share)
+    pairs += [(local_part(f), w[mine]) for f, w in zip(found[2:], wanted[2:], strict=True)]
+    return {"off": max(float((a - b).detach().abs().max()) for a, b in pairs if a.numel())}
 
 
 def waits(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,25 @@ EXPERT = {"expert": 2}
 
 
 @fast
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("tokens", "favoured"),
+    [
+        pytest.param([3, 7, 5, 1], range(8), id="anywhere"),
+        pytest.param([0, 9, 0, 2], range(8), id="from some ranks"),
+        pytest.param([4, 4, 4, 4], [2, 3, 6], id="to some ranks"),
+        pytest.param([6, 0, 0, 0], [5, 4, 7], id="away from all"),
+    ],
+)
+def test_wherever_tokens_go_a_layer_is_the_whole_one(
+    pool: Pool, tokens: list[int], favoured: Any, count: int
+) -> None:
+    """In float64; with biases, and a gate of its own."""
+    answers = pool.run("travels", 4, tokens=tokens, favoured=[*favoured], count=count)
+    assert max(answer["off"] for answer in answers) <= 1e-11
+
+
+@fast
 @pytest.mark.parametrize("fsdp", [EXPERT, {"expert": 4}, {**EXPERT, "replicas": 2}])
 def test_what_is_published_is_what_was_loaded_bit_for_bit(
     pool: Pool, expected: ExpectedByModel, tmp_path: Path, fsdp: Any

@@ -129,7 +129,7 @@ class _Travel:
         made_BH = self._run(came_BH, came_NE)
         back_AH = exchange_rows(made_BH, self._ranks, sent=taken, taken=sent)
         outputs_AH = back_AH[order_A.argsort()]
-        outputs_TKH = outputs_AH.view(*chosen_TK.shape, -1) * weights_TK[..., None]
+        outputs_TKH = outputs_AH.view(*chosen_TK.shape, outputs_AH.shape[1]) * weights_TK[..., None]
         return outputs_TKH.sum(1).to(hidden_TH.dtype)
 
     def _run(self, came_BH: torch.Tensor, came_NE: torch.Tensor) -> torch.Tensor:
