@@ -24,12 +24,17 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 POOL = "policy"  # of the engines that are given weights, sampled from and scored
 STAGE_SECONDS = 600.0  # for the shards of a version and its commit
+UNSUPPORTED = "UNSUPPORTED_MODEL"  # why an engine takes no version at all
 
 PAUSE_MODES = {
     "wait": engine_pb.PAUSE_MODE_WAIT,
     "abort": engine_pb.PAUSE_MODE_ABORT,
     "in_place": engine_pb.PAUSE_MODE_IN_PLACE,
 }
+
+
+class _ForGood(str):
+    """Why an engine takes no weights, whichever they are and however often they are offered."""
 
 
 class NoEngineError(Exception):
@@ -204,6 +209,8 @@ class EngineFleet:
         report = await self._update_all(self._patience)
         if not report.engine_count:
             causes = "; ".join(f"{name}: {cause}" for name, cause in report.failures.items())
+            if False:
+                raise NoEngineError(f"no engine can run the model: {causes}")
             raise NotReadyError(causes or "the router knows no engine")
         return report
 
@@ -420,4 +427,4 @@ class EngineFleet:
                 await client.resume()  # it was paused to sleep
             return prepare, pause
         except RemoteError as error:
-            return str(error)
+            return _ForGood(error) if error.reason == UNSUPPORTED else str(error)

@@ -6,6 +6,7 @@ import re
 import grpc
 import pytest
 
+from services.rollout.errors import UnfitWeightsError, UnsupportedModelError
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.rollout.v1 import engine_service_pb2_grpc as engine_grpc
@@ -49,6 +50,7 @@ class Engine(engine_grpc.EngineServiceServicer):
         self.prepared: list[int] = []
         self.moves = asyncio.Event()  # or hangs in a commit
         self.moves.set()
+        self.unfit: ServiceError | None = None  # why it takes no weights
         self.together: asyncio.Barrier | None = None  # that all who are asked meet at
 
     async def GetEngine(self, request, context):
@@ -96,6 +98,8 @@ class Engine(engine_grpc.EngineServiceServicer):
         return engine_pb.StageWeightsResponse()
 
     async def PrepareWeights(self, request, context):
+        if self.unfit is not None:
+            raise self.unfit
         self.prepared.append(request.weights.version)
         return engine_pb.PrepareWeightsResponse()
 
@@ -199,6 +203,32 @@ async def test_no_engine_at_all_is_an_error_in_time(world):
     fleet = await world.fleet()
     told = await told_late(lambda seconds: fleet.commit(FIRST, seconds), NoEngineError, 0.1)
     assert "the router knows no engine" in told
+
+
+async def test_where_no_engine_can_run_the_model_it_is_said_at_once(world):
+    for name in ("a", "b"):
+        (await world.add_engine(name)).unfit = UnsupportedModelError("sinks are not recorded")
+    fleet = await world.fleet()
+    with pytest.raises(NoEngineError) as told:
+        async with asyncio.timeout(PATIENCE):
+            await fleet.commit(FIRST, wait_seconds=10 * PATIENCE)
+    assert str(told.value).startswith("no engine can run the model: a: ")
+    assert str(told.value).count("sinks are not recorded") == 2
+
+
+async def test_while_one_of_them_may_take_it_engines_are_waited_for(world):
+    (await world.add_engine("a")).unfit = UnsupportedModelError("sinks are not recorded")
+    late = await world.add_engine("b")
+    late.unfit = UnfitWeightsError("is being replaced")
+    fleet = await world.fleet()
+    committing = asyncio.create_task(fleet.commit(FIRST, wait_seconds=PATIENCE))
+    async with asyncio.timeout(PATIENCE):
+        while late.looks < 3:
+            await asyncio.sleep(0.01)
+        assert not committing.done()
+        late.unfit = None
+        report = await committing
+    assert report.engine_count == 1 and set(report.failures) == {"a"}
 
 
 async def test_an_engine_that_is_not_deterministic_is_named(world):
