@@ -123,6 +123,18 @@ def test_an_unproven_family_without_experts_is_refused(pool: Pool, tmp_path: Pat
         assert "fsdp.expert has no effect on model_type stablelm" in answer["error_message"]
 
 
+def test_experts_of_another_form_are_refused(pool: Pool, tmp_path: Path) -> None:
+    """Llama 4's take all tokens, each as often as there are experts."""
+    settings = {"num_local_experts": 4, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 1}
+    model = build(Case("llama4_text", "Llama 4", settings), tmp_path / "model")
+    arguments = {"model": str(model.directory), "out": str(tmp_path)}
+    for answer in pool.run("attempt", 2, **arguments, fsdp={"unproven": True, "expert": 2}):
+        assert (
+            "fsdp.expert above 1 with model.layers.0.feed_forward.experts"
+            in (answer["error_message"])
+        )
+
+
 @fast
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
 def test_in_bfloat16_it_is_the_same_where_experts_are(

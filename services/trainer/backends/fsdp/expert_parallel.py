@@ -97,8 +97,8 @@ def _check(name: str, module: Any, size: int) -> None:
     stacked = all("." not in own and shape[0] == count for own, shape in shapes.items())
     if not stacked or not hasattr(type(module), "_apply_gate"):
         raise LayoutError(
-            f"fsdp.expert above 1 with {name}, whose experts are not stacked in tensors of their "
-            "own: leave it out"
+            f"fsdp.expert above 1 with {name}, which is not given tokens with the experts of each, "
+            "or has tensors that are not stacks of all experts: leave it out"
         )
     if count % size:
         raise LayoutError(f"fsdp.expert {size} does not divide the {count} experts of {name}")
