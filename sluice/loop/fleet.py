@@ -209,7 +209,7 @@ class EngineFleet:
         report = await self._update_all(self._patience)
         if not report.engine_count:
             causes = "; ".join(f"{name}: {cause}" for name, cause in report.failures.items())
-            if False:
+            if causes and all(isinstance(why, _ForGood) for why in report.failures.values()):
                 raise NoEngineError(f"no engine can run the model: {causes}")
             raise NotReadyError(causes or "the router knows no engine")
         return report
