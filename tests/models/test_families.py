@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from services.rollout.engine.reference.foreign import foreign_reason
@@ -224,6 +224,23 @@ def test_parts_of_joined_weights_that_are_unequal_are_refused(pool: Pool, tmp_pa
     answers = pool.run("attempt", 3, model=str(model.directory), out=str(tmp_path))
     for answer in answers:
         assert "conv1d.weight is made of 3 tensors of 64" in answer["error_message"]
+
+
+def test_what_would_be_published_in_other_shapes_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """transformers reads the convolutions of OLMo Hybrid as they are, and writes equal parts."""
+    case = next(case for case in CASES if case.name == "olmo_hybrid")
+    model = build(case, tmp_path / "model")
+    file = model.directory / "model.safetensors"
+    tensors = load_file(file)
+    for layer in {name.rpartition(".q_conv1d")[0] for name in tensors if ".q_conv1d" in name}:
+        names = [f"{layer}.{part}_conv1d.weight" for part in "qkv"]
+        parts = torch.cat([tensors[name] for name in names]).split([32, 32, 64])
+        tensors |= {name: part.clone() for name, part in zip(names, parts, strict=True)}
+    save_file(tensors, file, metadata={"format": "pt"})
+    more = {"let_in": case.model_type, "fsdp": {"unproven": True}}
+    reason = r"q_conv1d.weight has the shape \[32, 1, 4\] in the checkpoint and would be published"
+    with pytest.raises(Exception, match=reason):
+        pool.run("prove", 1, model=str(model.directory), out=str(tmp_path), steps=1, **more)
 
 
 def test_every_family_has_a_case() -> None:

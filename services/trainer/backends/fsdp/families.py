@@ -18,18 +18,22 @@ from sluice.model_types import known_type
 Layout = Literal["shared", "rows"]
 
 FAMILIES: dict[str, Layout] = {
+    "afmoe": "rows",
     "apertus": "shared",
     "arcee": "shared",
     "bamba": "rows",
     "cohere": "shared",
     "cohere2": "rows",
+    "cwm": "rows",
     "deepseek_v2": "shared",
     "deepseek_v3": "shared",
     "dots1": "shared",
     "ernie4_5": "shared",
     "ernie4_5_moe": "shared",
     "exaone4": "shared",
+    "exaone_moe": "rows",
     "falcon_h1": "rows",
+    "flex_olmo": "shared",
     "gemma": "shared",
     "gemma2": "rows",
     "gemma3_text": "rows",
@@ -47,8 +51,10 @@ FAMILIES: dict[str, Layout] = {
     "granitemoeshared": "shared",
     "hunyuan_v1_dense": "shared",
     "hunyuan_v1_moe": "shared",
+    "hy_v3": "shared",
     "jamba": "rows",
     "kimi_linear": "rows",
+    "laguna": "rows",
     "lfm2": "rows",
     "lfm2_moe": "rows",
     "llama": "shared",
@@ -81,6 +87,7 @@ FAMILIES: dict[str, Layout] = {
     "qwen3_vl_moe": "shared",
     "seed_oss": "shared",
     "smollm3": "shared",
+    "solar_open": "shared",
     "starcoder2": "shared",
 }
 IMAGES = "it reads images, which nothing here shows it; docs/vision.md has the families that are"
@@ -91,6 +98,7 @@ REFUSED: dict[str, str] = {
     "longcat_flash": "transformers wants weights of its zero experts, which checkpoints have not",
     "minimax": "its recurrent layers run over the rows of a pack",
     "nemotron": "its layers do not hand on to attention how rows are packed",
+    "olmo_hybrid": "transformers writes its convolutions in equal parts, which they are not",
     "qwen2_vl": IMAGES,
 }
 MEASURED_ROPE = {"dynamic", "longrope"}
@@ -100,6 +108,7 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 NO_PLAN = "transformers ships no plan to cut its layers by"
 SEES = "it reads images, by a tower that is not cut over tensor ranks"
 TENSOR_REFUSED: dict[str, str] = {  # of families that are trained with fsdp.tensor 1
+    "afmoe": NO_PLAN,
     "bamba": NO_PLAN,
     "falcon_h1": NO_PLAN,
     "gpt2": NO_PLAN,

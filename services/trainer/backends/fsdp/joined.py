@@ -6,6 +6,8 @@ ranks and more every row stood at another place, in what is published too.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,15 +17,20 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from services.trainer.backends.fsdp.tensor_parallel import tensor_cut
+from sluice.weights.stored_experts import tensor_shapes
 
 
-def check_joined(model: Any, size: int) -> None:
+def check_joined(model: Any, size: int, directory: Path) -> None:
     """Raise ValueError where ranks have unequal parts of what is joined, or tensor ranks do.
 
     Of a model that is cut over tensor ranks, `size` data ranks are to cut and nothing has loaded.
+    Also where it would not be published as the checkpoint in `directory` has it. May raise
+    WeightStoreError.
     """
     for name, parameter in model.named_parameters():
         lengths = _joined(model, name, parameter)
+        if lengths:
+            _check_written(model, name, parameter, tensor_shapes(directory))
         uneven = any(length % size for length in lengths)
         if lengths and (uneven or tensor_cut(parameter) is not None):
             raise ValueError(
@@ -49,11 +56,29 @@ def put_in_order(model: Any, data: DeviceMesh) -> None:
         local.copy_(whole.chunk(size)[data.get_local_rank()])
 
 
+def _check_written(
+    model: Any, name: str, parameter: torch.Tensor, stored: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise ValueError: transformers cuts what is joined into equal parts, whatever they were."""
+    for own, tensor in _sources(model, name, parameter).items():
+        if stored.get(own, tensor.shape) != tensor.shape:
+            raise ValueError(
+                f"{own} has the shape {[*stored[own]]} in the checkpoint and would be published as "
+                f"{[*tensor.shape]}: model_type {model.config.model_type} cannot be trained"
+            )
+
+
+def _sources(model: Any, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a parameter is made of, by name, without memory."""
+    empty = torch.empty(parameter.shape, device="meta")
+    made: dict[str, torch.Tensor] = revert_weight_conversion(model, {name: empty})
+    return made
+
+
 def _joined(model: Any, name: str, parameter: torch.Tensor) -> list[int]:
     """The rows of each tensor that a parameter is made of one behind another; else nothing."""
-    empty = torch.empty(parameter.shape, device="meta")
-    made = [*revert_weight_conversion(model, {name: empty}).values()]
-    if len(made) == 1 or any(tensor.shape[1:] != empty.shape[1:] for tensor in made):
+    made = [*_sources(model, name, parameter).values()]
+    if len(made) == 1 or any(tensor.shape[1:] != parameter.shape[1:] for tensor in made):
         return []
     lengths = [tensor.shape[0] for tensor in made]
-    return lengths if sum(lengths) == empty.shape[0] else []
+    return lengths if sum(lengths) == parameter.shape[0] else []

@@ -291,7 +291,7 @@ def load_model(
     if settings.activation_checkpointing and (found := _dropout(config)):
         raise ValueError(f"fsdp.activation_checkpointing with {found} above 0 in config.json")
     over: Any = {"mesh": mesh, "tensor": tensor, "experts": experts}
-    cut = _Cut(**over, settings=settings, float32_head=float32_head)
+    cut = _Cut(**over, directory=Path(path), settings=settings, float32_head=float32_head)
     sees = config.model_type in vision.FAMILIES
     with_shards()
     kind = _distributed_class(config, head, cut, device)
@@ -359,6 +359,7 @@ class _Cut:
     mesh: DeviceMesh
     tensor: TensorRanks | None
     experts: ExpertRanks | None
+    directory: Path  # which it is to be filled from
     settings: FsdpConfig
     float32_head: bool
     root: PolicyRoot | None = None
@@ -379,7 +380,7 @@ class _Cut:
         if not layers:
             raise ValueError(f"model_type {model.config.model_type} has no layers to cut it by")
         _check_experts(model, self.mesh[DATA].size() // self.settings.expert)
-        check_joined(model, self.mesh[DATA].size())
+        check_joined(model, self.mesh[DATA].size(), self.directory)
         offload = CPUOffloadPolicy() if self.settings.cpu_offload else OffloadPolicy()
         narrow, wide = self._precision(), MixedPrecisionPolicy()
         options: Any = {
