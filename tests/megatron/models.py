@@ -98,6 +98,7 @@ GPT_OSS: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "sliding_window": 5,  # rows have up to 19 tokens
     "swiglu_limit": 0.5,  # so that some are clamped
+    "swiglu_alpha": 1.3,  # other than Megatron's own
     "pad_token_id": None,
     "eos_token_id": None,
 }

@@ -27,7 +27,7 @@ from services.trainer.backends.megatron.batch import pack_batch
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.delta_net import GatedNorm
 from services.trainer.backends.megatron.kernels import choose_operations, core_options
-from services.trainer.backends.megatron.model_config import read_model
+from services.trainer.backends.megatron.model_config import read_model, transformer_config
 from sluice.operations import OperationError, OperationsConfig
 from tests.fused_stand_ins import CALLS, attend_rows, place_all
 from tests.megatron.models import build_checkpoint, make_rows
@@ -53,6 +53,23 @@ def with_engine(patch: pytest.MonkeyPatch) -> None:
     place_all(patch)
     patch.setattr(upstream, "has_transformer_engine", lambda: True)
     patch.setattr(upstream, "optimizer_name", lambda: "transformer_engine")
+
+
+def test_a_clamped_gate_is_that_of_transformers_to_the_bit(tmp_path: Path) -> None:
+    """Compiled, a kernel rounds otherwise, and which ranks have one hangs on what they have run."""
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    source = read_model(build_checkpoint("gpt_oss", tmp_path))
+    core = transformer_config(source, MegatronConfig(), operations={})
+    gate = torch.randn(64, 48, generator=torch.Generator().manual_seed(0)).bfloat16() * 3
+    with torch.device("meta"):
+        theirs = GptOssExperts(GptOssConfig.from_pretrained(tmp_path))
+    pairs = torch.stack((gate, torch.zeros_like(gate)), -1).flatten(-2)  # and what is gated, plus 1
+    expected = theirs._apply_gate(pairs)
+    assert torch.equal(
+        core.activation_func(gate.clamp(max=core.activation_func_clamp_value)), expected
+    )
 
 
 REFUSED = [

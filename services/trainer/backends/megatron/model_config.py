@@ -6,11 +6,11 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from services.trainer.backend import LayoutError
@@ -61,8 +61,7 @@ NORMALISING = {"qwen3_vl_moe"}  # routers that transformers knows one kind of
 SANDWICH = {"glm4"}  # norms before and behind attention and MLP, rotated by pairs
 WIDE_NORMS = {"minimax_m2"}  # over all heads of queries, and of keys
 BANDED = {"gpt_oss"}  # attention has sinks, and windows in some layers
-CLAMPED = {"gpt_oss"}  # MLPs that are gated by a clamped quick_gelu
-QUICK_ALPHA = 1.702  # of quick_gelu
+CLAMPED = {"gpt_oss"}  # MLPs whose gates are clamped
 
 
 class UnsupportedFeatureError(ValueError):
@@ -141,7 +140,7 @@ class ModelSource:
 
     @property
     def clamped(self) -> bool:
-        """Whether MLPs are gated by a clamped quick_gelu, and add one to what is gated."""
+        """Whether MLPs clamp their gates, and add one to what is gated."""
         return self.weights.family.name in CLAMPED
 
     @property
@@ -199,10 +198,6 @@ def read_model(directory: Path, head: Head = "policy", *, predicts: bool = False
         raise UnsupportedFeatureError("latent attention rotates pairs: rope_interleave is false")
     if family.name in BIASED:
         _check_biased(hf_config)
-    if family.name in CLAMPED and hf_config.swiglu_alpha != QUICK_ALPHA:
-        raise UnsupportedFeatureError(
-            f"swiglu_alpha is {hf_config.swiglu_alpha}, and Megatron has {QUICK_ALPHA} alone"
-        )
     if family.name in NORMALISING and not getattr(hf_config, "norm_topk_prob", True):
         raise UnsupportedFeatureError(
             f"norm_topk_prob is false, and transformers normalises in models of {family.name!r}"
@@ -307,10 +302,16 @@ def _gate(source: ModelSource) -> dict[str, Any]:
     if not source.clamped:
         return {"activation_func": torch.nn.functional.silu}
     return {
-        "activation_func": quick_gelu,
+        "activation_func": partial(_steep_silu, alpha=source.hf_config.swiglu_alpha),
         "activation_func_clamp_value": source.hf_config.swiglu_limit,
         "glu_linear_offset": 1.0,
     }
+
+
+def _steep_silu(gate: torch.Tensor, *, alpha: float) -> torch.Tensor:
+    """Megatron's quick_gelu is this with an alpha of 1.702, and compiled: rounded otherwise, until
+    calls of so many kinds were seen that it is compiled no more."""
+    return gate * torch.sigmoid(gate * alpha)
 
 
 def _check_biased(hf_config: Any) -> None:
