@@ -130,8 +130,31 @@ FIRST = "model.layers.0.mlp.experts.down_proj"
             InvalidCheckpointError,
             "has shape",
         ),
+        (
+            {f"{FIRST}_scales": torch.zeros(3, 32, 2, dtype=torch.uint8)},
+            InvalidCheckpointError,
+            rf"{FIRST}.*scales of shape \(3, 32, 2\)",
+        ),
+        (
+            {f"{FIRST}_scales": torch.full((4, 32, 2), 255, dtype=torch.uint8)},
+            InvalidCheckpointError,
+            f"{FIRST}.*not finite.*255",
+        ),
+        (
+            {f"{FIRST}_scales": torch.zeros(4, 32, 2)},
+            InvalidCheckpointError,
+            f"{FIRST}.*float32",
+        ),
+        (
+            {FIRST: torch.zeros(4, 64, 32, dtype=torch.bfloat16)},
+            InvalidCheckpointError,
+            f"{FIRST}.*both",
+        ),
     ],
-    ids=["no scales", "no blocks", "too few scales", "no blocks of sixteen bytes"],
+    ids=[
+        *("no scales", "no blocks", "too few scales", "no blocks of sixteen bytes"),
+        *("scales of an expert less", "no numbers", "scales of another type", "plain too"),
+    ],
 )
 def test_parts_that_do_not_fit_are_named(
     changed: dict[str, torch.Tensor | None],

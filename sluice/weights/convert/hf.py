@@ -150,7 +150,10 @@ class HfSource:
             raise InvalidCheckpointError(f"{name!r} is {layout.label} and no matrix")
 
         def compute() -> torch.Tensor:
-            return dequantize([self._files.load(part) for part in parts], layout)
+            try:
+                return dequantize([self._files.load(part) for part in parts], layout)
+            except InvalidCheckpointError as error:
+                raise InvalidCheckpointError(f"{name!r}: {error}") from error
 
         working = WORKING_BYTES * torch.Size(shape).numel()
         return Content(torch.bfloat16, shape, compute=compute, working_bytes=working)
@@ -160,9 +163,13 @@ class HfSource:
         if name not in self._quantized:
             part = self.content(name).rows(index, index + 1)
             return Content(part.dtype, part.shape[1:], part.pieces, part.stored)
-        _, *shape = self._quantized[name]
+        count, *shape = self._quantized[name]
         stored = [self._entries[part].content for part in self._parts(name)]
         own = self._restored(name, [part.rows(index, index + 1) for part in stored], (1, *shape))
+        if other := [part.shape for part in stored if part.shape[:1] != (count,)]:
+            raise InvalidCheckpointError(
+                f"{name!r}: scales of shape {other[0]} for {count} experts"
+            )
         assert own.compute is not None
         compute = own.compute
         return replace(own, shape=tuple(shape), compute=lambda: compute()[0])
@@ -183,7 +190,7 @@ class HfSource:
         """Shapes of the quantised tensors by name.
 
         Raises MissingTensorError for one without all of its parts, UnexpectedTensorError for
-        parts of none.
+        parts of none, InvalidCheckpointError for one that is there plain too.
         """
         layout = self._layout
         if layout is None:
@@ -194,6 +201,8 @@ class HfSource:
             if layout.is_first_part(name, DTYPE_NAMES[entry.content.dtype])
         }
         wanted = {part for weight in found for part in layout.names(weight)}
+        if twice := sorted(found.keys() & self._entries.keys() - wanted):
+            raise InvalidCheckpointError(f"{twice[0]!r} is there both plain and as {layout.label}")
         if missing := sorted(wanted - self._entries.keys()):
             raise MissingTensorError(tuple(missing))
         beside = {name for name in self._entries if layout.is_beside(name)}

@@ -82,6 +82,8 @@ def restored(
             raise InvalidCheckpointError(f"{weight!r} is {layout.label} and no matrix")
         if missing := [part for part in layout.names(weight) if part not in tensors]:
             raise InvalidCheckpointError(f"{weight!r} is {layout.label} and has no {missing[0]!r}")
+        if weight != name and weight in tensors:
+            raise InvalidCheckpointError(f"{weight!r} is there both plain and as {layout.label}")
         yield weight, dequantize([tensors[part] for part in layout.names(weight)], layout, dtype)
 
 
@@ -161,10 +163,14 @@ def _dequantize_mxfp4(
         raise InvalidCheckpointError(
             f"scales of shape {tuple(scales.shape)} for blocks of {tuple(blocks.shape)}"
         )
+    if scales.dtype is not torch.uint8:  # float8_e8m0fnu would count as what it stands for
+        raise InvalidCheckpointError(f"scales of type {scales.dtype}, where bytes are known alone")
     values = torch.tensor((*E2M1, *(-value for value in E2M1)), device=blocks.device)
     pairs = torch.stack((values[(blocks & 15).int()], values[(blocks >> 4).int()]), -1)
     exponents = scales.int()[..., None] - E8M0_BIAS
     numbers = torch.ldexp(pairs.flatten(-2), exponents).flatten(-2)
+    if not numbers.isfinite().all():
+        raise InvalidCheckpointError(f"numbers that are not finite, of scales up to {scales.max()}")
     return numbers.transpose(-1, -2).to(dtype).contiguous()
 
 
