@@ -80,6 +80,7 @@ class Mesh:
     context_size: int = 1
     expert_size: int = 1
     virtual_pipeline_size: int = 1
+    replicas: int = 1  # of the model, each cut over data ranks
     reports: bool = True  # exactly one rank of each data_rank answers with rows and sums
 
 

@@ -47,6 +47,7 @@ async def test_a_rank_killed_in_mid_pass_costs_no_number(
             ready = await until(client, lambda now: now.state == ACTIVE)
             found = ready.layout.data, ready.layout.tensor, ready.layout.context
             assert found == (data, tensor, context)
+            assert not ready.layout.replicas
             batch = await upload(client, "kill", make_groups("kill", seed=8))
             await client.compute_logprobs(batch)
             await train_step(client, batch)
@@ -63,6 +64,16 @@ async def test_a_rank_killed_in_mid_pass_costs_no_number(
             loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
             assert loaded.config.model_type == "qwen3"
             await check_full_disk(client)
+
+
+async def test_copies_of_the_model_are_told_of(tmp_path: Path) -> None:
+    """A run that goes on with others has sums in another order."""
+    model = build_tiny_qwen3(tmp_path / "model", 0)
+    settings = {**SETTINGS, "fsdp": {"dtype": "float32", "replicas": 2}}
+    with running_trainer(tmp_path / "trainer", model, **settings) as running:
+        async with running.client() as client:
+            ready = await until(client, lambda now: now.state == ACTIVE)
+            assert (ready.layout.data, ready.layout.replicas) == (2, 2)
 
 
 async def test_tensor_ranks_that_slept_make_the_same_steps(tmp_path: Path) -> None:

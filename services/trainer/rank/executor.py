@@ -123,6 +123,7 @@ class Executor:
             context=mesh.context_size,
             expert=mesh.expert_size,
             virtual_pipeline=mesh.virtual_pipeline_size,
+            replicas=mesh.replicas if mesh.replicas > 1 else 0,
         )
         return pb.RankReady(
             layout=layout,

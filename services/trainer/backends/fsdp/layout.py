@@ -29,5 +29,6 @@ def mesh_of(config: FsdpConfig, rank: int, world_size: int) -> Mesh:
         tensor_size=config.tensor,
         context_size=config.context,
         expert_size=config.expert,
+        replicas=config.replicas,
         reports=rank % size == 0,
     )

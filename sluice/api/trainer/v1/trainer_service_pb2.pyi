@@ -46,20 +46,22 @@ class Rank(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., process_id: _Optional[int] = ..., host: _Optional[str] = ..., heartbeat_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., activity: _Optional[str] = ..., data_rank: _Optional[int] = ...) -> None: ...
 
 class ParallelLayout(_message.Message):
-    __slots__ = ("data", "tensor", "pipeline", "context", "expert", "virtual_pipeline")
+    __slots__ = ("data", "tensor", "pipeline", "context", "expert", "virtual_pipeline", "replicas")
     DATA_FIELD_NUMBER: _ClassVar[int]
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     EXPERT_FIELD_NUMBER: _ClassVar[int]
     VIRTUAL_PIPELINE_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     data: int
     tensor: int
     pipeline: int
     context: int
     expert: int
     virtual_pipeline: int
-    def __init__(self, data: _Optional[int] = ..., tensor: _Optional[int] = ..., pipeline: _Optional[int] = ..., context: _Optional[int] = ..., expert: _Optional[int] = ..., virtual_pipeline: _Optional[int] = ...) -> None: ...
+    replicas: int
+    def __init__(self, data: _Optional[int] = ..., tensor: _Optional[int] = ..., pipeline: _Optional[int] = ..., context: _Optional[int] = ..., expert: _Optional[int] = ..., virtual_pipeline: _Optional[int] = ..., replicas: _Optional[int] = ...) -> None: ...
 
 class Trainer(_message.Message):
     __slots__ = ("state", "step", "weights", "part_ids", "layout", "ranks", "restart_count", "failure", "losses", "advantage_estimators", "batches", "backend", "skipped_count", "consecutive_skipped_count", "gradients_incomplete", "checkpoint", "head", "corrections", "kl_estimators", "user_modules", "vocabulary", "asleep", "write_behind", "promised_version", "adapters", "max_row_tokens", "trains_adapters", "profile", "fixed_reference", "name", "settings")
