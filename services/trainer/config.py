@@ -734,9 +734,11 @@ class TrainerConfig(ProcessConfig):
         """What is published has the model's config.json beside it, and is read by that."""
         document = json.loads((Path(self.model) / "config.json").read_bytes())
         quantized = any("quantization_config" in part for part in stating(document))
-        if self.lora is None and quantized:
+        if quantized and (self.lora is None or self.backend == "megatron"):
+            reads = "megatron reads plain weights alone"
+            why = "trained weights are not" if self.lora is None else reads
             raise ValueError(
-                f"model {self.model} is quantised, and trained weights are not: make it plain "
+                f"model {self.model} is quantised, and {why}: make it plain "
                 "first (of FP8, INT4 or MXFP4: `sluice convert SRC DST --to hf`)"
             )
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,11 @@ from services.trainer.backends.megatron.batch import pack_batch
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.delta_net import GatedNorm
 from services.trainer.backends.megatron.kernels import choose_operations, core_options
-from services.trainer.backends.megatron.model_config import read_model, transformer_config
+from services.trainer.backends.megatron.model_config import (
+    UnsupportedFeatureError,
+    read_model,
+    transformer_config,
+)
 from sluice.operations import OperationError, OperationsConfig
 from tests.fused_stand_ins import CALLS, attend_rows, place_all
 from tests.megatron.models import build_checkpoint, make_rows
@@ -70,6 +75,33 @@ def test_a_clamped_gate_is_that_of_transformers_to_the_bit(tmp_path: Path) -> No
     assert torch.equal(
         core.activation_func(gate.clamp(max=core.activation_func_clamp_value)), expected
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layer_types": ["chunked_attention"] * 4}, "layer_types has 'chunked_attention'"),
+        ({"sliding_window": None}, "sliding_window is None"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+            "partial_rotary_factor is 0.5",
+        ),
+    ],
+)
+def test_attention_that_transformers_has_otherwise_or_not_is_refused(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    path = build_checkpoint("gpt_oss", tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | changes))
+    with pytest.raises(UnsupportedFeatureError, match=said):
+        read_model(tmp_path)
 
 
 REFUSED = [

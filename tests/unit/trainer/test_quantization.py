@@ -384,3 +384,5 @@ def test_a_model_that_is_quantised_itself_is_refused(tmp_path: Path, key: str) -
         with pytest.raises(ConfigError, match="is quantised, and trained weights are not"):
             parse_config(TrainerConfig, {**values, "publish": publish})
     parse_config(TrainerConfig, {**values, "lora": {"rank": 4}})  # which is published alone
+    with pytest.raises(ConfigError, match="is quantised, and megatron reads plain weights alone"):
+        parse_config(TrainerConfig, {**values, "lora": {"rank": 4}, "backend": "megatron"})

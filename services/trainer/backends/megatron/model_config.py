@@ -61,6 +61,7 @@ NORMALISING = {"qwen3_vl_moe"}  # routers that transformers knows one kind of
 SANDWICH = {"glm4"}  # norms before and behind attention and MLP, rotated by pairs
 WIDE_NORMS = {"minimax_m2"}  # over all heads of queries, and of keys
 BANDED = {"gpt_oss"}  # attention has sinks, and windows in some layers
+PARTIAL = {"glm4", "glm4_moe", "minimax_m2", *RECURRENT, *LATENT}  # may rotate a part of each head
 CLAMPED = {"gpt_oss"}  # MLPs whose gates are clamped
 
 
@@ -198,6 +199,14 @@ def read_model(directory: Path, head: Head = "policy", *, predicts: bool = False
         raise UnsupportedFeatureError("latent attention rotates pairs: rope_interleave is false")
     if family.name in BIASED:
         _check_biased(hf_config)
+    if family.name in BANDED:
+        _check_banded(hf_config)
+    rotated = hf_config.rope_parameters.get("partial_rotary_factor", 1.0)
+    if rotated != 1.0 and family.name not in PARTIAL:
+        raise UnsupportedFeatureError(
+            f"partial_rotary_factor is {rotated}, and transformers rotates whole heads in models "
+            f"of {family.name!r}"
+        )
     if family.name in NORMALISING and not getattr(hf_config, "norm_topk_prob", True):
         raise UnsupportedFeatureError(
             f"norm_topk_prob is false, and transformers normalises in models of {family.name!r}"
@@ -312,6 +321,18 @@ def _steep_silu(gate: torch.Tensor, *, alpha: float) -> torch.Tensor:
     """Megatron's quick_gelu is this with an alpha of 1.702, and compiled: rounded otherwise, until
     calls of so many kinds were seen that it is compiled no more."""
     return gate * torch.sigmoid(gate * alpha)
+
+
+def _check_banded(hf_config: Any) -> None:
+    kinds, window = set(hf_config.layer_types), hf_config.sliding_window
+    if other := sorted(kinds - {"sliding_attention", "full_attention"}):
+        raise UnsupportedFeatureError(
+            f"layer_types has {other[0]!r}, which is neither sliding_attention nor full_attention"
+        )
+    if "sliding_attention" in kinds and (window is None or window < 1):
+        raise UnsupportedFeatureError(
+            f"sliding_window is {window}, and layer_types has sliding_attention"
+        )
 
 
 def _check_biased(hf_config: Any) -> None:
