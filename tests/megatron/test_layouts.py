@@ -277,6 +277,7 @@ def test_passes_that_copy_beside_the_one_before_give_the_same(
         ("qwen3_moe", 3, {"expert": 3}, "do not divide over 3"),
         ("glm_moe_dsa", 2, {"tensor": 2}, "sequence_parallel"),
         ("glm_moe_dsa", 1, {"layer_spec": "transformer_engine"}, "indexers are local layers"),
+        ("gpt_oss", 1, {"layer_spec": "transformer_engine"}, "biases of experts are local layers"),
         (
             "glm_moe_dsa_shared",
             2,

@@ -95,8 +95,6 @@ def _attention_obstacle(source: ModelSource, config: MegatronConfig) -> str:
     """Why Transformer Engine's attention cannot run in a model of its layers."""
     if source.latent:
         return "latent attention has values of another width than keys"
-    if source.windows:
-        return "attention has sinks"
     if config.context > 1 and config.cp_layout != "zigzag":
         return f"cp_layout {config.cp_layout} is not how it cuts sequences"
     return ""

@@ -551,11 +551,19 @@ def _biased_router(source: ModelSource) -> dict[str, Any]:
     }
 
 
+def _only_local(source: ModelSource) -> str:
+    """What of a model's layers TransformerEngine has not, or not right; empty where it has all."""
+    if source.recurrent:
+        return "gated delta nets"
+    if source.chooses:
+        return "those with indexers"
+    return "those with sinks and biases of experts" if source.windows else ""
+
+
 def uses_transformer_engine(config: MegatronConfig, source: ModelSource | None = None) -> bool:
     """Says whether layers are built on TransformerEngine; LayoutError where it is missing."""
-    if source is not None and (source.recurrent or source.chooses):
+    if source is not None and (what := _only_local(source)):
         if config.layer_spec == "transformer_engine":
-            what = "gated delta nets" if source.recurrent else "those with indexers"
             raise LayoutError(f"layer_spec transformer_engine: {what} are local layers")
         return False
     if config.layer_spec == "local":
