@@ -72,7 +72,9 @@ def peft_logprobs(
     dtype: Any = None,
 ) -> list[float]:
     """Teacher-forced by transformers with the adapter of a peft folder merged in, if any."""
-    module: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype or torch.float32)
+    # eager: that of torch leaves out that scores are capped
+    options: Any = {"dtype": dtype or torch.float32, "attn_implementation": "eager"}
+    module: Any = AutoModelForCausalLM.from_pretrained(model, **options)
     if folder is not None:
         module = PeftModel.from_pretrained(module, folder).merge_and_unload()
     logits = module.eval()(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]

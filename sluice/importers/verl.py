@@ -326,7 +326,7 @@ def _warmup(into: Imported, name: str, steps: int) -> int:
 
 
 def _backend(facts: Mapping[str, Any]) -> str:
-    told: str = facts.get("engine") or facts.get("strategy", "fsdp")
+    told: str = facts.get("model_engine") or facts.get("strategy", "fsdp")
     return "megatron" if facts["megatron"] else told
 
 

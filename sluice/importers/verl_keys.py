@@ -362,7 +362,7 @@ KEYS: dict[str, Flag] = {
         "fsdp_size", whole, "trainer: fsdp.replicas", "ranks by it"
     ),
     f"{_ACTOR}.fsdp_config.offload_policy": by_hand("trainer.config.fsdp.cpu_offload"),
-    "model_engine": choice("engine", ENGINES, "trainer: backend"),
+    "model_engine": choice("model_engine", ENGINES, "trainer: backend"),
     f"{_ACTOR}.veomni.expert_parallel_size": fact("expert", whole, "trainer: fsdp.expert"),
     f"{_ACTOR}.veomni.ulysses_parallel_size": fact("context", whole, "trainer: fsdp.context"),
     f"{_ACTOR}.veomni.fsdp_size": fact("fsdp_size", whole, "trainer: fsdp.replicas", "ranks by it"),

@@ -109,7 +109,7 @@ def test_gradients_in_closed_form_change_rounding_alone(case: Case) -> None:
 def test_every_layer_of_the_table_is_in_a_model_here() -> None:
     found: set[str] = set()
     for case in (*CASES, *TEXTS):
-        with torch.device("meta"):
+        with torch.device("cpu" if case.model_type == "gemma4_text" else "meta"):  # it computes
             settings = {**SIZES, **case.settings}
             settings.pop("rope_parameters", None)
             config = AutoConfig.for_model(case.model_type, **settings)

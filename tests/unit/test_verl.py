@@ -403,6 +403,7 @@ def test_the_asynchronous_trainer_has_its_own_defaults(model: Path) -> None:
         (f"{VEOMNI}.ulysses_parallel_size=2", "trainer.fsdp.context", 2),
         (f"{VEOMNI}.expert_parallel_size=1", "trainer.fsdp.expert", None),
         ("model_engine=megatron", "trainer.backend", "megatron"),
+        ("actor_rollout_ref.rollout.name=sglang", "trainer.backend", "fsdp"),
         (
             "actor_rollout_ref.rollout.quantization=fp8",
             "trainer.publish.quantization",

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.trainer.backends.banded import Scores, attend_banded
@@ -51,7 +50,7 @@ def attend(
     window = sliding_window
     if window is not None and packed_layout.longest <= window:
         window = None
-    if isinstance(s_aux, DTensor):  # a rank's heads, as queries are
+    if s_aux is not None and hasattr(s_aux, "to_local"):  # a DTensor: a rank's heads alone
         s_aux = s_aux.to_local()
     scores = Scores(scaling, window, s_aux, softcap)
     # not [0], whose gradient is a copy
