@@ -103,7 +103,9 @@ def unsymbolic() -> Iterator[None]:
     nothing is drawn that a checkpoint replaces, and what rotary embeddings count is on the host.
     """
     import torch
+    from torch.utils._device import _device_constructors
 
+    _device_constructors()  # it remembers what functions there are, for all that is made later on
     draw, count = torch.nn.init.normal_, torch.arange
 
     def draw_real(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:

@@ -92,6 +92,21 @@ def test_what_trains_and_serves_one_imports_no_compiler_until_it_compiles(tmp_pa
     assert compiling - TORCH == COMPILER
 
 
+COUNTING = """
+import torch
+from sluice.imports import unsymbolic
+with unsymbolic(), torch.device("meta"):
+    assert not torch.arange(3).is_meta and torch.zeros(3).is_meta
+with torch.device("meta"):
+    assert torch.arange(3).is_meta
+"""
+
+
+def test_what_is_made_behind_a_model_counts_on_its_device_again() -> None:
+    """torch remembers its functions when a device is first set for some lines."""
+    subprocess.run([sys.executable, "-c", COUNTING], timeout=PATIENCE, check=True)
+
+
 WORKER = """
 import asyncio, sys
 from services.rollout.config import GraderPoolConfig
