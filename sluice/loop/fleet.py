@@ -16,6 +16,7 @@ from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.client import ClientCache, EngineClient, RemoteError, RouterClient
 from sluice.config import ConfigError
 from sluice.loop import trace
+from sluice.runtime.idempotency import all_of
 from sluice.runtime.recovery import NotReadyError, is_passing, wait_until_ready
 from sluice.runtime.security import SecurityConfig
 
@@ -287,7 +288,7 @@ class EngineFleet:
     async def describe(self, wait_seconds: float) -> list[DescribedEngine]:
         """What the engines at hand say of themselves; waits for the first of them."""
         engines = await self._wait("an engine", self._list_some, wait_seconds)
-        found = await asyncio.gather(*map(self._ask, engines))
+        found = await all_of(map(self._ask, engines))
         return [each for each in found if each is not None]
 
     async def _ask(self, engine: router_pb.Engine) -> DescribedEngine | None:

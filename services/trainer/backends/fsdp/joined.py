@@ -27,10 +27,12 @@ def check_joined(model: Any, size: int, directory: Path) -> None:
     Also where it would not be published as the checkpoint in `directory` has it. May raise
     WeightStoreError.
     """
+    stored: Mapping[str, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
         lengths = _joined(model, name, parameter)
         if lengths:
-            _check_written(model, name, parameter, tensor_shapes(directory))
+            stored = stored or tensor_shapes(directory)
+            _check_written(model, name, parameter, stored)
         uneven = any(length % size for length in lengths)
         if lengths and (uneven or tensor_cut(parameter) is not None):
             raise ValueError(

@@ -111,23 +111,34 @@ class PackAttention(MegatronModule):  # type: ignore[misc]
         run: KeyRange,
         chosen: torch.Tensor | None,
     ) -> torch.Tensor:
-        rows, columns = run.stop - run.start, run.last - run.first
-        square = rows == columns
         parts = (
             query[run.start : run.stop].permute(1, 2, 0, 3),
             key[run.first : run.last].permute(1, 2, 0, 3),
             value[run.first : run.last].permute(1, 2, 0, 3),
         )
+        return self._attend(*parts, chosen).permute(2, 0, 1, 3)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        chosen: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Of [1, heads, rows, dim], which stand at the end of as many keys or more."""
+        rows, columns = query.shape[2], key.shape[2]
+        square = rows == columns
         options: Any = {"scale": self.scale, "enable_gqa": True}
         if chosen is not None:
-            return attend_chosen(*parts, None, chosen, options).permute(2, 0, 1, 3)
-        output = torch.nn.functional.scaled_dot_product_attention(
-            *parts,
+            return attend_chosen(query, key, value, None, chosen, options)
+        return torch.nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
             attn_mask=None if square else causal_lower_right(rows, columns),
             is_causal=square,
             **options,
         )
-        return output.permute(2, 0, 1, 3)
 
     def _attend_kernel(
         self,
@@ -161,21 +172,15 @@ class BandedPackAttention(PackAttention):
         sinks = torch.empty(heads, dtype=config.params_dtype, device=current_device())
         self.softmax_offset = torch.nn.Parameter(sinks)
 
-    def _attend_run(
+    def _attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        run: KeyRange,
         chosen: torch.Tensor | None,
     ) -> torch.Tensor:
-        parts = (
-            query[run.start : run.stop].permute(1, 2, 0, 3),
-            key[run.first : run.last].permute(1, 2, 0, 3),
-            value[run.first : run.last].permute(1, 2, 0, 3),
-        )
         scores = Scores(self.scale, self.window, self.softmax_offset)
-        return attend_banded(*parts, scores).permute(2, 0, 1, 3)
+        return attend_banded(query, key, value, scores)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None

@@ -276,9 +276,9 @@ def _adapt_layer(layer: Any, config: TransformerConfig, transformer_engine: bool
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if config.attention_output_gate and not linear:
         layer.self_attention.module = GatedSelfAttention
-    if layer.mlp.module is MoELayer and config.add_bias_linear:
-        layer.mlp.submodules.experts.submodules.linear_fc2 = BiasedExpertLinear
     if layer.mlp.module is MoELayer:
+        if config.add_bias_linear:
+            layer.mlp.submodules.experts.submodules.linear_fc2 = BiasedExpertLinear
         # Checkpoints keep the names of TransformerEngine's layers. There the norm is fused into
         # the first linear layer, except before experts, where the stock table is wrong.
         layer.sharded_state_dict_keys_map = {
