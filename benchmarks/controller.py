@@ -22,12 +22,12 @@ import grpc
 import numpy as np
 import psutil
 
-from benchmarks.router_processes import free_port
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.api.trainer.v1 import worker_service_pb2_grpc as pb_grpc
 from sluice.client import TrainerClient
+from sluice.ports import free_port
 from sluice.samples.arrow import encode_group
 from sluice.samples.blobs import BlobReference, BlobStore
 from sluice.samples.sample import Sample, VersionSpan
@@ -115,7 +115,7 @@ class Controller:
         (root / "model").mkdir()
         (root / "model" / "config.json").write_text(json.dumps(MODEL))
         self._address_file = root / "address.json"
-        port = free_port()
+        port = free_port("127.0.0.1")
         self.rank_address = f"127.0.0.1:{port}"
         config = root / "trainer.json"
         settings = {

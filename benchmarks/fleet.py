@@ -41,7 +41,7 @@ import yaml
 
 from benchmarks.controller import MODEL
 from benchmarks.fleet_members import DP_RANKS, LONGEST, RankStandIn, RolloutFleet, start_ranks
-from benchmarks.router_processes import free_port
+from sluice.ports import free_port
 from sluice.samples.blobs import BlobStore
 
 SIZES = (16, 128, 1024)
@@ -172,7 +172,7 @@ class Fleet:
         (directory / "model").mkdir()
         (directory / "model" / "config.json").write_text(json.dumps(MODEL))
         router = self._service(stack, "router", "services.router", {})
-        rank_count, port = max(1, self.accelerators // 4), free_port()
+        rank_count, port = max(1, self.accelerators // 4), free_port("127.0.0.1")
         ranks = {
             "count": rank_count,
             "launch": "external",

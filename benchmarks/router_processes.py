@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from benchmarks.router_http import HttpPool
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
+from sluice.ports import free_port
 
 START_SECONDS = 60.0
 LONG = 3600.0  # TTLs: nothing expires while it is measured
@@ -156,7 +156,7 @@ async def lease_router(
 @asynccontextmanager
 async def sglang_router(binary: str, addresses: list[str]) -> AsyncIterator[ProxyRouter]:
     """sglang-router in front of the same engines, round robin: its cheapest policy."""
-    port, metrics_port = free_port(), free_port()
+    port, metrics_port = free_port("127.0.0.1"), free_port("127.0.0.1")
     command = [binary, "launch", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(metrics_port), "--policy", "round_robin"]
     command += ["--log-level", "error", "--worker-urls", *(f"http://{a}" for a in addresses)]
@@ -176,9 +176,3 @@ async def _answers(http: HttpPool) -> bool:
     except OSError:
         return False
     return True
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import random
 import socket
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import yaml
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 LINGERING_SECONDS = 10.0  # for which processes of a killed supervisor may keep their ports
 POLL_SECONDS = 0.05
+UNASKED = range(20000, 32000)  # that no kernel hands out by itself
 _SEAL = "digest"  # of the file of ports
 
 
@@ -104,3 +107,19 @@ def reserve_port(host: str, port: int = 0) -> socket.socket:
         holder.close()
         raise
     return holder
+
+
+def free_port(host: str, count: int = 1) -> int:
+    """Finds a port that nobody listens at, of those that no kernel hands out by itself.
+
+    With `count` it is the first of so many in a row. It is for programs of others, which take it
+    long after it was chosen. Raises OSError.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    firsts = UNASKED[: len(UNASKED) - count + 1]
+    for port in random.sample(firsts, len(firsts)):
+        with ExitStack() as probes, suppress(OSError):
+            for each in range(port, port + count):
+                probes.enter_context(socket.socket(family)).bind((plain_host(host), each))
+            return port
+    raise OSError(errno.EADDRINUSE, f"no free port at {host}")

@@ -18,10 +18,10 @@ from services.rollout.engine.sglang.servers import (
     command,
     engine_arguments,
     environment,
-    free_port,
     model_arguments,
 )
 from services.rollout.engine.sglang.weights import read_config
+from sluice.ports import free_port
 from tests.patience import PATIENCE
 
 PYTHON = Path(__file__).parent.parent / "build" / "sglang" / "bin" / "python"

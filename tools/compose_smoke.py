@@ -13,7 +13,6 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from typing import Any
 import yaml
 
 from sluice.client import RemoteError, TrainerClient
+from sluice.ports import free_port
 from sluice.runtime.security import SecurityConfig, TlsConfig
 from tools.compose_project import ComposeError, Project, run, wait_until
 from tools.make_certificates import Authority
@@ -101,18 +101,12 @@ def wheels_directory() -> str | None:
     return None
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def create_project() -> Project:
     environment = {key: value for key, value in os.environ.items() if "SLUICE" not in key}
     environment.pop("TOKEN_FILE", None)
     ports = ("ROUTER_PORT", "TRAINER_PORT", "CONVERTER_PORT", "PROMETHEUS_PORT", "TINKER_PORT")
     for name in ports:
-        environment[name] = str(free_port())
+        environment[name] = str(free_port("127.0.0.1"))
     wheels = environment.get("WHEELS_DIR") or wheels_directory()
     if wheels is not None:
         environment["WHEELS_DIR"] = wheels

@@ -33,8 +33,8 @@ import yaml
 from examples.demo import write_prompts
 from sluice.api.trainer.v1.trainer_service_pb2 import TransferTarget
 from sluice.client import TrainerClient
+from sluice.ports import free_port
 from sluice.runtime.security import SecurityConfig
-from tools.compose_smoke import free_port
 from tools.dashboards import DIRECTORY, RULES, Dashboard, Panel, alerts, dashboards
 from tools.make_certificates import Authority
 
@@ -189,7 +189,7 @@ _SLUICE = (sys.executable, "-m", "sluice.cli")
 
 def start_prometheus(scene: Scene, loop_port: int) -> str:
     """Prometheus over all of them and the host; its URL."""
-    node, own = free_port(), free_port()
+    node, own = free_port("127.0.0.1"), free_port("127.0.0.1")
     exporter = [shutil.which(PROGRAMS[2]) or "", f"--web.listen-address=127.0.0.1:{node}"]
     scene.start("node-exporter", exporter)
     tls = {f"{use}_file": path for use, path in scene.security["tls"].items()}
@@ -480,7 +480,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with staged(flags.directory) as scene:
             prepare(scene)
-            loop_port = free_port()
+            loop_port = free_port("127.0.0.1")
             start_services(scene)
             url = start_prometheus(scene, loop_port)
             answers = Answers(url, time.time())

@@ -25,6 +25,7 @@ from pathlib import Path
 import psutil
 import yaml
 
+from sluice.ports import free_port
 from tests.sglang_stand_in import write_program
 
 ROOT = Path(__file__).parent.parent
@@ -79,11 +80,6 @@ def wait_until(what: str, done: Callable[[], bool], seconds: float = PATIENCE) -
         if time.monotonic() > deadline:
             raise SlurmError(f"{what}: not within {seconds:.0f} s")
         time.sleep(POLL_SECONDS)
-
-
-def free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as held:
-        return int(held.getsockname()[1])
 
 
 class Cluster:

@@ -5,7 +5,6 @@ Containers' paths, addresses and ports are replaced, nothing else.
 """
 
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from sluice.loop.report import read_metrics
+from sluice.ports import free_port
 from tests.e2e.conftest import ENVIRONMENT, wait_until
 from tests.unit.test_deploy import DEPLOY, ROOT, rendered
 
@@ -29,21 +29,13 @@ SERVICES = {
 }
 
 
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        held = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in held:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in held]
-
-
 class Host:
     """Runs what containers run, with their files, below a directory."""
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name, self.directory = name, directory
         self.services = rendered(name)
-        self.ports = dict(zip([*SERVICES, "loop"], free_ports(4), strict=True))
+        self.ports = {name: free_port("127.0.0.1") for name in (*SERVICES, "loop")}
         (directory / "store").mkdir()
         shutil.copytree(DEPLOY / "config", directory / "config")
 

@@ -17,10 +17,10 @@ import pytest
 
 from services.rollout.engine.interface import FinishReason, Generation, PauseMode, Sampling
 from services.rollout.engine.sglang.engine import SglangEngine
-from services.rollout.engine.sglang.servers import free_port
 from services.rollout.errors import EngineFailedError
 from services.rollout.process import RolloutProcess
 from sluice.client import EngineClient, RemoteError, RouterClient
+from sluice.ports import free_port
 from sluice.weights.store import StoredVersion, WeightStore
 from tests.imported import import_checkpoint
 from tests.patience import PATIENCE

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from services.rollout.engine.interface import Engine
@@ -86,54 +85,52 @@ class WeightStream:
     async def _follow(self, version: int) -> tuple[int, int]:
         tasks: dict[str, asyncio.Task[int]] = {}
         poll = POLL_SECONDS
-        with ExitStack() as stack:
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-stage-")))
-            try:
-                while True:
-                    ended, news = await asyncio.to_thread(self._look, version, [*tasks])
-                    for found in news:
-                        work = self._stage(found, scratch)
-                        tasks[found.shard.file_name] = asyncio.ensure_future(work)
-                    for task in tasks.values():
-                        if task.done():
-                            task.result()
-                    if ended:
-                        sizes = await asyncio.gather(*tasks.values())
-                        await asyncio.to_thread(self._cache.finish, version)
-                        return sum(size > 0 for size in sizes), sum(sizes)
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(poll):
-                            await self._committed.wait()
-                        self._committed.clear()  # looked for once
-                    poll = min(1.1 * poll, SLOW_POLL_SECONDS)
-            finally:
+        try:
+            while True:
+                ended, news = await asyncio.to_thread(self._look, version, [*tasks])
+                for found in news:
+                    work = self._stage(found)
+                    tasks[found.shard.file_name] = asyncio.ensure_future(work)
                 for task in tasks.values():
-                    task.cancel()
-                await asyncio.gather(*tasks.values(), return_exceptions=True)
+                    if task.done():
+                        task.result()
+                if ended:
+                    sizes = await asyncio.gather(*tasks.values())
+                    await asyncio.to_thread(self._cache.finish, version)
+                    return sum(size > 0 for size in sizes), sum(sizes)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(poll):
+                        await self._committed.wait()
+                    self._committed.clear()  # looked for once
+                poll = min(1.1 * poll, SLOW_POLL_SECONDS)
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     def _look(self, version: int, known: list[str]) -> tuple[bool, list[Announcement]]:
         """Whether the version is committed, and what has been announced beside what is known."""
         ended = self._store.has(version)  # first: then all of it is announced
         return ended, list(self._store.announced(version, known))
 
-    async def _find(self, found: Announcement, scratch: Path) -> Path | None:
+    async def _find(self, found: Announcement) -> Path | None:
         """Returns where a file lies that the engine can read, None where there is none yet."""
         if self._is_in_place(found):
-            return await asyncio.to_thread(self._look_up, found, scratch)
+            return await asyncio.to_thread(self._look_up, found)
         return await asyncio.wrap_future(self._cache.stage(found))
 
     def _is_in_place(self, found: Announcement) -> bool:
         return self._in_place and found.shard.delta is None
 
-    def _look_up(self, found: Announcement, scratch: Path) -> Path:
-        path = self._store.announced_file(found, scratch)
+    def _look_up(self, found: Announcement) -> Path:
+        path = self._store.announced_file(found, Path())  # of a directory: nothing is fetched
         faults.point("engine.found")
         return path
 
-    async def _stage(self, found: Announcement, scratch: Path) -> int:
+    async def _stage(self, found: Announcement) -> int:
         """Has a file staged; returns its bytes, 0 where it comes with the preparation."""
         try:
-            path = await self._find(found, scratch)
+            path = await self._find(found)
             try:
                 if path is not None:
                     await self._engine.stage(path, found.shard)
@@ -141,7 +138,7 @@ class WeightStream:
                 if path is None or path.exists():
                     raise
                 # its version has been committed since, which moves the file, or was given up
-                path = await self._find(found, scratch)
+                path = await self._find(found)
                 if path is not None:
                     await self._engine.stage(path, found.shard)
         except (WeightStoreError, OSError) as error:

@@ -21,11 +21,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.rollout import process as process_module
 from services.rollout.__main__ import main
 from services.rollout.engine.reference.engine import ReferenceEngine
-from services.rollout.engine.sglang.servers import free_port
 from services.rollout.process import ENGINE_SERVICE, ROLLOUT_SERVICE
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import EngineClient, RemoteError, RouterClient
+from sluice.ports import free_port
 from tests.patience import PATIENCE
 from tests.service.rollout.harness import (
     SERVER,

@@ -17,7 +17,6 @@ from services.rollout.engine.interface import Generation, IncomingWeights, Pause
 from services.rollout.engine.sglang import replica
 from services.rollout.engine.sglang.client import SglangClient
 from services.rollout.engine.sglang.engine import SglangEngine
-from services.rollout.engine.sglang.servers import free_port
 from services.rollout.errors import (
     DigestMismatchError,
     EngineFailedError,
@@ -26,6 +25,7 @@ from services.rollout.errors import (
     NoWeightsError,
     UnfitWeightsError,
 )
+from sluice.ports import free_port
 from sluice.runtime.errors import InvalidFieldError
 from sluice.weights.manifest import read_manifest
 from sluice.weights.store import StoredVersion, WeightStore

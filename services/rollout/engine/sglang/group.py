@@ -31,7 +31,6 @@ from services.rollout.engine.sglang.servers import (
     engine_arguments,
     environment,
     flags,
-    free_port,
     model_arguments,
     with_python,
 )
@@ -39,6 +38,7 @@ from services.rollout.engine.sglang.weights import read_config
 from services.rollout.errors import EngineFailedError
 from sluice import platform
 from sluice.address import join_address, plain_host
+from sluice.ports import free_port
 from sluice.runtime.idempotency import all_of, cancel_all
 from sluice.runtime.recovery import NotReadyError, wait_until_ready
 
@@ -190,7 +190,7 @@ class ServerGroup:
         )
 
     async def start(self, model: Path, weight_version: str) -> None:
-        """Starts everything on fresh ports. Raises EngineFailedError; then nothing is left."""
+        """Starts everything on fresh ports, or nothing. Raises EngineFailedError or OSError."""
         try:
             reports: Mapping[int, NodeReport] = {}
             if self.nodes is not None:

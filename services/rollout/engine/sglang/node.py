@@ -27,14 +27,13 @@ from services.rollout.engine.sglang.servers import (
     Launch,
     ServerProcess,
     check_python,
-    free_port,
     with_python,
 )
-from services.rollout.errors import EngineFailedError
 from sluice.api.rollout.v1 import engine_node_service_pb2 as pb
 from sluice.api.rollout.v1 import engine_node_service_pb2_grpc as pb_grpc
 from sluice.client import RemoteError, typed_errors
 from sluice.config import ConfigError
+from sluice.ports import free_port
 from sluice.runtime.channel import create_channel
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.waits import Waits
@@ -215,6 +214,6 @@ class FollowerNode:
 
     def _fresh_ports(self) -> None:
         """Others than those of the group before, which may linger."""
-        with contextlib.suppress(EngineFailedError):
+        with contextlib.suppress(OSError):
             port = free_port(self._report.host, PORT_BLOCK)
             self._report = replace(self._report, port=port)

@@ -7,9 +7,7 @@ import contextlib
 import json
 import logging
 import os
-import random
 import signal
-import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +19,6 @@ from services.rollout.engine.images import reads_media
 from services.rollout.engine.sglang.client import CONTEXT_MARGIN
 from services.rollout.errors import EngineFailedError
 from sluice import platform
-from sluice.address import plain_host
 from sluice.config import ConfigError
 from sluice.durable import scratch
 from sluice.logs import has_file
@@ -219,22 +216,6 @@ logger = logging.getLogger(__name__)
 SHIM = Path(__file__).with_name("launch.py")
 POLL_SECONDS = 0.25
 USUAL_START_SECONDS = 120.0  # a longer start is explained in the log
-PORTS = range(20000, 32000)
-
-
-def free_port(host: str, count: int = 1) -> int:
-    """Finds a port that nobody listens at, of those that no kernel hands out by itself.
-
-    With `count` it is the first of so many in a row. SGLang takes them long after they were
-    chosen. Raises EngineFailedError.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in random.sample(PORTS[: len(PORTS) - count + 1], len(PORTS) - count + 1):
-        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
-            for each in range(port, port + count):
-                probes.enter_context(socket.socket(family)).bind((plain_host(host), each))
-            return port
-    raise EngineFailedError(f"no free port at {host}")
 
 
 class ServerProcess:
