@@ -435,6 +435,7 @@ class TrainedModel:
             "step": float(after.step),
             "grad_norm": taken.grad_norm,
             "learning_rate": taken.learning_rate,
+            **taken.metrics,
         }
         return Done(after, JSON, _json({"metrics": told}))
 

@@ -101,11 +101,15 @@ class PassSums:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome:
-    """What became of an optimizer step; `skipped_reason` is empty when it was applied."""
+    """What became of an optimizer step; `skipped_reason` is empty when it was applied.
+
+    metrics: what else there is to tell of it, such as how evenly experts are used.
+    """
 
     grad_norm: float  # before clipping; may be nan or inf when skipped
     learning_rate: float
     skipped_reason: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def refuse_norm(norm: float, *, clips: bool) -> str:

@@ -115,6 +115,20 @@ SAMPLE_LAG = Histogram(
 )
 GRAD_NORM = Gauge("sluice_trainer_gradient_norm", "Gradient norm of the last step, unclipped.")
 LEARNING_RATE = Gauge("sluice_trainer_learning_rate", "Learning rate of the last step.")
+EXPERT_LOAD = Gauge(
+    "sluice_trainer_expert_load_ratio",
+    "Tokens of a layer's busiest expert by the mean of the layer, in the last step: `max` of the "
+    "worst layer, `mean` of all.",
+    ["kind"],
+)
+UNUSED_EXPERTS = Gauge(
+    "sluice_trainer_unused_experts", "Experts of all layers that the last step sent no token to."
+)
+OF_STEPS = {  # by what backends call them
+    "expert_load_max": EXPERT_LOAD.labels("max"),
+    "expert_load_mean": EXPERT_LOAD.labels("mean"),
+    "experts_unused": UNUSED_EXPERTS,
+}
 LOSS = Gauge("sluice_trainer_loss", "Mean loss of the last pass.")
 MISMATCH = Gauge(
     "sluice_trainer_rollout_mismatch_logprob",
@@ -129,6 +143,9 @@ WEIGHT_VERSION.set(math.nan)  # until there is one to tell of: 0 is a loss, a ra
 GRAD_NORM.set(math.nan)
 LEARNING_RATE.set(math.nan)
 LOSS.set(math.nan)
+EXPERT_LOAD.labels("max").set(math.nan)
+EXPERT_LOAD.labels("mean").set(math.nan)
+UNUSED_EXPERTS.set(math.nan)
 MISMATCH.set(math.nan)
 DELTA_DENSITY.set(math.nan)
 TRANSFER_RATE.set(math.nan)

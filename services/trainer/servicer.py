@@ -365,6 +365,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                 skipped_count=done.skipped_count,
                 consecutive_skipped_count=done.skips_in_a_row,
                 duration=duration_of(done.seconds),
+                metrics=done.metrics,
             )
 
         return await self._requests.once(request.request_id, request, run)

@@ -106,6 +106,11 @@ ROW_KEYS = {
     "mtp_loss": "Cross-entropy of the layer of multi-token prediction, nats a guessed token.",
     "tokens": "Tokens that the loss was of, once in each epoch.",
     "grad_norm": "Gradient norm, unclipped; mean of the optimizer steps.",
+    "expert_load_max": "Of a mixture: tokens of the busiest expert by the mean of its layer, of "
+    "the worst layer; mean of the optimizer steps.",
+    "expert_load_mean": "The same, mean of all layers.",
+    "experts_unused": "Of a mixture: experts of all layers that no token of a step went to, mean "
+    "of the optimizer steps.",
     "learning_rate": "Learning rate of the last optimizer step.",
     "critic_<metric>": "What the critic's loss and steps have: loss, clipped_value, return, "
     "grad_norm and so on.",

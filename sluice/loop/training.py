@@ -523,7 +523,7 @@ def _report(
         metrics = {k: v for k, v in metrics.items() if not k.startswith(MISMATCH)}
         metrics |= {name: value for name, value in first.items() if name.startswith(MISMATCH)}
     metrics["tokens"] = float(sum(gradients.token_count for gradients, _ in reports))
-    metrics["grad_norm"] = sum(step.grad_norm for _, step in reports) / len(reports)
+    metrics |= _step_means([step for _, step in reports])
     metrics["learning_rate"] = reports[-1][1].learning_rate
     skipped = tuple(step.skipped_reason for _, step in reports if step.skipped_reason)
     return StepReport(optimizer_step=optimizer_step, metrics=metrics, skipped_reasons=skipped)
@@ -531,9 +531,18 @@ def _report(
 
 def _critic_metrics(critic_steps: Sequence[CriticStep]) -> dict[str, float]:
     metrics = _weighted([each.gradients for each in critic_steps])
-    norms = [each.step.grad_norm for each in critic_steps]
-    renamed = {f"critic_{name.removeprefix('value_')}": value for name, value in metrics.items()}
-    return {**renamed, "critic_grad_norm": sum(norms) / len(norms)}
+    metrics = {name.removeprefix("value_"): value for name, value in metrics.items()}
+    metrics |= _step_means([each.step for each in critic_steps])
+    return {f"critic_{name}": value for name, value in metrics.items()}
+
+
+def _step_means(steps: Sequence[pb.StepOptimizerResponse]) -> dict[str, float]:
+    """What steps tell of themselves; a step that tells nothing counts for nothing."""
+    told = defaultdict[str, list[float]](list)
+    for step in steps:
+        for name, value in {"grad_norm": step.grad_norm, **step.metrics}.items():
+            told[name].append(value)
+    return {name: sum(values) / len(values) for name, values in told.items()}
 
 
 def _weighted(passes: Sequence[pb.ForwardBackwardResponse]) -> dict[str, float]:

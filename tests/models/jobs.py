@@ -14,16 +14,19 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import Delta, Engine, PauseMode, create_engine
-from services.trainer.backend import Row, TrainingBackend
+from services.trainer.backend import Mesh, MicroBatch, Row, TrainingBackend
 from services.trainer.backends import recurrent, sparse
 from services.trainer.backends.fsdp import expert_parallel, families, tensor_parallel
 from services.trainer.backends.fsdp.expert_parallel import is_spread
 from services.trainer.backends.fsdp.model import ShardedModel
 from services.trainer.backends.fsdp.tensor_parallel import TensorRanks
+from services.trainer.backends.reference.backend import ReferenceBackend
+from services.trainer.config import TrainerConfig
 from services.trainer.rank.publisher import RankPublisher
 from sluice.algo.collectives import exchange_rows
 from sluice.algo.key_choice import choose_keys
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
+from sluice.config import parse_config
 from sluice.weights.checkpoint import companion_files
 from sluice.weights.store import WeightStore
 from tests.contract.engine.cases import complete, request_of
@@ -39,7 +42,17 @@ from tests.fsdp.jobs import (
     save_scores,
 )
 
-__all__ = ["attempt", "clean_up", "prove", "publish_computed", "resume", "roll_out", "save_midway"]
+__all__ = [
+    "attempt",
+    "clean_up",
+    "count_experts",
+    "count_on_copies",
+    "prove",
+    "publish_computed",
+    "resume",
+    "roll_out",
+    "save_midway",
+]
 attempt, resume, save_midway = jobs.attempt, jobs.resume, jobs.save_midway
 
 
@@ -56,6 +69,51 @@ def prove(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
         if name := arguments.get("left_out"):
             patch.setattr(*LEFT_OUT[name])
         return _prove(rank, world, arguments)
+
+
+def count_experts(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Tokens that went to each expert, of all ranks, and what steps tell of them."""
+    backend = open_backend(rank, world, arguments)
+    run, batches = partial(jobs.run_step, backend, 0), batches_of(backend, rows_of(0))
+    return counted(backend, run, batches, backend._ranks, backend._is_first)
+
+
+def count_on_copies(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same on the reference backend."""
+    values = {"model": arguments["model"], "store": arguments["out"], "durable": False}
+    config = parse_config(TrainerConfig, {**values, **arguments.get("trainer", {})})
+    mesh = Mesh(rank=rank, world_size=world, data_rank=rank, data_size=world)
+    backend = ReferenceBackend(config, mesh)
+    batches = jobs.micro_batches(rows_of(0), rank, world)
+
+    def run() -> None:
+        for part in (batches[:1], batches[1:]):
+            backend.forward_backward(part, PPO)
+
+    return counted(backend, run, batches, backend._ranks)
+
+
+def counted(
+    backend: Any,
+    run: Callable[[], object],
+    batches: Sequence[MicroBatch],
+    ranks: Any,
+    is_counted: bool = True,
+) -> dict[str, Any]:
+    """What a pass counts, what a step behind one like it tells, and one behind none.
+
+    Passes that are forgotten, and those that only score, are not in it.
+    """
+    run()
+    backend.discard_gradients()
+    run()
+    backend.compute_logprobs(batches, model="policy", temperature=1.0)
+    counts = backend._expert_load.take(ranks, is_counted=is_counted)
+    backend.discard_gradients()
+    run()
+    metrics = backend.step(normalizer=NORMALIZER, learning_rate=0.0).metrics
+    behind = backend.step(normalizer=NORMALIZER, learning_rate=0.0).metrics
+    return {"counts": counts, "metrics": metrics, "behind": behind}
 
 
 def one_key_less(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import unittest.mock
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,13 @@ from tests.megatron.jobs import (
     save_midway,
     save_tensors,
 )
-from tests.models.jobs import one_key_less, roll_out_by
+from tests.models.jobs import counted, one_key_less, roll_out_by
 
 assert megatron_backend
 __all__ = [
     "clean_up",
     "continue_from",
+    "count_experts",
     "open_error",
     "predict",
     "prove",
@@ -46,6 +48,16 @@ __all__ = [
 def open_backend(rank: int, world: int, arguments: dict[str, Any]) -> MegatronBackend:
     trainer = {"optim": OPTIM, **arguments.get("trainer", {})}
     return jobs.open_backend(rank, world, {**arguments, "trainer": trainer})
+
+
+def count_experts(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Tokens that went to each expert, of all ranks, and what steps tell of them."""
+    backend = open_backend(rank, world, arguments)
+    try:
+        run, batches = partial(_run_step, backend, 0), batches_of(rows_of(0), backend)
+        return counted(backend, run, batches, backend._groups.world)
+    finally:
+        backend.close()
 
 
 def batches_of(rows: list[Row], backend: MegatronBackend) -> list[MicroBatch]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ class StepScalars:
     seconds: float
     skipped_count: int
     skips_in_a_row: int
+    metrics: dict[str, float]
 
 
 class TrainerPasses:
@@ -323,6 +325,7 @@ class TrainerPasses:
             seconds=seconds,
             skipped_count=state.skipped_count,
             skips_in_a_row=state.skips_in_a_row,
+            metrics=dict(outcome.metrics),
         )
 
     @in_turn
@@ -368,6 +371,8 @@ class TrainerPasses:
         metrics.STEP.set(state.step)
         metrics.GRAD_NORM.set(outcome.grad_norm)
         metrics.LEARNING_RATE.set(outcome.learning_rate)
+        for name, gauge in metrics.OF_STEPS.items():
+            gauge.set(outcome.metrics.get(name, math.nan))
 
     async def _plan(self, batch: Batch, selection: np.ndarray) -> PassPlan:
         """Plan off the event loop, which many rows would hold up."""

@@ -271,6 +271,7 @@ class Executor:
         result.step.grad_norm = outcome.grad_norm
         result.step.learning_rate = outcome.learning_rate
         result.step.skipped_reason = outcome.skipped_reason
+        result.step.metrics.update(outcome.metrics)
 
     def _discard(self, command: pb.DiscardCommand, result: pb.CommandResult) -> None:
         self._backend.discard_gradients()

@@ -44,6 +44,7 @@ _PANELS = (
         "trust",
         ("rollout_mismatch", "ratio", "clipped_high", "clipped_low", "kl_old_k3", "staleness_mean"),
     ),
+    ("experts", ("expert_load_max", "expert_load_mean", "experts_unused")),
     (
         "speed",
         (
@@ -72,6 +73,9 @@ _LABELS = {
     "accuracy": "share of pairs ranked as they are preferred",
     "reward_margin": "of the chosen over the rejected",
     "grad_norm": "before clipping",
+    "expert_load_max": "busiest expert over the mean of its layer, worst layer",
+    "expert_load_mean": "the same, mean of layers",
+    "experts_unused": "that a step sends no token to",
 }
 _NOT_CURVES = {"step", "time", "optimizer_step", "weight_version", "epoch"}
 

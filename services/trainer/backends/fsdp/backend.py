@@ -26,6 +26,7 @@ from services.trainer.backend import (
     TrainingBackend,
 )
 from services.trainer.backends import lora
+from services.trainer.backends.expert_load import load_metrics, watch_experts
 from services.trainer.backends.fsdp import checkpoint
 from services.trainer.backends.fsdp.context import create_context, pack_context
 from services.trainer.backends.fsdp.expert_parallel import check_spread, create_experts
@@ -103,6 +104,7 @@ class FsdpBackend(TrainingBackend):
             check_spread(self._policy.model)
         if (simulated := config.publish.simulated) is not None:
             simulate_experts(self._policy.model, simulated, read=unsharded)
+        self._expert_load = watch_experts(self._policy.model, self._device)
         self._reference: ShardedModel | None = None
         self._reference_directory = ""  # of the settings
         self.operations = self._policy.operations
@@ -189,7 +191,8 @@ class FsdpBackend(TrainingBackend):
                 is_last or self._config.fsdp.reduce == "micro_batch"
             )
             asked_here = replace(asked, named=inputs.named)
-            outputs_T, entropy_T = self._policy.root(inputs.layout, asked_here, inputs.patches)
+            with self._expert_load.counting(inputs.layout.multiplicity if rows else None):
+                outputs_T, entropy_T = self._policy.root(inputs.layout, asked_here, inputs.patches)
             if not rows:
                 (outputs_T.sum() * 0.0).backward()
                 continue
@@ -212,10 +215,18 @@ class FsdpBackend(TrainingBackend):
             self._context.end_step()
         if self._experts is not None:
             self._experts.collectives.end_step()
+        counts = self._expert_load.take(self._ranks, is_counted=self._is_first)
         optimizer = self._optimizer
         if isinstance(optimizer, lora.AdapterTraining):
-            return optimizer.step(normalizer, rate, optim)
-        return optimizer.step(normalizer, rate)
+            outcome = optimizer.step(normalizer, rate, optim)
+        else:
+            outcome = optimizer.step(normalizer, rate)
+        return replace(outcome, metrics=load_metrics(counts))
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether it is this one of the tensor ranks that have the same tokens."""
+        return self._tensor is None or self._tensor.collectives.rank == 0
 
     @property
     def _optimizer(self) -> ShardedOptimizer | lora.AdapterTraining:
@@ -227,6 +238,7 @@ class FsdpBackend(TrainingBackend):
 
     def discard_gradients(self) -> None:
         self._optimizer.clear()
+        self._expert_load.clear()
 
     def stage_checkpoint(self, directory: Path) -> StagedCheckpoint:
         if isinstance(optimizer := self._optimizer, lora.AdapterTraining):
@@ -240,6 +252,7 @@ class FsdpBackend(TrainingBackend):
         )
 
     def load_checkpoint(self, directory: Path, *, weights_only: bool = False) -> None:
+        self._expert_load.clear()
         if isinstance(optimizer := self._optimizer, lora.AdapterTraining):
             optimizer.load(directory, weights_only=weights_only)
             return
@@ -268,6 +281,7 @@ class FsdpBackend(TrainingBackend):
     def use_adapter(self, name: str) -> None:
         if self._lora is not None:
             self._lora.use(name)
+        self._expert_load.use(name)
 
     def held_tensors(self) -> HeldTensors:
         model = self._policy.model

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from transformers import AttentionInterface
 
 from services.trainer.backend import Mesh, Row
+from services.trainer.backends.expert_load import followed
 from services.trainer.backends.fsdp.config import FsdpConfig
 from services.trainer.backends.reference.attention import attend
 from services.trainer.backends.reference.packing import LONG_TOKENS, PackedLayout, PromptBucket
@@ -108,6 +109,7 @@ def pack_context(rows: Sequence[Row], settings: FsdpConfig, context: Collectives
         targets=torch.cat([row.token_ids[row.prompt_length :].long() for row in rows])[own],
         longest=max(layout.lengths),
         features=torch.full((layout.local_length,), TEXT),
+        multiplicity=layout.split([followed(len(row.token_ids)) for row in rows], rank),
         context=context,
         own=own,
         places=responses.places,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
 from itertools import chain, tee
@@ -33,9 +33,11 @@ from services.trainer.backend import (
     StepOutcome,
     TrainingBackend,
 )
+from services.trainer.backends.expert_load import load_metrics
 from services.trainer.backends.lora import refuse_checkpoint
 from services.trainer.backends.megatron import checkpoint, lora, parallel
 from services.trainer.backends.megatron.batch import PackedBatch, pack_batch, upload
+from services.trainer.backends.megatron.expert_load import own_tokens, watch_routers
 from services.trainer.backends.megatron.head import OutputHead
 from services.trainer.backends.megatron.kernels import choose_operations
 from services.trainer.backends.megatron.model import PolicyModel, create_policy
@@ -103,6 +105,7 @@ class MegatronBackend(TrainingBackend):
                 self._policy, self._layout, config.optim, self._groups, self._scales
             )
         self._reference_directory = ""  # of the settings
+        self._expert_load = watch_routers(self._policy, self._device)
         self._passes_of = {"": self._create_passes()}  # each with its own records of routing
         self._passes = self._passes_of[""]
 
@@ -150,13 +153,15 @@ class MegatronBackend(TrainingBackend):
     ) -> StepOutcome:
         if self._passes.replay is not None:
             self._passes.replay.step()
+        counts = self._expert_load.take(self._groups.world)
         self._groups.end_step()
         if self._lora is not None:
             rate = self._config.optim.learning_rate if learning_rate is None else learning_rate
-            return self._lora.used.step(normalizer, rate, optim)
-        outcome = self._stepper.step(normalizer=normalizer, learning_rate=learning_rate)
-        self._policy.share_embedding()
-        return outcome
+            outcome = self._lora.used.step(normalizer, rate, optim)
+        else:
+            outcome = self._stepper.step(normalizer=normalizer, learning_rate=learning_rate)
+            self._policy.share_embedding()
+        return replace(outcome, metrics=load_metrics(counts))
 
     @property
     def _stepper(self) -> Stepper:
@@ -168,6 +173,7 @@ class MegatronBackend(TrainingBackend):
             self._lora.used.clear()
         else:
             self._stepper.clear()
+        self._expert_load.clear()
 
     def stage_checkpoint(self, directory: Path) -> StagedCheckpoint:
         if self._lora is not None:
@@ -184,6 +190,7 @@ class MegatronBackend(TrainingBackend):
         )
 
     def load_checkpoint(self, directory: Path, *, weights_only: bool = False) -> None:
+        self._expert_load.clear()
         if self._lora is not None:
             self._lora.used.load(directory, weights_only=weights_only)
             return
@@ -229,6 +236,7 @@ class MegatronBackend(TrainingBackend):
         if self._lora is not None:
             self._lora.use(name)
             self._passes = self._passes_of[name]
+        self._expert_load.use(name)
 
     def held_tensors(self) -> HeldTensors:
         models = self._policy.models
@@ -301,7 +309,11 @@ class MegatronBackend(TrainingBackend):
             replay=replay,
             sees=sees,
             prediction=policy.prediction,
+            counted=self._count,
         )
+
+    def _count(self, batch: PackedBatch) -> AbstractContextManager[None]:
+        return self._expert_load.counting(own_tokens(batch, self._groups, self._policy.config))
 
     def _pack(
         self, micro_batches: Sequence[MicroBatch], *, predicts: bool = False
@@ -330,6 +342,8 @@ class ChunkPasses:
     replay: RoutingReplay | None = None
     sees: bool = False  # chunks are given the batch, for its images
     prediction: Prediction | None = None  # trained beside the policy
+    # Within it the experts of a batch are counted that is trained on.
+    counted: Callable[[PackedBatch], AbstractContextManager[None]] = lambda _: nullcontext()
 
     def train(
         self, batches: Sequence[PackedBatch], spec: LossSpec
@@ -450,7 +464,8 @@ class ChunkPasses:
             inner = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
             if isinstance(inner, Float16Module):  # what is not trained is not wrapped for gradients
                 arguments["fp32_output"] = False
-            output = chunk(**arguments)
+            with nullcontext() if trained is None else self.counted(batch):
+                output = chunk(**arguments)
             if self.replay is not None:
                 self.replay.after(index, batch)
             return output, partial(finish, batch)

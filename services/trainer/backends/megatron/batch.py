@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from services.trainer.backend import MicroBatch, Row
+from services.trainer.backends.expert_load import followed
 from services.trainer.backends.megatron.attention import PackRuns
 from services.trainer.backends.megatron.config import MegatronConfig
 from sluice.algo.collectives import Collectives
@@ -54,6 +55,7 @@ class PackedBatch:
     targets: torch.Tensor
     own_responses: torch.Tensor
     places: torch.Tensor
+    followed: torch.Tensor  # int64[T]: 1 of this rank's tokens that another of their row follows
     runs: PackRuns
     context: Collectives
     following: Following | None = None  # where a layer of multi-token prediction is trained
@@ -117,6 +119,7 @@ def pack_batch(
         targets=torch.cat(parts)[own],
         own_responses=own,
         places=responses.places,
+        followed=_followed(rows, layout, rank),
         runs=PackRuns(
             qkv_format="sbhd",
             runs=layout.runs(rank),
@@ -131,7 +134,7 @@ def pack_batch(
 
 
 COMPUTED = (
-    *("token_ids", "position_ids", "local_predictors", "targets", "places"),
+    *("token_ids", "position_ids", "local_predictors", "targets", "places", "followed"),
     *("runs", "following", "columns", "named"),
 )
 
@@ -188,6 +191,12 @@ def _tokens(rows: MicroBatch, layout: SequenceLayout, rank: int) -> torch.Tensor
     if not rows:
         return torch.zeros(layout.local_length, dtype=torch.int64)
     return layout.split([row.token_ids.long() for row in rows], rank)
+
+
+def _followed(rows: MicroBatch, layout: SequenceLayout, rank: int) -> torch.Tensor:
+    if not rows:
+        return torch.zeros(layout.local_length, dtype=torch.int64)
+    return layout.split([followed(len(row.token_ids)) for row in rows], rank)
 
 
 def _positions(

@@ -15,11 +15,10 @@ from typing import Literal
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from services.trainer.backend import Row
 from services.trainer.backends.megatron.batch import PackedBatch
-from services.trainer.backends.megatron.head import find_decoder
+from services.trainer.backends.megatron.expert_load import routers_of
 from services.trainer.backends.megatron.model_config import ModelSource
 from services.trainer.backends.megatron.parallel import RankGroups
 from services.trainer.errors import RoutingMissingError
@@ -116,13 +115,10 @@ class RoutingReplay:
     def _find_routers(
         self, model: torch.nn.Module, index: int, config: TransformerConfig
     ) -> _Chunk:
-        interleaved = config.virtual_pipeline_model_parallel_size is not None
-        offset = get_transformer_layer_offset(config, vp_stage=index if interleaved else None)
         chunk = _Chunk([], [])
-        for position, layer in enumerate(find_decoder(model).layers):
-            if offset + position in self._sparse:
-                chunk.routers.append(layer.mlp.router.router_replay)
-                chunk.layers.append(self._sparse.index(offset + position))
+        for place, router in routers_of(model, index, self._sparse, config):
+            chunk.routers.append(router.router_replay)
+            chunk.layers.append(place)
         return chunk
 
     def _check(self, rows: Sequence[Row]) -> None:

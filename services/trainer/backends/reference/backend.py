@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from services.trainer.backend import (
     TrainingBackend,
 )
 from services.trainer.backends import lora, replica
+from services.trainer.backends.expert_load import load_metrics, watch_experts
 from services.trainer.backends.muon import hidden_matrices
 from services.trainer.backends.quantized_passes import simulate_experts
 from services.trainer.backends.reference.model import ScoredModel
@@ -70,6 +72,7 @@ class ReferenceBackend(TrainingBackend):
         self._policy = self._load(config.model, config.head)
         if (simulated := config.publish.simulated) is not None:
             simulate_experts(self._policy.model, simulated)
+        self._expert_load = watch_experts(self._policy.model, self._device)
         self.operations = self._policy.operations
         self._reference: ScoredModel | None = None
         self._reference_directory = ""  # of the settings
@@ -145,7 +148,8 @@ class ReferenceBackend(TrainingBackend):
         sums, kept = SumsOnDevice(), list[tuple[MicroBatch, torch.Tensor]]()
         for rows, features, inputs in self._passes(micro_batches, self._policy, loss):
             assert inputs.columns is not None
-            outputs_T, entropy_T = self._run(inputs, features, loss)
+            with self._expert_load.counting(inputs.layout.multiplicity):
+                outputs_T, entropy_T = self._run(inputs, features, loss)
             read = inputs.columns.inputs(loss, outputs_T, entropy_T)
             terms = compute_loss(read, loss)
             if terms.loss.requires_grad:  # rows may pass by all that is trained: text by a tower
@@ -159,7 +163,9 @@ class ReferenceBackend(TrainingBackend):
         self, *, normalizer: float, learning_rate: float | None, optim: OptimConfig | None = None
     ) -> StepOutcome:
         rate = self._config.optim.learning_rate if learning_rate is None else learning_rate
-        return self._optimizer.step(normalizer, rate, self._reduce, optim=optim)
+        counts = self._expert_load.take(self._ranks)
+        outcome = self._optimizer.step(normalizer, rate, self._reduce, optim=optim)
+        return replace(outcome, metrics=load_metrics(counts))
 
     @property
     def _optimizer(self) -> FlatOptimizer:
@@ -171,6 +177,7 @@ class ReferenceBackend(TrainingBackend):
 
     def discard_gradients(self) -> None:
         self._optimizer.clear()
+        self._expert_load.clear()
 
     def stage_checkpoint(self, directory: Path) -> StagedCheckpoint:
         sync = self._config.durable
@@ -180,6 +187,7 @@ class ReferenceBackend(TrainingBackend):
         return replica.stage(directory, tensors, state, self.mesh, sync=sync)
 
     def load_checkpoint(self, directory: Path, *, weights_only: bool = False) -> None:
+        self._expert_load.clear()
         if self._lora is not None:
             self._lora.used.load(directory, weights_only=weights_only)
             return
@@ -214,6 +222,7 @@ class ReferenceBackend(TrainingBackend):
     def use_adapter(self, name: str) -> None:
         if self._lora is not None:
             self._lora.use(name)
+        self._expert_load.use(name)
 
     def held_tensors(self) -> HeldTensors:
         model = self._policy.model

@@ -64,7 +64,8 @@ class PackedLayout:
     int64[R], the packed token that predicts each response token, rows in order. targets: int64[R].
     features: int64[T], the row of the features that an image's token shows, TEXT elsewhere. The
     kept outputs of the buckets, one after another, are the pack. longest: tokens of the longest
-    row.
+    row. multiplicity: int64[T], the rows that each token is read in: those of a prompt that is
+    shared in several.
     """
 
     token_ids: torch.Tensor
@@ -74,6 +75,7 @@ class PackedLayout:
     targets: torch.Tensor
     longest: int
     features: torch.Tensor
+    multiplicity: torch.Tensor
 
     def gather_indexed(self, keys: torch.Tensor) -> torch.Tensor:
         """Returns what the keys of the buckets are places in, of [T, ...] of these tokens.
@@ -207,6 +209,7 @@ def pack(
             table.tokens[_ranges(table.offsets + table.prompt_lengths, table.responses)]
         ),
         longest=int((table.prompt_lengths + table.responses).max()),
+        multiplicity=torch.from_numpy(_multiplicity(table, leaders, row_order, sizes)),
     )
 
 
@@ -286,6 +289,26 @@ def _predictors(table: _Table, prompt_starts: np.ndarray, row_starts: np.ndarray
     index = _ranges(np.zeros_like(table.responses), table.responses)
     inside = np.repeat(row_starts, table.responses) + index - 1
     return np.where(index == 0, np.repeat(first, table.responses), inside)
+
+
+def _multiplicity(
+    table: _Table, leaders: np.ndarray, row_order: np.ndarray, sizes: np.ndarray
+) -> np.ndarray:
+    """int64[T]: a prompt's tokens stand in the row that leads, for all that have it.
+
+    Nothing follows the last one where there is no response.
+    """
+    inner = table.inner[row_order]
+    shared = np.zeros(len(table.responses), dtype=np.int64)
+    followed = shared.copy()
+    shared[leaders] = np.bincount(table.prompt_of)
+    followed[leaders] = np.bincount(table.prompt_of, weights=table.responses > 0)
+    counts = np.repeat(np.where(sizes > inner, shared[row_order], 1), sizes)
+    ends = np.cumsum(sizes)
+    counts[_ranges(ends - inner, inner)] = 1
+    last = sizes > inner  # rows with a prompt, whose last token is before their responses
+    counts[(ends - inner - 1)[last]] = followed[row_order[last]]
+    return counts
 
 
 def _buckets(spans: _Spans, owners: np.ndarray) -> Iterator[PromptBucket]:

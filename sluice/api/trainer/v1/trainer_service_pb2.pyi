@@ -566,7 +566,7 @@ class AdamSettings(_message.Message):
     def __init__(self, beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., epsilon: _Optional[float] = ..., weight_decay: _Optional[float] = ..., max_grad_norm: _Optional[float] = ...) -> None: ...
 
 class StepOptimizerResponse(_message.Message):
-    __slots__ = ("step", "outcome", "skipped_reason", "grad_norm", "learning_rate", "duration", "skipped_count", "consecutive_skipped_count")
+    __slots__ = ("step", "outcome", "skipped_reason", "grad_norm", "learning_rate", "duration", "skipped_count", "consecutive_skipped_count", "metrics")
     class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         OUTCOME_UNSPECIFIED: _ClassVar[StepOptimizerResponse.Outcome]
@@ -575,6 +575,13 @@ class StepOptimizerResponse(_message.Message):
     OUTCOME_UNSPECIFIED: StepOptimizerResponse.Outcome
     OUTCOME_APPLIED: StepOptimizerResponse.Outcome
     OUTCOME_SKIPPED: StepOptimizerResponse.Outcome
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     STEP_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -583,6 +590,7 @@ class StepOptimizerResponse(_message.Message):
     DURATION_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_COUNT_FIELD_NUMBER: _ClassVar[int]
     CONSECUTIVE_SKIPPED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     step: int
     outcome: StepOptimizerResponse.Outcome
     skipped_reason: str
@@ -591,7 +599,8 @@ class StepOptimizerResponse(_message.Message):
     duration: _duration_pb2.Duration
     skipped_count: int
     consecutive_skipped_count: int
-    def __init__(self, step: _Optional[int] = ..., outcome: _Optional[_Union[StepOptimizerResponse.Outcome, str]] = ..., skipped_reason: _Optional[str] = ..., grad_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., skipped_count: _Optional[int] = ..., consecutive_skipped_count: _Optional[int] = ...) -> None: ...
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, step: _Optional[int] = ..., outcome: _Optional[_Union[StepOptimizerResponse.Outcome, str]] = ..., skipped_reason: _Optional[str] = ..., grad_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., skipped_count: _Optional[int] = ..., consecutive_skipped_count: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class DiscardGradientsRequest(_message.Message):
     __slots__ = ("request_id", "adapter")

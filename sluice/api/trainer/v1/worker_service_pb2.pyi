@@ -214,14 +214,23 @@ class WeightedSum(_message.Message):
     def __init__(self, sum: _Optional[float] = ..., weight: _Optional[float] = ..., max: _Optional[float] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("grad_norm", "learning_rate", "skipped_reason")
+    __slots__ = ("grad_norm", "learning_rate", "skipped_reason", "metrics")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_REASON_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     grad_norm: float
     learning_rate: float
     skipped_reason: str
-    def __init__(self, grad_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., skipped_reason: _Optional[str] = ...) -> None: ...
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, grad_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., skipped_reason: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class WrittenShard(_message.Message):
     __slots__ = ("file_name", "size_bytes", "digest", "tensors", "delta")

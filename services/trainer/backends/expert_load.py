@@ -1,0 +1,126 @@
+"""How evenly tokens go to the experts of each layer, counted over the passes of a step.
+
+Counted is what layers of experts are given: a token for every row that it is read in, as rows that
+share a prompt each have it, and the last of a row, which predicts nothing, for none. So counts are
+the same however rows are packed, cut or spread over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from sluice.algo.collectives import Collectives
+
+# Tokens of the busiest expert of a layer by the mean of the layer: of the worst one, and the mean
+# of all. How many experts no token went to, of all layers.
+WORST, MEAN, UNUSED = "expert_load_max", "expert_load_mean", "experts_unused"
+
+
+class ExpertLoad:
+    """What the passes of a step sent to the experts of each layer, on this rank.
+
+    Of a model without experts it is empty. Adapters take turns, and each has passes and steps of
+    its own.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        """`sizes`: how many experts each layer has, of all ranks and stages."""
+        self.sizes, self._device = tuple(sizes), device
+        self._counts: dict[str, torch.Tensor] = {}  # by adapter
+        self._adapter = ""
+        self._rows_T: torch.Tensor | None = None
+
+    def use(self, adapter: str) -> None:
+        """From here on passes and steps are of this one; empty is the policy of the settings."""
+        self._adapter = adapter
+
+    @contextmanager
+    def counting(self, rows_T: torch.Tensor | None) -> Iterator[None]:
+        """Layers that run meanwhile are counted; those run again in backward, behind it, are not.
+
+        rows_T: in how many rows each token of the pass is to count; None counts none.
+        """
+        self._rows_T = rows_T
+        try:
+            yield
+        finally:
+            self._rows_T = None
+
+    def add(self, layer: int, chosen_TK: torch.Tensor) -> None:
+        """Take which experts of a layer the tokens of the pass go to."""
+        if (rows_T := self._rows_T) is None:
+            return
+        chosen_TK = chosen_TK.detach().reshape(len(rows_T), -1)
+        rows_TK = rows_T[:, None].expand(chosen_TK.shape)
+        self._of(layer).scatter_add_(0, chosen_TK.reshape(-1).long(), rows_TK.reshape(-1))
+
+    def add_mask(self, layer: int, chosen_TE: torch.Tensor) -> None:
+        """Take it as a mask, where no token is counted more than once."""
+        if (rows_T := self._rows_T) is not None:
+            self._of(layer).add_((chosen_TE.detach() & (rows_T > 0)[:, None]).sum(0))
+
+    def clear(self) -> None:
+        """Forget the passes since the last step."""
+        self._counts.pop(self._adapter, None)
+
+    def take(self, ranks: Collectives | None, *, is_counted: bool = True) -> list[list[int]]:
+        """Return the counts of each layer over all ranks, and begin anew; collective.
+
+        is_counted: whether this rank stands for the tokens that it has; others may have the same.
+        """
+        if not self.sizes:
+            return []
+        counts = self._flat()
+        self.clear()
+        if not is_counted:
+            counts = torch.zeros_like(counts)
+        if ranks is not None:
+            ranks.all_reduce(counts, "sum")
+        return [part.tolist() for part in counts.cpu().split(self.sizes)]
+
+    def _of(self, layer: int) -> torch.Tensor:
+        return self._flat().split(self.sizes)[layer]
+
+    def _flat(self) -> torch.Tensor:
+        if self._adapter not in self._counts:
+            zeros = torch.zeros(sum(self.sizes), dtype=torch.int64, device=self._device)
+            self._counts[self._adapter] = zeros
+        return self._counts[self._adapter]
+
+
+def watch_experts(model: Any, device: torch.device) -> ExpertLoad:
+    """Count what the layers of experts of a transformers model are given.
+
+    Those of transformers' own way alone, as all proven families have: given the experts of each
+    token.
+    """
+    named = (module for name, module in model.named_modules() if name.endswith(".experts"))
+    layers = [module for module in named if hasattr(type(module), "_apply_gate")]
+    load = ExpertLoad([len(next(layer.parameters())) for layer in layers], device)
+
+    def note(index: int, _: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        load.add(index, given[1])
+
+    for index, layer in enumerate(layers):
+        layer.register_forward_pre_hook(partial(note, index))
+    return load
+
+
+def followed(length: int) -> torch.Tensor:
+    """int64[length] of a row: 1 of each token that another follows, 0 of the last."""
+    return (torch.arange(1, length + 1) < length).long()
+
+
+def load_metrics(counts: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Return what a step tells of its counts; nothing where no token was counted."""
+    seen = [layer for layer in counts if sum(layer)]
+    if not seen:
+        return {}
+    loads = [max(layer) * len(layer) / sum(layer) for layer in seen]
+    unused = sum(not count for layer in seen for count in layer)
+    return {WORST: max(loads), MEAN: sum(loads) / len(loads), UNUSED: float(unused)}
