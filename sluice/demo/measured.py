@@ -16,19 +16,28 @@ from sluice.loop.report import read_metrics
 from sluice.stack import UpConfig
 from sluice.supervise import Supervisor
 
+MARK = ".demo"  # of a directory that a demo may empty
+
 
 def empty_directory(run_dir: Path) -> Path:
-    """`run_dir`, absolute and emptied of an earlier run.
+    """`run_dir`, absolute and emptied of an earlier run of a demo.
 
     Raises DirectoryError for one that holds anything else, or whose services still run.
     """
     run_dir = run_dir.absolute()
-    mark = run_dir / "services"  # every run with services of its own has it
+    mark = run_dir / MARK
     if run_dir.exists() and not mark.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        raise DirectoryError(f"--run-dir: {run_dir} holds no earlier run; it would be emptied")
+        raise DirectoryError(
+            f"--run-dir: {run_dir} holds what no demo has made, and would be emptied; remove it, "
+            "or give another directory"
+        )
     with owned(run_dir, "up"):
-        shutil.rmtree(run_dir)
-        mark.mkdir(parents=True)
+        for each in run_dir.iterdir():
+            if each.is_dir() and not each.is_symlink():
+                shutil.rmtree(each)
+            elif each != mark:  # whoever is killed here may begin anew
+                each.unlink()
+        mark.touch()
     return run_dir
 
 
