@@ -249,7 +249,8 @@ def _build(cls: type[C], sources: Sources, values: Mapping[str, Any] | None = No
     try:
         built = _sourced(cls)(**(values or {}))
     except ValidationError as error:
-        raise ConfigError(describe(error, cls, cls.former_keys)) from None
+        variables = os.environ if values is None else {}
+        raise ConfigError(describe(error, cls, cls.former_keys, variables)) from None
     except SettingsError as error:
         raise ConfigError(str(error)) from None
     finally:
@@ -278,10 +279,14 @@ def _sourced(cls: type[C]) -> type[C]:
 
 
 def describe(
-    error: ValidationError, cls: type[BaseModel], former_keys: Mapping[str, str] | None = None
+    error: ValidationError,
+    cls: type[BaseModel],
+    former_keys: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> str:
-    """What is wrong with each setting of a `cls`, by its dotted path."""
-    lines = []
+    """What is wrong with each setting of a `cls`, by its dotted path, and by its variable."""
+    lines: list[str] = []
+    shown = set[str]()  # lists of known keys, once each
     for item in error.errors():
         path = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
@@ -289,9 +294,14 @@ def describe(
             message = f"is now {new}"
         elif item["type"] == "extra_forbidden":
             *above, name = item["loc"]
-            message = f"unknown key{hint(str(name), keys_at(cls, above))}"
+            near = hint(str(name), keys_at(cls, above))
+            message = "unknown key" if near in shown else f"unknown key{near}"
+            shown.add(near)
         elif item["type"] != "missing" and not isinstance(item["input"], Mapping | BaseModel):
-            message += f" (got {_clipped(repr(item['input']))})"
+            variable = ENV_PREFIX + path.upper().replace(".", "__")
+            is_from_there = (environment or {}).get(variable) == item["input"]
+            source = f" of the environment variable {variable}" if is_from_there else ""
+            message += f" (got {_clipped(repr(item['input']))}{source})"
         lines.append(f"{_clipped(path)}: {message}" if path else message)
     return "; ".join(lines)
 

@@ -646,10 +646,12 @@ class RunConfig(CommonRunConfig):
         return data.sampling.over(training)
 
     @property
-    def environments_of_later(self) -> dict[str, EnvironmentConfig]:
-        """Those that the first groups of a run may not be of, by the key that gives each."""
+    def environments_by_key(self) -> dict[str, EnvironmentConfig]:
+        """Those that train and those of evaluations, by the key that gives each."""
         shares = self.environments.items()
         found = {f"environments.{name}.environment": share.environment for name, share in shares}
+        if self.environment is not None:
+            found["environment"] = self.environment
         for name, data in self.evaluation.datasets.items() if self.evaluation else ():
             if isinstance(data.environment, EnvironmentConfig):
                 found[f"evaluation.datasets.{name}.environment"] = data.environment

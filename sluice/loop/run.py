@@ -161,7 +161,7 @@ class TrainingRun(PolicyRun):
     async def _check_services(self, trainer: trainer_pb.Trainer) -> None:
         for address, vocabulary in (await self.workers.vocabularies()).items():
             check_same(f"tokenizer: the episode worker {address}", vocabulary, trainer.vocabulary)
-        await self.workers.check(self.config.environments_of_later)
+        await self.workers.check(self.config.environments_by_key)
         engines = await self.fleet.describe(self.config.service_timeout_seconds)
         await self._check_lengths(trainer, longest_sample(engines))
         self._check_reference(trainer)

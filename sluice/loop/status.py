@@ -72,7 +72,7 @@ async def read_status(target: str, config: StatusConfig) -> dict[str, Any]:
     elif ADDRESS.fullmatch(address := placed(target)):
         services = {target: ("", address)}
     else:
-        raise ConfigError(f"status: {no_target_text(target)}")
+        raise ConfigError(no_target_text(target))
     found = await _ask_all(services, security, config.timeout_seconds)
     engines = [engine for service in found for engine in service.pop("engines")]
     versions = [service.pop("version_after_engines") for service in found]
@@ -173,11 +173,11 @@ def _run_status(run_dir: Path, events: list[dict[str, Any]]) -> dict[str, Any] |
     try:
         rows = read_metrics(run_dir, recent=CURVE)
     except OSError as error:
-        raise ConfigError(f"status: {run_dir}: {error.strerror}") from None
+        raise ConfigError(f"{run_dir}: {error.strerror}") from None
     if not rows and not events:
         if (run_dir / "services.json").exists():
             return None
-        raise ConfigError(f"status: {run_dir} holds no run: neither metrics.jsonl nor a journal")
+        raise ConfigError(f"{run_dir} holds no run: neither metrics.jsonl nor a journal")
     steps = [row for row in rows if "score" not in row]
     last = steps[-1] if steps else {}
     step = last.get("step", 0)

@@ -76,3 +76,18 @@ def test_an_environment_of_later_is_refused_before_anything_runs(stack: Stack) -
     key = "evaluation.datasets.held_out.environment.settings.reward"
     assert f"{key}: 'exact_macht' is unknown" in output.replace("\n", " "), output
     assert not training.groups("issued") and not training.groups("consumed")
+
+
+def test_the_environment_that_trains_is_refused_by_its_key(stack: Stack) -> None:
+    """Not as tasks of an evaluation that all failed."""
+    prompts = {"file": str(stack.run_dir / "prompts.jsonl")}
+    training = stack.train(
+        "wrong-now",
+        steps=1,
+        environment={"name": "prompts", "settings": {"reward": "exact_macht"}},
+        evaluation={"datasets": {"held_out": {"prompts": prompts}}},
+    )
+    output, _ = training.process.communicate(timeout=PATIENCE)
+    assert training.process.returncode == 2
+    said = output.replace("\n", " ")
+    assert "sluice: environment.settings.reward: 'exact_macht' is unknown" in said, output

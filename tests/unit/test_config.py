@@ -99,6 +99,26 @@ def test_bad_settings_name_the_key(tmp_path, text, message):
         load_config(TrainerConfig, write(tmp_path, text))
 
 
+def test_a_file_of_another_kind_tells_the_known_keys_once(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load_config(TrainerConfig, write(tmp_path, "model: m\nzzz: x\nyyy: x\nmodle: x"))
+    assert str(caught.value) == (
+        "zzz: unknown key; known: backend, extra, logs, model, offload, optim, options, rates, "
+        "roots, store; yyy: unknown key; modle: unknown key; did you mean model?"
+    )
+
+
+def test_a_wrong_value_of_a_variable_names_the_variable(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLUICE_OPTIM__LR", "fast")
+    file = write(tmp_path, "model: m")
+    with pytest.raises(ConfigError, match=r"^optim\.lr: .*\(got 'fast' of .* SLUICE_OPTIM__LR\)$"):
+        load_config(TrainerConfig, file)
+    with pytest.raises(ConfigError, match=r"^optim\.lr: .*\(got 'slow'\)$"):
+        load_config(TrainerConfig, [*file, "--optim.lr", "slow"])
+    with pytest.raises(ConfigError, match=r"^optim\.lr: .*\(got 'fast'\)$"):
+        parse_config(TrainerConfig, {"model": "m", "optim": {"lr": "fast"}})
+
+
 def test_what_is_merged_into_a_mapping_may_be_given_anew(tmp_path):
     text = "model: m\nextra: {a: &a {lr: 1, betas: [0, 0]}, b: {<<: *a, lr: 2}}"
     extra = load_config(TrainerConfig, write(tmp_path, text)).extra

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.sglang.group import ServerGroup
 from services.rollout.engine.sglang.servers import Launch, ServerProcess
 from services.rollout.errors import EngineFailedError
-from sluice.config import parse_config
+from sluice.config import ConfigError, parse_config
 from tests.patience import PATIENCE, told_late
 
 # The first one that comes is healthy; the second ends once somebody has seen that.
@@ -147,3 +148,19 @@ async def test_a_server_that_cannot_be_started_leaves_no_key(
     with pytest.raises(FileNotFoundError):
         await server.spawn()
     assert not os.listdir(tmp_path)
+
+
+def test_an_interpreter_without_sglang_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process's own, where none is named; one that is attached to needs none."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    config = parse_config(EngineConfig, {"backend": "sglang"})
+    with pytest.raises(ConfigError, match=r"engine\.sglang\.python: .* has no SGLang; name an"):
+        ServerGroup(config)
+    attached = {"backend": "sglang", "sglang": {"url": "http://127.0.0.1:1"}}
+    ServerGroup(parse_config(EngineConfig, attached))
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    ServerGroup(config)

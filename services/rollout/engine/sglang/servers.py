@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import logging
 import os
@@ -74,12 +75,22 @@ def with_python(config: SglangConfig, words: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_python(config: SglangConfig) -> None:
-    """Raises ConfigError unless there is an interpreter to start servers with."""
+    """Raises ConfigError unless there is an interpreter to start servers with.
+
+    Of another interpreter than this one only a start tells whether it has SGLang.
+    """
+    if config.url:
+        return
     python = str(config.python or sys.executable)
-    if not config.url and not os.access(python, os.X_OK):
+    if not os.access(python, os.X_OK):
         raise ConfigError(
             f"engine.sglang.python: {python} is no program; "
             "`make sglang-cpu` makes build/sglang/bin/python"
+        )
+    if config.python is None and importlib.util.find_spec(MODULE.partition(".")[0]) is None:
+        raise ConfigError(
+            f"engine.sglang.python: {python}, which runs this process, has no SGLang; name an "
+            "interpreter that has it (docs/sglang.md)"
         )
 
 
@@ -275,7 +286,8 @@ class ServerProcess:
                 return
             if process.returncode is not None:
                 raise EngineFailedError(
-                    f"{what} ended with {process.returncode} before it answered"
+                    f"{what} ended with {process.returncode} before it answered; the log of this "
+                    f"process has what it said (it is started by {self.launch.command[0]})"
                 )
             raise NotReadyError("it does not answer")
 

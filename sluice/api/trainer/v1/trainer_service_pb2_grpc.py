@@ -265,7 +265,7 @@ class TrainerServiceServicer(object):
         its own shards, and then broadcasts them to the engines named. Resolves to
         PublishWeightsResponse, whether engines received the version or not. Cancelled before its turn
         nothing is published; later the operation ends as CANCELLED, and the version appears all the
-        same: WatchWeightVersions tells of it.
+        same: GetTrainer and the store tell of it.
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
