@@ -38,6 +38,9 @@ help:  ## list the targets
 
 # torch goes in alone and first, so that no other package chooses its build
 $(VENV)/.reference: pyproject.toml constraints.txt
+	if ! test -x $(BIN)/python && ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; then
+		echo "PYTHON: $(PYTHON) is no Python 3.11 or later; name one, e.g. make PYTHON=python3.12" >&2; exit 2
+	fi
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -c constraints.txt torch
 	$(PIP) -c constraints.txt -e '.[reference]'
@@ -349,5 +352,5 @@ accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: righ
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help site test-nodes test-kubernetes observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-node test-pages test-trackers test-tinker proto docs lint test test-collected test-most test-parts house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-ray test-ray-rewards test-bucket test-slurm compose-smoke test-compose \
+.PHONY: help site test-nodes test-kubernetes observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-node test-pages test-trackers test-tinker proto docs lint test test-collected test-most test-parts house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-mixture demo-smollm2 fault-matrix fuzz soak test-ray test-ray-rewards test-bucket test-slurm compose-smoke test-compose \
 	verify bench bench-adapters bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-fleet bench-demo bench-training bench-checkpoint bench-colocated bench-algorithms bench-router bench-router-simulation clean

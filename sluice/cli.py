@@ -98,7 +98,7 @@ USAGE = {
     "sft": "sluice sft RUN.yaml [--up SERVICES.yaml] [--key value ...]",
     "dpo": "sluice dpo RUN.yaml [--up SERVICES.yaml] [--key value ...]",
     "reward-model": "sluice reward-model RUN.yaml [--up SERVICES.yaml] [--key value ...]",
-    "convert": "sluice convert SRC DST [--to hf|torch_dist] [--origin DIR] [--key value ...]",
+    "convert": "sluice convert SRC DST [--to hf|torch_dist|peft] [--origin DIR] [--key value ...]",
     "verify": "sluice verify FIRST SECOND [--model DIR] [--key value ...]",
     "status": STATUS_USAGE,
     "logs": LOGS_USAGE,

@@ -15,7 +15,11 @@ GROUPS = with_values(
     ("finished", "failed", "cancelled"),
 )
 EVALUATED_GROUPS = with_values(
-    Counter("sluice_rollout_evaluated_groups_total", "Of them of evaluations.", ["outcome"]),
+    Counter(
+        "sluice_rollout_evaluated_groups_total",
+        "Groups of evaluations settled; sluice_rollout_groups_total has them too.",
+        ["outcome"],
+    ),
     ("finished", "failed", "cancelled"),
 )
 GROUP_SECONDS = Histogram(

@@ -79,11 +79,30 @@ def test_every_link_leads_to_a_page_and_a_heading(page: Path) -> None:
     for to in re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", page.read_text())):
         path, _, anchor = to.partition("#")
         target = page.parent / path if path else page
-        if to.startswith(("http://", "https://", "api/")):  # api: made by `make site`
+        if to.startswith(("http://", "https://")):
             continue
         if not target.exists() or (anchor and anchor not in anchors_of(target.read_text())):
             lost.append(to)
     assert lost == []
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    named = set(re.findall(r"`docs/([\w-]+\.md)`", PAGES[0].read_text()))
+    assert named == {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+def test_the_page_of_the_api_has_every_call() -> None:
+    """In the rows of its service: those with an empty first cell go on with the one above."""
+    _, _, text = (ROOT / "docs" / "api.md").read_text().partition("## The calls")
+    services = re.split(r"\n(?=\| [^|\s])", text.partition("\n## ")[0])
+    lacking = []
+    for file in sorted((ROOT / "protos").rglob("*_service.proto")):
+        proto = file.read_text()
+        (service,) = re.findall(r"^service (\w+)", proto, re.MULTILINE)
+        for call in re.findall(r"^  rpc (\w+)", proto, re.MULTILINE):
+            if not any(f"`{service}`" in rows and f"`{call}`" in rows for rows in services):
+                lacking.append(f"{service}.{call}")
+    assert lacking == []
 
 
 def test_a_page_that_names_what_is_gone_is_noticed() -> None:

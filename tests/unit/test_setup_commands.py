@@ -48,6 +48,24 @@ def found(**config: object) -> dict[str, doctor.Finding]:
     return {each.subject: each for each in examine(parse_config(DoctorConfig, config))}
 
 
+def test_make_names_a_python_that_is_too_old(tmp_path: Path) -> None:
+    """Before pip does, which then finds no torch for it."""
+    old = tmp_path / "old"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    root = Path(__file__).parents[2]
+    for python in (old, tmp_path / "none"):
+        made = subprocess.run(
+            ["make", "--directory", root, "setup", f"VENV={tmp_path}/venv", f"PYTHON={python}"],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+        assert made.returncode == 2
+        assert f"PYTHON: {python} is no Python 3.11 or later; name one" in made.stderr
+    assert not (tmp_path / "venv").exists()
+
+
 def test_a_sound_machine_is_fit_and_left_as_it_was(tmp_path: Path) -> None:
     findings = found(store=tmp_path)
     wrong = [each for each in findings.values() if each.state == doctor.WRONG]
