@@ -48,6 +48,7 @@ MAX_LEARNING_RATE = 1e5  # far above, what AdamW makes of weights is no float32
 MAX_WEIGHT_DECAY = 100.0
 MAX_GRAD_NORM = 1e18  # AdamW keeps squares of gradients, in float32: one that is infinite stays so
 MIN_GRAD_NORM = 1e-8
+MIN_BIAS_RATE = 1e-6  # biases of routers are up to about 10, in float32
 MAX_STEPS = 1 << 53
 MAX_NEWTON_SCHULZ_STEPS = 50
 MAX_RATE_FACTOR = 1e4
@@ -62,6 +63,7 @@ _SHAPING = {
     "seed",
     "optim",
     "trainable",
+    "experts",
     "vision",
     "lora",
     "max_tokens_per_micro_batch",
@@ -176,6 +178,23 @@ class OptimConfig(Config):
             raise ValueError("decay_steps and minimum_ratio have no effect with schedule constant")
         if self.schedule != "constant" and self.decay_steps <= self.warmup_steps:
             raise ValueError(f"schedule {self.schedule} needs decay_steps beyond warmup_steps")
+        return self
+
+
+class ExpertsConfig(Config):
+    """How evenly the experts of a mixture are kept in use.
+
+    bias_update_rate: what a step adds to the bias that an expert is chosen by, where fewer tokens
+    than the mean of its layer went to it, and takes off where more did (arXiv 2408.15664): of
+    families whose routers have such a bias. 0 leaves biases as they were loaded.
+    """
+
+    bias_update_rate: float = Field(0.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _check_rate(self) -> Self:
+        if 0 < self.bias_update_rate < MIN_BIAS_RATE:
+            raise ValueError(f"bias_update_rate is below {MIN_BIAS_RATE:g}: no bias would move")
         return self
 
 
@@ -414,6 +433,7 @@ class TrainerConfig(ProcessConfig):
     seed: int = Field(0, ge=0, le=MAX_SEED)
     optim: OptimConfig = OptimConfig()
     trainable: TrainableConfig = TrainableConfig()
+    experts: ExpertsConfig = ExpertsConfig()
     vision: VisionConfig = VisionConfig()
     lora: LoraConfig | None = Field(None, description="None trains the model itself.")
     ranks: RanksConfig = RanksConfig()
@@ -603,6 +623,30 @@ class TrainerConfig(ProcessConfig):
                 raise ValueError(
                     f"fsdp.expert {size} does not divide the {count} experts of a layer of {model}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_use_of_experts(self) -> Self:
+        changed = self.experts.model_dump(exclude_defaults=True)
+        if not changed:
+            return self
+        document = json.loads((Path(self.model) / "config.json").read_bytes())
+        if expert_count(document) == 0:
+            raise ValueError(
+                f"experts.{next(iter(changed))} has no effect on {self.model}, which has no experts"
+            )
+        if not self.experts.bias_update_rate:
+            return self
+        if self.lora is not None:
+            raise ValueError(
+                "experts.bias_update_rate is not for lora, whose model stays as it was loaded; "
+                "leave it out"
+            )
+        if self.trainable != TrainableConfig():
+            raise ValueError(
+                "experts.bias_update_rate is not for trainable, of which biases that choose "
+                "experts are no part: set one of them"
+            )
         return self
 
     @model_validator(mode="after")

@@ -113,6 +113,7 @@ def import_script(
     _algorithm(into)
     _sizes(into)
     _optim(into)
+    _experts(into)
     _evaluation(into)
     _four_bits(into, text, environment)
     run, services = _documents(into, run_dir)
@@ -223,6 +224,12 @@ def _algorithm(into: Imported) -> None:
             algorithm["reference_every"] = every
         else:
             into.left.append("--ref-update-interval: has no effect without a KL")
+
+
+def _experts(into: Imported) -> None:
+    """With Megatron's default, where it is another than ours."""
+    if into.facts.get("biased") and (rate := into.facts.get("bias_update_rate", 1e-3)):
+        set_at(into.trainer, "experts.bias_update_rate", rate)
 
 
 def _optim(into: Imported) -> None:

@@ -521,7 +521,10 @@ FLAGS: dict[str, Flag] = {
     "no-check-for-nan-in-loss-and-grad": unneeded("a step of NaN is skipped, and said"),
     "moe-aux-loss-coeff": only_zero("there is no auxiliary loss"),
     "moe-z-loss-coeff": only_zero("there is no auxiliary loss"),
-    "moe-router-bias-update-rate": only_zero("biases of experts stay as they were loaded"),
+    "moe-router-enable-expert-bias": switch("biased", "trainer: experts.bias_update_rate", "1e-3"),
+    "moe-router-bias-update-rate": fact(
+        "bias_update_rate", number, "trainer: experts.bias_update_rate", "with the one above"
+    ),
     "moe-input-jitter-eps": only_zero("routers see what a layer gives them"),
     "moe-expert-capacity-factor": untaken("experts take all tokens that are sent to them"),
     "moe-router-force-load-balancing": untaken("experts are chosen by the router"),

@@ -617,6 +617,9 @@ KEYS: dict[str, Flag] = {
     ),
     f"{_TRANSFORMER}.moe_aux_loss_coeff": only_zero("there is no auxiliary loss"),
     f"{_TRANSFORMER}.moe_z_loss_coeff": only_zero("there is no auxiliary loss"),
+    f"{_TRANSFORMER}.moe_router_bias_update_rate": key_of(
+        "trainer", "experts.bias_update_rate", number
+    ),
     f"{_TRANSFORMER}.attention_dropout": only_zero("nothing is dropped out"),
     f"{_TRANSFORMER}.hidden_dropout": only_zero("nothing is dropped out"),
     f"{_TRANSFORMER}.": _MEGATRON,

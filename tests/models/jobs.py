@@ -47,6 +47,8 @@ __all__ = [
     "clean_up",
     "count_experts",
     "count_on_copies",
+    "move_biases",
+    "move_biases_on_copies",
     "prove",
     "publish_computed",
     "resume",
@@ -78,12 +80,16 @@ def count_experts(rank: int, world: int, arguments: dict[str, Any]) -> dict[str,
     return counted(backend, run, batches, backend._ranks, backend._is_first)
 
 
-def count_on_copies(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same on the reference backend."""
+def open_copy(rank: int, world: int, arguments: dict[str, Any]) -> ReferenceBackend:
     values = {"model": arguments["model"], "store": arguments["out"], "durable": False}
     config = parse_config(TrainerConfig, {**values, **arguments.get("trainer", {})})
     mesh = Mesh(rank=rank, world_size=world, data_rank=rank, data_size=world)
-    backend = ReferenceBackend(config, mesh)
+    return ReferenceBackend(config, mesh)
+
+
+def count_on_copies(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same on the reference backend."""
+    backend = open_copy(rank, world, arguments)
     batches = jobs.micro_batches(rows_of(0), rank, world)
 
     def run() -> None:
@@ -91,6 +97,41 @@ def count_on_copies(rank: int, world: int, arguments: dict[str, Any]) -> dict[st
             backend.forward_backward(part, PPO)
 
     return counted(backend, run, batches, backend._ranks)
+
+
+def move_biases(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Steps of weights that stay, or not; then what is published, and a checkpoint."""
+    backend = open_backend(rank, world, arguments)
+    return moved(backend, partial(jobs.run_step, backend), arguments)
+
+
+def move_biases_on_copies(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same on the reference backend."""
+    backend = open_copy(rank, world, arguments)
+
+    def run(step: int) -> None:
+        backend.forward_backward(jobs.micro_batches(rows_of(step), rank, world), PPO)
+
+    return moved(backend, run, arguments)
+
+
+def moved(
+    backend: TrainingBackend, run: Callable[[int], object], arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """`first`, `steps`: which; `checkpoint`: behind one. `rate`, `normalizer`: of them."""
+    out, first, skipped = Path(arguments["out"]), arguments.get("first", 0), []
+    if checkpoint := arguments.get("checkpoint"):
+        backend.load_checkpoint(Path(checkpoint))
+    for step in range(first, first + arguments.get("steps", 3)):
+        run(step)
+        normalizer, rate = arguments.get("normalizer", NORMALIZER), arguments.get("rate", 0.0)
+        outcome = backend.step(normalizer=normalizer, learning_rate=rate)
+        skipped.append(outcome.skipped_reason)
+    for name in ("published", "checkpoint"):
+        (out / name).mkdir(parents=True, exist_ok=True)
+    backend.write_shards(out / "published")
+    backend.save_checkpoint(out / "checkpoint")
+    return {"skipped": skipped}
 
 
 def counted(

@@ -29,13 +29,14 @@ from tests.megatron.jobs import (
     save_midway,
     save_tensors,
 )
-from tests.models.jobs import counted, one_key_less, roll_out_by
+from tests.models.jobs import counted, moved, one_key_less, roll_out_by
 
 assert megatron_backend
 __all__ = [
     "clean_up",
     "continue_from",
     "count_experts",
+    "move_biases",
     "open_error",
     "predict",
     "prove",
@@ -56,6 +57,15 @@ def count_experts(rank: int, world: int, arguments: dict[str, Any]) -> dict[str,
     try:
         run, batches = partial(_run_step, backend, 0), batches_of(rows_of(0), backend)
         return counted(backend, run, batches, backend._groups.world)
+    finally:
+        backend.close()
+
+
+def move_biases(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Steps of weights that stay, or not; then what is published, and a checkpoint."""
+    backend = open_backend(rank, world, arguments)
+    try:
+        return moved(backend, partial(_run_step, backend), arguments)
     finally:
         backend.close()
 

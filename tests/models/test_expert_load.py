@@ -35,9 +35,9 @@ def choose(logits: np.ndarray, bias: np.ndarray | None, config: Any) -> np.ndarr
     if bias is None:
         return np.argsort(-logits, axis=1)[:, :count]
     scores = 1 / (1 + np.exp(-logits)) + bias
-    groups = scores.reshape(len(scores), config.n_group, -1)
+    groups = scores.reshape(len(scores), getattr(config, "n_group", 1), -1)
     best = np.sort(groups, axis=2)[:, :, -2:].sum(2)
-    kept = np.argsort(-best, axis=1)[:, : config.topk_group]
+    kept = np.argsort(-best, axis=1)[:, : getattr(config, "topk_group", 1)]
     of_group = np.full_like(groups, -np.inf)
     for group in kept.T:
         rows = np.arange(len(scores))
@@ -50,6 +50,7 @@ def count_by_row(model: Model, rows: list[Row]) -> Counts:
     plain: Any = model.load().double()  # type: ignore[no-untyped-call]
     routers = [m for m in plain.modules() if type(m).__name__.endswith("TopKRouter")]
     routers = routers or [m for m in plain.modules() if type(m).__name__.endswith("TopkRouter")]
+    biases = [b.numpy() for name, b in plain.named_buffers() if name.endswith("correction_bias")]
     given: list[torch.Tensor] = []
     for router in routers:
         router.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
@@ -63,8 +64,7 @@ def count_by_row(model: Model, rows: list[Row]) -> Counts:
             logits = hidden @ router.weight.detach().numpy().T
             if getattr(router, "bias", None) is not None:
                 logits = logits + router.bias.detach().numpy()
-            bias = getattr(router, "e_score_correction_bias", None)
-            chosen = choose(logits, None if bias is None else bias.numpy(), plain.config)
+            chosen = choose(logits, biases[layer] if biases else None, plain.config)
             for expert in chosen.reshape(-1):
                 counts[layer][expert] += 1
     return counts

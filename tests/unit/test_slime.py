@@ -344,7 +344,7 @@ def test_a_critic_is_clipped_and_averaged_as_that_of_the_script(model: Path) -> 
         ("--hidden-dropout 0.1", "--hidden-dropout: 0.1"),
         ("--moe-aux-loss-coeff 0.01", "--moe-aux-loss-coeff: 0.01"),
         ("--moe-z-loss-coeff 1e-3", "--moe-z-loss-coeff: 1e-3"),
-        ("--moe-router-bias-update-rate 1e-3", "--moe-router-bias-update-rate: 1e-3"),
+        ("--moe-router-bias-update-rate x", "--moe-router-bias-update-rate: 'x' is no number"),
         ("--moe-input-jitter-eps 0.1", "--moe-input-jitter-eps: 0.1"),
         ("--moe-expert-capacity-factor 1", "--moe-expert-capacity-factor: experts take all"),
         ("--moe-router-force-load-balancing", "--moe-router-force-load-balancing: experts are"),
@@ -747,6 +747,22 @@ def test_optimizer_state_on_the_host_is_carried(
     megatron = services["services"]["trainer"]["config"]["megatron"]
     assert megatron.get("optimizer_offload") == expected
     assert not [line for line in left if "optimizer" in line]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--moe-router-enable-expert-bias --moe-router-bias-update-rate 2e-3", 2e-3),
+        ("--moe-router-enable-expert-bias", 1e-3),  # Megatron's default
+        ("--moe-router-enable-expert-bias --moe-router-bias-update-rate 0", None),
+        ("--moe-router-bias-update-rate 2e-3", None),  # there is no bias
+    ],
+)
+def test_biases_of_experts_move_as_they_would(flags: str, expected: float | None) -> None:
+    _, services, left = imported(f"train.py {flags}")
+    trainer = services["services"]["trainer"]["config"]
+    assert trainer.get("experts", {}).get("bias_update_rate") == expected
+    assert not [line for line in left if "bias" in line]
 
 
 def test_the_page_lists_every_flag() -> None:

@@ -16,9 +16,22 @@ import torch
 
 from sluice.algo.collectives import Collectives
 
+BIASES = {"e_score_correction_bias", "expert_bias"}  # as transformers' routers call them
+Bias = tuple[Any, str]  # the module that has it, and its name there
 # Tokens of the busiest expert of a layer by the mean of the layer: of the worst one, and the mean
 # of all. How many experts no token went to, of all layers.
 WORST, MEAN, UNUSED = "expert_load_max", "expert_load_mean", "experts_unused"
+
+
+class NoBiasError(ValueError):
+    """A model is to have its experts evened out by biases that it has not."""
+
+    def __init__(self, model_type: str) -> None:
+        super().__init__(
+            f"experts.bias_update_rate is not for model_type {model_type}: its routers have no "
+            "bias beside their scores that is kept in float32, by which experts are chosen; leave "
+            "it out"
+        )
 
 
 class ExpertLoad:
@@ -31,6 +44,7 @@ class ExpertLoad:
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         """`sizes`: how many experts each layer has, of all ranks and stages."""
         self.sizes, self._device = tuple(sizes), device
+        self.biases: dict[int, Bias] = {}  # of this rank's layers
         self._counts: dict[str, torch.Tensor] = {}  # by adapter
         self._adapter = ""
         self._rows_T: torch.Tensor | None = None
@@ -83,6 +97,22 @@ class ExpertLoad:
             ranks.all_reduce(counts, "sum")
         return [part.tolist() for part in counts.cpu().split(self.sizes)]
 
+    def add_bias(self, layer: int, bias: Bias) -> None:
+        """Take what the router of a layer chooses experts by, beside its scores."""
+        self.biases[layer] = bias
+
+    @torch.no_grad()
+    def even_out(self, counts: Sequence[Sequence[int]], rate: float) -> None:
+        """Add `rate` to the biases of experts that had fewer tokens than the mean, or take it off.
+
+        The same on all ranks, which have the same counts.
+        """
+        for layer, (owner, name) in self.biases.items():
+            tokens = torch.tensor(counts[layer], dtype=torch.int64)
+            direction = (tokens.sum() - len(tokens) * tokens).sign()
+            bias = getattr(owner, name)
+            bias.add_(direction.to(bias), alpha=rate)
+
     def _of(self, layer: int) -> torch.Tensor:
         return self._flat().split(self.sizes)[layer]
 
@@ -99,8 +129,7 @@ def watch_experts(model: Any, device: torch.device) -> ExpertLoad:
     Those of transformers' own way alone, as all proven families have: given the experts of each
     token.
     """
-    named = (module for name, module in model.named_modules() if name.endswith(".experts"))
-    layers = [module for module in named if hasattr(type(module), "_apply_gate")]
+    layers = [layer for _, layer in _layers(model)]
     load = ExpertLoad([len(next(layer.parameters())) for layer in layers], device)
 
     def note(index: int, _: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
@@ -109,6 +138,28 @@ def watch_experts(model: Any, device: torch.device) -> ExpertLoad:
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(partial(note, index))
     return load
+
+
+def watch_biases(load: ExpertLoad, model: Any) -> None:
+    """Have `load` even out the experts of a transformers model. Raises NoBiasError.
+
+    Biases are buffers, whole on every rank and float32 wherever they go; of a family that has them
+    as weights they are not.
+    """
+    layers = list(_layers(model))
+    for index, (owner, _) in enumerate(layers):
+        found = [(m, name) for m in owner.modules() for name in m._buffers if name in BIASES]
+        if found:
+            load.add_bias(index, found[0])
+    if not layers or len(load.biases) < len(layers):
+        raise NoBiasError(model.config.model_type)
+
+
+def _layers(model: Any) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
+    """The layers of experts, each behind the module that has it and its router."""
+    for name, module in model.named_modules():
+        if name.endswith(".experts") and hasattr(type(module), "_apply_gate"):
+            yield model.get_submodule(name.rpartition(".")[0]), module
 
 
 def followed(length: int) -> torch.Tensor:

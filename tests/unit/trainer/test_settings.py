@@ -16,6 +16,7 @@ from sluice.config import ConfigError, parse_config
 from tests.patience import PATIENCE
 
 MEGATRON: dict[str, Any] = {"backend": "megatron"}
+MIXTURE = {"model_type": "deepseek_v3", "n_routed_experts": 8}
 
 
 def rates(steps: list[int], **optim: Any) -> list[float]:
@@ -65,6 +66,11 @@ def test_linear_and_cosine_fall_to_the_minimum_and_stay() -> None:
         ({"optim": {"warmup_steps": 10**400}}, "optim.warmup_steps"),
         ({"optim": {"betas": [0.9, 1.0]}}, "optim.betas"),
         ({"optim": {"betas": [-0.1, 0.95]}}, "optim.betas"),
+        ({"experts": {"bias_update_rate": float("nan")}}, "experts.bias_update_rate"),
+        ({"experts": {"bias_update_rate": -1e-3}}, "experts.bias_update_rate"),
+        ({"experts": {"bias_update_rate": 1.5}}, "experts.bias_update_rate"),
+        ({"experts": {"bias_update_rate": 1e-12}}, "bias_update_rate is below"),
+        ({"experts": {"bias_rate": 1e-3}}, "experts.bias_rate"),
         ({"seed": 2**64}, "seed"),
         ({"seed": -1}, "seed"),
         ({"threads": 10**12}, "threads"),
@@ -283,6 +289,24 @@ APART = {
     "log_level",
     "server",
 }
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "told"),
+    [
+        ({"model_type": "qwen3"}, {}, "experts.bias_update_rate has no effect on .*no experts"),
+        (MIXTURE, {"lora": {"rank": 4}}, "experts.bias_update_rate is not for lora"),
+        (MIXTURE, {"trainable": {"deny": ["*norm*"]}}, "bias_update_rate is not for trainable"),
+    ],
+)
+def test_biases_of_experts_that_cannot_move_are_refused(
+    tmp_path: Path, config: dict[str, Any], settings: dict[str, Any], told: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    values = {"model": str(tmp_path), "store": tmp_path, **settings}
+    assert parse_config(TrainerConfig, {**values, "experts": {"bias_update_rate": 0.0}})
+    with pytest.raises(ConfigError, match=told):
+        parse_config(TrainerConfig, {**values, "experts": {"bias_update_rate": 1e-3}})
 
 
 def test_each_setting_is_said_to_a_run_or_changes_no_number(tmp_path: Path) -> None:

@@ -315,10 +315,11 @@ class VersionLoader:
             for name, mapped, extent in checked_shard(path, shard, mmap.ACCESS_COPY):
                 if name in names:
                     tensor = mapped_tensor(mapped, extent)
-                    if shared and tensor.dtype == self._dtype:
+                    dtype = self._dtype if self.model is None else self.model.dtype_of(name)
+                    if shared and tensor.dtype == dtype:
                         values[name] = tensor
                     else:
-                        values[name] = self._spare.take(tensor.shape, self._dtype, self._device)
+                        values[name] = self._spare.take(tensor.shape, dtype, self._device)
                         fills.begin(values[name], tensor)
         finally:
             fills.settle()  # then whoever has them may read them, on whatever stream

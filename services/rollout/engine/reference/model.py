@@ -198,7 +198,14 @@ class ServingModel:
         self.adapters = AdapterLayers(self.module, device)
         self._places = _places(model)
         self._transposes = config.model_type in TRANSPOSED_TYPES
-        self._shapes = {names: model.get_parameter(names[0]).shape for names in self._places}
+        held = {names: getattr(*owners[0]) for names, owners in self._places.items()}
+        self._shapes = {names: tensor.shape for names, tensor in held.items()}
+        # Biases of routers are wider than the rest, as transformers keeps them.
+        self._wide = {
+            name: tensor.dtype
+            for (name, *_), tensor in held.items()
+            if not isinstance(tensor, torch.nn.Parameter)
+        }
         self._dtype, self._device = dtype, device
         self._tap: ExpertRecorder | None = None
 
@@ -355,9 +362,13 @@ class ServingModel:
         for names in self._shapes:
             tensor = next(tensors[name] for name in names if name in tensors)
             # A copy always: aligned memory of its own, whatever becomes of the file.
-            value = tensor.to(self._device, self._dtype, copy=True)
+            value = tensor.to(self._device, self.dtype_of(names[0]), copy=True)
             fitted[names[0]] = torch.nn.Parameter(value, requires_grad=False)
         return fitted
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Returns in which a tensor serves."""
+        return self._wide.get(name, self._dtype)
 
     def parameter_names(self) -> frozenset[str]:
         """Returns all names of parameters; one that is tied has several."""
@@ -375,7 +386,11 @@ class ServingModel:
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Returns the parameters that serve now, as `swap` takes them."""
-        return {names[0]: self.module.get_parameter(names[0]) for names in self._places}
+        serving = {names[0]: getattr(*owners[0]) for names, owners in self._places.items()}
+        return {
+            name: t if isinstance(t, torch.nn.Parameter) else torch.nn.Parameter(t, False)
+            for name, t in serving.items()
+        }
 
     def swap(self, parameters: Mapping[str, torch.nn.Parameter]) -> list[torch.nn.Parameter | None]:
         """Serves `parameters` (from `fit`) from now on. Copies nothing.
@@ -387,6 +402,9 @@ class ServingModel:
         retired = []
         for names, owners in self._places.items():
             for owner, leaf in owners:
+                if leaf in owner._buffers:
+                    owner._buffers[leaf] = parameters[names[0]].detach()
+                    continue
                 retired.append(owner._parameters[leaf])
                 owner._parameters[leaf] = parameters[names[0]]
         return retired
@@ -446,10 +464,17 @@ def _stop_tokens(*sources: object) -> frozenset[int]:
 
 
 def _places(model: torch.nn.Module) -> dict[tuple[str, ...], list[Owner]]:
-    """All names of each parameter (several when tied) -> the modules that hold it."""
+    """All names of each parameter (several when tied) -> the modules that hold it.
+
+    Buffers that checkpoints have are with them: biases that routers choose by, which may move.
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
+    stored = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in stored:
+            names[id(buffer)] = [name]
     modules = dict(model.named_modules())
 
     def owner(name: str) -> Owner:

@@ -26,7 +26,7 @@ from services.trainer.backend import (
     TrainingBackend,
 )
 from services.trainer.backends import lora
-from services.trainer.backends.expert_load import load_metrics, watch_experts
+from services.trainer.backends.expert_load import load_metrics, watch_biases, watch_experts
 from services.trainer.backends.fsdp import checkpoint
 from services.trainer.backends.fsdp.context import create_context, pack_context
 from services.trainer.backends.fsdp.expert_parallel import check_spread, create_experts
@@ -105,6 +105,8 @@ class FsdpBackend(TrainingBackend):
         if (simulated := config.publish.simulated) is not None:
             simulate_experts(self._policy.model, simulated, read=unsharded)
         self._expert_load = watch_experts(self._policy.model, self._device)
+        if config.experts.bias_update_rate:
+            watch_biases(self._expert_load, self._policy.model)
         self._reference: ShardedModel | None = None
         self._reference_directory = ""  # of the settings
         self.operations = self._policy.operations
@@ -221,6 +223,8 @@ class FsdpBackend(TrainingBackend):
             outcome = optimizer.step(normalizer, rate, optim)
         else:
             outcome = optimizer.step(normalizer, rate)
+        if not outcome.skipped_reason:
+            self._expert_load.even_out(counts, self._config.experts.bias_update_rate)
         return replace(outcome, metrics=load_metrics(counts))
 
     @property

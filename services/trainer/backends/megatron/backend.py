@@ -37,7 +37,7 @@ from services.trainer.backends.expert_load import load_metrics
 from services.trainer.backends.lora import refuse_checkpoint
 from services.trainer.backends.megatron import checkpoint, lora, parallel
 from services.trainer.backends.megatron.batch import PackedBatch, pack_batch, upload
-from services.trainer.backends.megatron.expert_load import own_tokens, watch_routers
+from services.trainer.backends.megatron.expert_load import own_tokens, watch_biases, watch_routers
 from services.trainer.backends.megatron.head import OutputHead
 from services.trainer.backends.megatron.kernels import choose_operations
 from services.trainer.backends.megatron.model import PolicyModel, create_policy
@@ -106,6 +106,8 @@ class MegatronBackend(TrainingBackend):
             )
         self._reference_directory = ""  # of the settings
         self._expert_load = watch_routers(self._policy, self._device)
+        if config.experts.bias_update_rate:
+            watch_biases(self._expert_load, self._policy)
         self._passes_of = {"": self._create_passes()}  # each with its own records of routing
         self._passes = self._passes_of[""]
 
@@ -161,6 +163,8 @@ class MegatronBackend(TrainingBackend):
         else:
             outcome = self._stepper.step(normalizer=normalizer, learning_rate=learning_rate)
             self._policy.share_embedding()
+        if not outcome.skipped_reason:
+            self._expert_load.even_out(counts, self._config.experts.bias_update_rate)
         return replace(outcome, metrics=load_metrics(counts))
 
     @property

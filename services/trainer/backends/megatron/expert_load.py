@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from services.trainer.backends.expert_load import ExpertLoad
+from services.trainer.backends.expert_load import ExpertLoad, NoBiasError
 from services.trainer.backends.megatron.batch import PackedBatch
 from services.trainer.backends.megatron.head import find_decoder
 from services.trainer.backends.megatron.model import PolicyModel
@@ -33,17 +33,38 @@ def routers_of(
 
 def watch_routers(policy: PolicyModel, device: torch.device) -> ExpertLoad:
     """Count what the routers of this stage choose, each among those of all stages."""
-    shape = policy.source.shape
-    sparse = sorted(shape.sparse_layers) if shape.experts else []
-    load = ExpertLoad([shape.experts] * len(sparse), device)
+    sparse = _mixture_layers(policy)
+    load = ExpertLoad([policy.source.shape.experts] * len(sparse), device)
 
     def note(place: int, _: torch.nn.Module, __: Any, made: tuple[torch.Tensor, ...]) -> None:
         load.add_mask(place, made[1])
 
-    for index, model in enumerate(policy.models):
-        for place, router in routers_of(model, index, sparse, policy.config):
-            router.register_forward_hook(partial(note, place))
+    for place, router in _all_routers(policy):
+        router.register_forward_hook(partial(note, place))
     return load
+
+
+def watch_biases(load: ExpertLoad, policy: PolicyModel) -> None:
+    """Have `load` even out the experts of this stage. Raises NoBiasError.
+
+    Megatron's own update counts padding and the last tokens of rows, and moves biases where a step
+    is skipped.
+    """
+    if not policy.source.biased:
+        raise NoBiasError(policy.source.hf_config.model_type)
+    for place, router in _all_routers(policy):
+        load.add_bias(place, (router, "expert_bias"))
+
+
+def _all_routers(policy: PolicyModel) -> Iterator[tuple[int, Any]]:
+    sparse = _mixture_layers(policy)
+    for index, model in enumerate(policy.models):
+        yield from routers_of(model, index, sparse, policy.config)
+
+
+def _mixture_layers(policy: PolicyModel) -> list[int]:
+    shape = policy.source.shape
+    return sorted(shape.sparse_layers) if shape.experts else []
 
 
 def own_tokens(batch: PackedBatch, groups: RankGroups, config: TransformerConfig) -> torch.Tensor:

@@ -24,7 +24,7 @@ from services.trainer.backend import (
     TrainingBackend,
 )
 from services.trainer.backends import lora, replica
-from services.trainer.backends.expert_load import load_metrics, watch_experts
+from services.trainer.backends.expert_load import load_metrics, watch_biases, watch_experts
 from services.trainer.backends.muon import hidden_matrices
 from services.trainer.backends.quantized_passes import simulate_experts
 from services.trainer.backends.reference.model import ScoredModel
@@ -73,6 +73,8 @@ class ReferenceBackend(TrainingBackend):
         if (simulated := config.publish.simulated) is not None:
             simulate_experts(self._policy.model, simulated)
         self._expert_load = watch_experts(self._policy.model, self._device)
+        if config.experts.bias_update_rate:
+            watch_biases(self._expert_load, self._policy.model)
         self.operations = self._policy.operations
         self._reference: ScoredModel | None = None
         self._reference_directory = ""  # of the settings
@@ -165,6 +167,8 @@ class ReferenceBackend(TrainingBackend):
         rate = self._config.optim.learning_rate if learning_rate is None else learning_rate
         counts = self._expert_load.take(self._ranks)
         outcome = self._optimizer.step(normalizer, rate, self._reduce, optim=optim)
+        if not outcome.skipped_reason:
+            self._expert_load.even_out(counts, self._config.experts.bias_update_rate)
         return replace(outcome, metrics=load_metrics(counts))
 
     @property
