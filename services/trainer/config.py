@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from services.trainer.backends.fsdp.config import FsdpConfig
 from services.trainer.backends.fsdp.families import expert_count
 from services.trainer.backends.megatron.config import MegatronConfig
+from services.trainer.backends.reference.config import ReferenceConfig
 from sluice.address import plain_host, split_address
 from sluice.algo.surrogate import LossHead
 from sluice.config import PLAIN_NAME, Config, ProcessConfig
@@ -74,6 +75,7 @@ _SHAPING = {
     "float32_head",
     "operations",
     "threads",
+    "reference",
     "fsdp",
     "megatron",
 }
@@ -473,6 +475,7 @@ class TrainerConfig(ProcessConfig):
         "requests may name; ranks import them.",
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
+    reference: ReferenceConfig = ReferenceConfig()
     fsdp: FsdpConfig = FsdpConfig()
     megatron: MegatronConfig = MegatronConfig()
     server: ServerConfig = ServerConfig()
@@ -578,6 +581,8 @@ class TrainerConfig(ProcessConfig):
             raise ValueError(f"megatron has no effect with backend {backend}; leave it out")
         if backend != "fsdp" and self.fsdp != FsdpConfig():
             raise ValueError(f"fsdp has no effect with backend {backend}; leave it out")
+        if backend != "reference" and self.reference != ReferenceConfig():
+            raise ValueError(f"reference has no effect with backend {backend}; leave it out")
         if backend != "reference" and self.autocast:
             raise ValueError(f"autocast has no effect with backend {backend}; set {backend}.dtype")
         if backend == "megatron" and self.publish_dtype != "float32":

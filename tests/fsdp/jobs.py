@@ -26,7 +26,8 @@ from services.trainer.backends.fsdp.layout import mesh_of
 from services.trainer.backends.fsdp.optimizer import local_part
 from services.trainer.backends.fsdp.tensor_parallel import tensor_cut
 from services.trainer.backends.reference.backend import ReferenceBackend
-from services.trainer.config import TrainerConfig
+from services.trainer.config import LoraConfig, TrainerConfig
+from services.trainer.errors import RoutingMissingError
 from services.trainer.rank import FAILURES
 from sluice.algo.spec import LossSpec
 from sluice.config import parse_config
@@ -40,6 +41,7 @@ from tests.contract.training_backend.cases import (
     make_row,
     ragged_rows,
 )
+from tests.models.forced import with_experts
 
 NORMALIZER = 37.0
 KINDS = ("logprobs", "ids", "top")
@@ -298,6 +300,128 @@ def named(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     parts = {f"{n}/{kind}": getattr(top, kind) for n, top in found.items() for kind in KINDS}
     save_scores(backend, parts, Path(arguments["out"]) / f"named-{rank}.safetensors")
     return {"rows": len(found)}
+
+
+def replay(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs and gradients by the experts that rows bring, and of the reference, by its own."""
+    out, backend = Path(arguments["out"]), open_backend(rank, world, arguments)
+    rows = with_experts(rows_of(0), arguments["shape"])
+    batches = batches_of(backend, rows)
+    scored = backend.compute_logprobs(batches, model="policy", temperature=1.0)
+    save_scores(backend, scored, out / f"logprobs-{rank}.safetensors")
+    check_kept(backend, batches, PPO, scored)
+    export(backend, out / f"gradients-{rank}.safetensors", gradients=True)
+    scored = backend.compute_logprobs(batches, model="reference", temperature=1.0)
+    save_scores(backend, scored, out / f"reference-{rank}.safetensors")
+    return {}
+
+
+def replay_recorded(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Losses under weights that moved since experts were recorded, with and without these."""
+    backend, out = open_backend(rank, world, arguments), Path(arguments["out"])
+    batches = batches_of(backend, rows_of(0))
+    backend.compute_logprobs(batches, model="policy", temperature=1.0)
+    kept = backend._replay
+    assert kept is not None
+    records = {name: record.experts for name, record in kept._records.rows.items()}
+    save_scores(backend, records, out / f"records-{rank}.safetensors")
+    first = run_step(backend, 0)
+    backend.step(normalizer=NORMALIZER, learning_rate=0.05)
+    replayed = run_step(backend, 0)
+    missing = [refusal_of(backend, rows) for rows in (other_tokens(), renamed(rows_of(0)))]
+    brought = [row._replace(routed_experts=records.get(row.sample_id)) for row in rows_of(0)]
+    kept._mode = "rollout"
+    sums = backend.forward_backward(batches_of(backend, brought), PPO)
+    losses = {"first": first, "replayed": replayed, "brought": loss_of_all(backend, sums.loss)}
+    kept._mode = "recorded"
+    backend.compute_logprobs([[]], model="policy", temperature=1.0)
+    missing.append(refusal_of(backend, rows_of(0)))
+    backend._replay = None
+    return {**losses, "free": run_step(backend, 0), "missing": missing}
+
+
+def other_tokens() -> list[Row]:
+    return [row._replace(token_ids=row.token_ids.flip(0)) for row in rows_of(0)]
+
+
+def renamed(rows: list[Row]) -> list[Row]:
+    return [row._replace(sample_id=f"{row.sample_id}-new") for row in rows]
+
+
+def refusal_of(backend: FsdpBackend, rows: list[Row]) -> str:
+    """What a pass over rows is refused with on this rank, in full; empty if it is not."""
+    try:
+        backend.forward_backward(batches_of(backend, rows), PPO)
+    except RoutingMissingError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def replay_hostile(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What rows of which one is not as it should be are refused with; losses around that."""
+    backend = open_backend(rank, world, arguments)
+    rows, found = with_experts(rows_of(0), arguments["shape"]), dict[str, Any]()
+
+    def loss() -> float:
+        sums = backend.forward_backward(batches_of(backend, rows), PPO)
+        return loss_of_all(backend, sums.loss)
+
+    found["before"] = loss()
+    for kind in arguments["kinds"]:
+        wrong = [spoilt(row, kind) if row.sample_id == "b/0" else row for row in rows]
+        found[kind] = refusal_of(backend, wrong)
+    return {**found, "after": loss()}
+
+
+def spoilt(row: Row, kind: str) -> Row:
+    """The row with routed experts that are not its own, or not the model's."""
+    assert row.routed_experts is not None
+    experts: torch.Tensor | None = row.routed_experts.clone()
+    assert experts is not None
+    if kind == "none":
+        experts = None
+    elif kind in ("beyond", "negative"):
+        experts[0, 0, 0] = 4 if kind == "beyond" else -1
+    else:
+        cut = {
+            "layers": experts[:, :1],
+            "choices": experts[..., :1],
+            "tokens": experts[:-1],
+            "flat": experts.flatten(1),
+        }
+        experts = cut[kind]
+    return row._replace(routed_experts=experts)
+
+
+def replay_critic(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Values of rows that bring experts, behind a step, before which all are zero."""
+    backend = open_backend(rank, world, {**arguments, "trainer": {"head": "value"}})
+    given = [replace_columns(row) for row in with_experts(rows_of(0), arguments["shape"])]
+    batches = batches_of(backend, given)
+    backend.forward_backward(batches, LossSpec(name="value"))
+    backend.step(normalizer=NORMALIZER, learning_rate=0.1)
+    out = Path(arguments["out"])
+    save_scores(backend, backend.compute_values(batches), out / f"values-{rank}.safetensors")
+    return {}
+
+
+def replay_adapters(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Which adapter's passes are refused where one has recorded; the base chooses for itself."""
+    settings = {"rank": 2, "alpha": 4.0, "targets": ["q_proj"], "max_adapters": 2}
+    backend = open_backend(rank, world, {**arguments, "trainer": {"lora": settings}})
+    backend.create_adapter("other", LoraConfig(rank=2, alpha=4.0, targets=("q_proj",)))
+    batches = batches_of(backend, rows_of(0))
+    backend.use_adapter("")
+    base = backend.compute_logprobs(batches, model="policy", temperature=1.0)
+    found = {"own": refusal_of(backend, rows_of(0))}
+    backend.use_adapter("other")
+    found["other"] = refusal_of(backend, rows_of(0))
+    backend.use_adapter("")
+    found["again"] = refusal_of(backend, rows_of(0))
+    backend.step(normalizer=NORMALIZER, learning_rate=0.05)
+    reference = backend.compute_logprobs(batches, model="reference", temperature=1.0)
+    sums = (sum(float(part.sum()) for part in each.values()) for each in (base, reference))
+    return {**found, **dict(zip(("base", "reference"), sums, strict=True))}
 
 
 def save_scores(backend: FsdpBackend, scored: dict[str, torch.Tensor], path: Path) -> None:

@@ -51,11 +51,13 @@ __all__ = [
     "move_biases_on_copies",
     "prove",
     "publish_computed",
+    "replay",
     "resume",
     "roll_out",
     "save_midway",
 ]
 attempt, resume, save_midway = jobs.attempt, jobs.resume, jobs.save_midway
+replay = jobs.replay
 
 
 def prove(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:

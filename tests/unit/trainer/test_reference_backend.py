@@ -155,7 +155,7 @@ def test_the_head_is_float32_under_autocast_unless_told_not_to(
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         weight_VH.mul_(2)
         layout = backend._policy.pack(rows, NOTHING)
-        hidden_TH = backend._policy._run(layout, NOTHING)
+        hidden_TH = backend._policy.run(layout, NOTHING)
     hidden_RH = hidden_TH.index_select(0, layout.predictors).double()
     table_RV = (hidden_RH @ weight_VH.detach().double().T / 0.8).log_softmax(-1)
     exact = table_RV.gather(1, layout.targets[:, None])[:, 0]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from services.trainer.backends.fsdp import checkpoint
 from services.trainer.backends.fsdp.context import create_context, pack_context
 from services.trainer.backends.fsdp.expert_parallel import check_spread, create_experts
 from services.trainer.backends.fsdp.export import Export
+from services.trainer.backends.fsdp.families import check_replay
 from services.trainer.backends.fsdp.model import Asked, ShardedModel, load_model
 from services.trainer.backends.fsdp.optimizer import ShardedOptimizer, local_part
 from services.trainer.backends.fsdp.tensor_parallel import (
@@ -42,7 +44,14 @@ from services.trainer.backends.fsdp.tensor_parallel import (
 )
 from services.trainer.backends.muon import hidden_matrices
 from services.trainer.backends.quantized_passes import simulate_experts
-from services.trainer.backends.reference.packing import PackedLayout, PassInputs, images_of, pack
+from services.trainer.backends.reference.packing import (
+    DUMMY,
+    PackedLayout,
+    PassInputs,
+    images_of,
+    pack,
+)
+from services.trainer.backends.replay import PackReplay, replayed
 from services.trainer.backends.sums import SumsOnDevice, by_sample, pass_sums
 from services.trainer.backends.trainable import frozen_parameters
 from services.trainer.config import Head, LoraConfig, OptimConfig, TrainerConfig
@@ -58,14 +67,6 @@ from sluice.side_copies import Uploads
 from sluice.vision import Features, Patches
 from sluice.weights.manifest import ShardFile
 from sluice.weights.shards import PublishedShards, ShardWrite
-
-DUMMY = Row(
-    sample_id="",
-    group_id="",
-    token_ids=torch.zeros(2, dtype=torch.int64),
-    prompt_length=1,
-    loss_mask=torch.zeros(1, dtype=torch.bool),
-)
 
 
 class FsdpBackend(TrainingBackend):
@@ -126,7 +127,10 @@ class FsdpBackend(TrainingBackend):
             parameters = self._policy.parameters()
             for name in frozen_parameters(config, self._policy.model):
                 parameters[name].requires_grad_(False)
+        self._replay = self._create_replay()
         self._start(self._policy)
+        if self._replay is not None:
+            self._replay.check()
         self._whole: ShardedOptimizer | None = None  # of the model itself
         if self._lora is None:
             parameters = self._policy.parameters()
@@ -149,8 +153,9 @@ class FsdpBackend(TrainingBackend):
     def compute_logprobs(
         self, micro_batches: Sequence[MicroBatch], *, model: ModelName, temperature: float
     ) -> dict[str, torch.Tensor]:
-        with self._scorer(model) as scorer:
-            return self._score(scorer, micro_batches, Asked(temperature=temperature))
+        asked = Asked(temperature=temperature)
+        with self._scorer(model) as scorer, self._replayed(model, micro_batches) as replay:
+            return self._score(scorer, micro_batches, asked, replay)
 
     @torch.no_grad()
     def compute_top_logprobs(
@@ -163,8 +168,8 @@ class FsdpBackend(TrainingBackend):
     ) -> dict[str, TopLogprobs]:
         asked = Asked(temperature=temperature, top_count=count)
         found: dict[str, TopLogprobs] = {}
-        with self._scorer(model) as scorer:
-            for rows, inputs in self._passes(scorer, micro_batches):
+        with self._scorer(model) as scorer, self._replayed(model, micro_batches) as replay:
+            for rows, inputs in self._passes(scorer, micro_batches, replay=replay):
                 named = scorer.root(inputs.layout, asked, inputs.patches)
                 if rows:
                     parts = named.split([row.response_length for row in rows])
@@ -178,15 +183,27 @@ class FsdpBackend(TrainingBackend):
             self._reference = None
 
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
-        return self._score(self._policy, micro_batches, Asked())
+        with self._replayed("policy", micro_batches) as replay:
+            return self._score(self._policy, micro_batches, Asked(), replay)
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], loss: LossSpec, *, keep_outputs: bool = False
     ) -> PassSums:
         self._check_columns(micro_batches, loss)
+        with replayed(self._replay, "train", micro_batches) as replay:
+            return self._train(micro_batches, loss, replay, keep_outputs=keep_outputs)
+
+    def _train(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: LossSpec,
+        replay: PackReplay | None,
+        *,
+        keep_outputs: bool,
+    ) -> PassSums:
         sums, kept = SumsOnDevice(), list[tuple[MicroBatch, torch.Tensor]]()
         asked = _asked_of(loss)
-        passes = self._passes(self._policy, micro_batches, loss)
+        passes = self._passes(self._policy, micro_batches, loss, replay)
         for index, (rows, inputs) in enumerate(passes):
             is_last = index == len(micro_batches) - 1
             self._policy.root.set_requires_gradient_sync(
@@ -211,6 +228,8 @@ class FsdpBackend(TrainingBackend):
         self, *, normalizer: float, learning_rate: float | None, optim: OptimConfig | None = None
     ) -> StepOutcome:
         rate = self._config.optim.learning_rate if learning_rate is None else learning_rate
+        if self._replay is not None:
+            self._replay.step()
         if self._tensor is not None:
             self._tensor.collectives.end_step()
         if self._context is not None:
@@ -281,10 +300,14 @@ class FsdpBackend(TrainingBackend):
     def delete_adapter(self, name: str) -> None:
         assert self._lora is not None
         self._lora.delete(name)
+        if self._replay is not None:
+            self._replay.forget(name)
 
     def use_adapter(self, name: str) -> None:
         if self._lora is not None:
             self._lora.use(name)
+            if self._replay is not None:
+                self._replay.use(name)
         self._expert_load.use(name)
 
     def held_tensors(self) -> HeldTensors:
@@ -337,6 +360,21 @@ class FsdpBackend(TrainingBackend):
             self._reference.model.requires_grad_(False)
         return self._reference
 
+    def _create_replay(self) -> PackReplay | None:
+        mode, setting = self._config.fsdp.routing_replay, "fsdp.routing_replay"
+        if mode == "off":
+            return None
+        model = self._policy.model
+        check_replay(model.config.model_type, setting)
+        over: Any = {"ranks": self._ranks, "context": self._context, "device": self._device}
+        return PackReplay(mode, model, setting=setting, **over)
+
+    def _replayed(
+        self, model: ModelName, micro_batches: Sequence[MicroBatch]
+    ) -> AbstractContextManager[PackReplay | None]:
+        """What scoring passes go by: the reference chooses for itself."""
+        return replayed(self._replay if model == "policy" else None, "score", micro_batches)
+
     def _start(self, sharded: ShardedModel) -> None:
         """A first pass: torch settles where parts are kept in it, before the optimizer looks."""
         temperature = 1.0 if self._config.head == "policy" else None
@@ -347,6 +385,7 @@ class FsdpBackend(TrainingBackend):
         sharded: ShardedModel,
         micro_batches: Sequence[MicroBatch],
         loss: LossSpec | None = None,
+        replay: PackReplay | None = None,
     ) -> Iterator[tuple[MicroBatch, PassInputs]]:
         """Each with the images that are to be seen; one that no row shows where there are none.
 
@@ -360,26 +399,38 @@ class FsdpBackend(TrainingBackend):
                 images = images_of(rows)
                 patches = Patches.read(images, rules) if images else Patches.blank(rules)
                 merge_size, features = rules.merge_size, Features(starts=patches.starts)
+            experts = None if replay is None else replay.experts_of(rows)
             layout: PackedLayout
             if self._context is not None:
                 layout = pack_context(rows or [DUMMY], self._config.fsdp, self._context)
             else:
                 shares = sharded.shares_prompts
-                layout = pack(rows or [DUMMY], merge_size, features, shares_prompts=shares)
+                options: Any = {"shares_prompts": shares, "experts": experts}
+                layout = pack(rows or [DUMMY], merge_size, features, **options)
+            placed = None if replay is None else replay.place(experts, layout)
             if loss is None:
-                return PassInputs(layout, patches=patches)
+                return PassInputs(layout, patches=patches, experts=placed)
             columns = pack_columns(rows, loss) if rows else None
             named = pack_named(rows or [_dummy_of(loss)], loss)
-            return PassInputs(layout, columns, named, patches)
+            return PassInputs(layout, columns, named, patches, placed)
 
-        yield from self._uploads.ahead(micro_batches, make)
+        for rows, inputs in self._uploads.ahead(micro_batches, make):
+            if replay is not None:
+                replay.before(inputs.experts)
+            yield rows, inputs
+            if replay is not None:
+                replay.after(rows, inputs.layout)
 
     @torch.no_grad()
     def _score(
-        self, sharded: ShardedModel, micro_batches: Sequence[MicroBatch], asked: Asked
+        self,
+        sharded: ShardedModel,
+        micro_batches: Sequence[MicroBatch],
+        asked: Asked,
+        replay: PackReplay | None = None,
     ) -> dict[str, torch.Tensor]:
         found: list[tuple[MicroBatch, torch.Tensor]] = []
-        for rows, inputs in self._passes(sharded, micro_batches):
+        for rows, inputs in self._passes(sharded, micro_batches, replay=replay):
             outputs_T, _ = sharded.root(inputs.layout, asked, inputs.patches)
             if rows:
                 found.append((rows, outputs_T.float()))

@@ -29,6 +29,8 @@ class FsdpConfig(Config):
     context: ranks that share every row; what it leaves over of the world is data parallelism.
     cp_layout: zigzag gives rank r chunks r and 2*size-1-r of every row, which evens out causal
     attention; contiguous cuts the whole pack into equal runs.
+    routing_replay: experts taken again in training: recorded in the pass of old log-probs (R2), or
+    in the rollout (R3).
     """
 
     tensor: int = Field(1, ge=1)
@@ -43,6 +45,7 @@ class FsdpConfig(Config):
     expert: int = Field(1, ge=1)
     context: int = Field(1, ge=1)
     cp_layout: Literal["zigzag", "contiguous"] = "zigzag"
+    routing_replay: Literal["off", "recorded", "rollout"] = "off"
 
     @model_validator(mode="after")
     def _check(self) -> Self:

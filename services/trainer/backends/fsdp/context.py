@@ -37,8 +37,9 @@ class ContextLayout(PackedLayout):
 
     Queries of the buckets are this rank's tokens, keys those of all ranks in rank order. own:
     int64[L], which of the pack's R response tokens they are. places: int64[R], where the predictor
-    of each response token stands among the tokens of all ranks. order: int64[T], where each of this
-    rank's stands among the outputs of the buckets. joined: all of them as one, in its order.
+    of each response token stands among the tokens of all ranks; so `row_places`. order: int64[T],
+    where each of this rank's stands among the outputs of the buckets. joined: all of them as one,
+    in its order.
     """
 
     context: Collectives
@@ -110,6 +111,14 @@ def pack_context(rows: Sequence[Row], settings: FsdpConfig, context: Collectives
         longest=max(layout.lengths),
         features=torch.full((layout.local_length,), TEXT),
         multiplicity=layout.split([followed(len(row.token_ids)) for row in rows], rank),
+        row_places=layout.place_of_pack[
+            torch.cat(
+                [
+                    torch.arange(start, start + len(row.token_ids) - 1)
+                    for start, row in zip(layout.starts, rows, strict=False)
+                ]
+            )
+        ],
         context=context,
         own=own,
         places=responses.places,

@@ -130,6 +130,9 @@ TENSOR_REFUSED: dict[str, str] = {  # of families that are trained with fsdp.ten
     "qwen3_vl": SEES,
     "qwen3_vl_moe": SEES,
 }
+REPLAY_REFUSED: dict[str, str] = {  # of mixtures that are trained
+    "phimoe": "its routers choose one expert after the other, and weigh each by what is near it",
+}
 
 
 class UnknownFamilyError(ValueError):
@@ -156,6 +159,15 @@ def check_tensor(model_type: str) -> None:
         raise UnknownFamilyError(
             f"model_type {model_type} cannot be trained with fsdp.tensor above 1: "
             f"{TENSOR_REFUSED[model_type]}"
+        )
+
+
+def check_replay(model_type: str, setting: str) -> None:
+    """Raise UnknownFamilyError where routers cannot be told which experts to choose."""
+    if model_type in REPLAY_REFUSED:
+        raise UnknownFamilyError(
+            f"{setting} is not for model_type {model_type}: {REPLAY_REFUSED[model_type]}; "
+            "leave it out"
         )
 
 

@@ -44,7 +44,7 @@ from services.trainer.backends.megatron.model import PolicyModel, create_policy
 from services.trainer.backends.megatron.model_config import ModelSource, read_model
 from services.trainer.backends.megatron.prediction import METRIC, Prediction
 from services.trainer.backends.megatron.quantized_passes import simulate_experts
-from services.trainer.backends.megatron.replay import Purpose, RoutingReplay
+from services.trainer.backends.megatron.replay import RoutingReplay
 from services.trainer.backends.megatron.stepping import Stepper
 from services.trainer.backends.megatron.upstream import current_device
 from services.trainer.backends.megatron.weights import (
@@ -53,6 +53,7 @@ from services.trainer.backends.megatron.weights import (
     repeat,
     write_shards,
 )
+from services.trainer.backends.routing import Purpose
 from services.trainer.backends.sums import SumsOnDevice, pass_sums
 from services.trainer.backends.trainable import TrainableError, frozen_tensors
 from services.trainer.backends.untrained import untrained_tensors

@@ -1,16 +1,9 @@
-"""Routing replay: training sends tokens to the experts that were chosen before.
-
-R2 ("recorded"): the pass that computes old log-probs records the experts, training takes them
-again until the next such pass after a step (arXiv 2507.18071). R3 ("rollout"): rows bring the
-experts of the engine (`Row.routed_experts`), for old log-probs and for training (2510.11370).
-Megatron's RouterReplay does the replaying.
-"""
+"""Routing replay on Megatron, whose RouterReplay does the replaying: see `routing`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -21,19 +14,15 @@ from services.trainer.backends.megatron.batch import PackedBatch
 from services.trainer.backends.megatron.expert_load import routers_of
 from services.trainer.backends.megatron.model_config import ModelSource
 from services.trainer.backends.megatron.parallel import RankGroups
+from services.trainer.backends.routing import (
+    Mode,
+    Purpose,
+    RoutingRecord,
+    RoutingShape,
+    record_fault,
+)
 from services.trainer.errors import RoutingMissingError
 from sluice.algo.collectives import gather_tokens
-
-Mode = Literal["recorded", "rollout"]
-Purpose = Literal["score", "train"]
-
-
-@dataclass(frozen=True)
-class _Record:
-    """Experts int16[length, layers, k] and the tokens that they were recorded for."""
-
-    token_ids: torch.Tensor
-    experts: torch.Tensor
 
 
 @dataclass
@@ -42,7 +31,7 @@ class _Chunk:
 
     routers: list[RouterReplay]
     layers: list[int]
-    records: dict[str, _Record] = field(default_factory=dict)  # by sample_id
+    records: dict[str, RoutingRecord] = field(default_factory=dict)  # by sample_id
 
 
 class RoutingReplay:
@@ -58,8 +47,7 @@ class RoutingReplay:
     ) -> None:
         self.mode, self._groups = mode, groups
         self._sparse = sorted(source.shape.sparse_layers)
-        self._experts = source.shape.experts
-        self._choices: int = config.moe_router_topk
+        self._shape = RoutingShape(len(self._sparse), source.shape.experts, config.moe_router_topk)
         self._sequence_parallel: bool = config.sequence_parallel
         self._chunks = [
             self._find_routers(model, index, config) for index, model in enumerate(models)
@@ -128,49 +116,26 @@ class RoutingReplay:
 
     def _fault_of(self, row: Row) -> str:
         """What keeps a row from being replayed; empty if nothing does."""
-        named = f"sample {row.sample_id!r}"
-        if self.mode == "recorded":
-            for record in (c.records.get(row.sample_id) for c in self._chunks if c.layers):
-                if record is None:
-                    return (
-                        f"{named}: no experts were recorded; compute its old log-probs first "
-                        "(algorithm.loss.old_logprobs: old of a run)"
-                    )
-                if not torch.equal(record.token_ids, row.token_ids):
-                    return f"{named}: experts were recorded for other tokens"
-            return ""
-        experts, length = row.routed_experts, len(row.token_ids)
-        if experts is None:
-            return f"{named} has no routed_experts; set engine.routed_experts: true of its engine"
-        wanted = (len(self._sparse), self._choices)
-        if len(experts) not in (length, length - 1) or tuple(experts.shape[1:]) != wanted:
-            return (
-                f"{named}: routed_experts are {tuple(experts.shape)} for {length} tokens, "
-                f"{wanted[0]} mixture layers and {wanted[1]} choices"
-            )
-        if experts.numel() and not 0 <= int(experts.min()) <= int(experts.max()) < self._experts:
-            return f"{named}: a routed expert is not among {self._experts}"
-        return ""
+        if self.mode == "rollout":
+            return self._shape.fault_of(row)
+        records = (chunk.records.get(row.sample_id) for chunk in self._chunks if chunk.layers)
+        return next(filter(None, (record_fault(row, record) for record in records)), "")
 
     def _experts_of(self, row: Row, chunk: _Chunk) -> torch.Tensor:
-        """int64[length, layers of the chunk, k]."""
+        """int16[length, layers of the chunk, k]."""
         if self.mode == "recorded":
-            return chunk.records[row.sample_id].experts.long()
+            return chunk.records[row.sample_id].experts
         assert row.routed_experts is not None
-        filled = self._anything(len(row.token_ids), len(self._sparse))
+        filled = self._shape.anything(len(row.token_ids))
         filled[: len(row.routed_experts)] = row.routed_experts
         return filled[:, chunk.layers]
-
-    def _anything(self, tokens: int, layers: int) -> torch.Tensor:
-        """Distinct experts for tokens that no loss depends on."""
-        return torch.arange(self._choices).repeat(tokens, layers, 1)
 
     def _place(
         self, experts: Sequence[torch.Tensor], batch: PackedBatch, layers: int
     ) -> list[torch.Tensor]:
         """For each layer int64[tokens of this rank's routers, k]."""
         layout = batch.layout
-        pack = self._anything(layout.total, layers)
+        pack = self._shape.anything(layout.total, layers)
         for start, values in zip(layout.starts, experts, strict=False):
             pack[start : start + len(values)] = values
         rank, tensor = batch.context.rank, self._groups.tensor
@@ -178,9 +143,9 @@ class RoutingReplay:
         local = pack[mine]
         if self._sequence_parallel:
             local = local.chunk(tensor.size)[tensor.rank]
-        return list(local.unbind(1))
+        return list(local.long().unbind(1))
 
-    def _record(self, chunk: _Chunk, batch: PackedBatch) -> dict[str, _Record]:
+    def _record(self, chunk: _Chunk, batch: PackedBatch) -> dict[str, RoutingRecord]:
         """What the routers chose, gathered over the ranks that hold the rows' other tokens."""
         if not chunk.routers:
             return {}
@@ -192,7 +157,7 @@ class RoutingReplay:
         whole = gather_tokens(local, batch.context, gradient="none")
         parts = batch.layout.assemble(whole.cpu().to(torch.int16))
         return {
-            row.sample_id: _Record(row.token_ids, part.clone())
+            row.sample_id: RoutingRecord(row.token_ids, part.clone())
             for row, part in zip(batch.rows, parts, strict=True)
         }
 

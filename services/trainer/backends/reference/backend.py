@@ -28,7 +28,8 @@ from services.trainer.backends.expert_load import load_metrics, watch_biases, wa
 from services.trainer.backends.muon import hidden_matrices
 from services.trainer.backends.quantized_passes import simulate_experts
 from services.trainer.backends.reference.model import ScoredModel
-from services.trainer.backends.reference.packing import PassInputs, split_rows
+from services.trainer.backends.reference.packing import DUMMY, NOTHING, PassInputs, split_rows
+from services.trainer.backends.replay import PackReplay, replayed
 from services.trainer.backends.replica import FlatOptimizer
 from services.trainer.backends.sums import SumsOnDevice, by_sample, pass_sums
 from services.trainer.backends.trainable import frozen_parameters
@@ -42,7 +43,7 @@ from sluice.algo.logprobs import EntropyMode, TopLogprobs
 from sluice.algo.losses import compute_loss, pack_columns, pack_named
 from sluice.algo.spec import LossSpec
 from sluice.imports import uncompiled
-from sluice.side_copies import Uploads
+from sluice.side_copies import Uploads, to_device
 from sluice.vision import Features
 from sluice.weights.manifest import ShardFile
 from sluice.weights.shards import PublishedShards, ShardWrite
@@ -85,6 +86,7 @@ class ReferenceBackend(TrainingBackend):
         self._lora = lora.training(
             self._policy.model, config, mesh, self._ranks, self._device, adamw
         )
+        self._replay = self._create_replay()
         self._whole: FlatOptimizer | None = None  # of the model itself
         if self._lora is None:
             frozen = frozen_parameters(config, self._policy.model)
@@ -102,8 +104,8 @@ class ReferenceBackend(TrainingBackend):
         self, micro_batches: Sequence[MicroBatch], *, model: ModelName, temperature: float
     ) -> dict[str, torch.Tensor]:
         found: list[tuple[MicroBatch, torch.Tensor]] = []
-        with self._scorer(model) as scored:
-            for rows, features, inputs in self._passes(micro_batches, scored):
+        with self._scorer(model) as scored, self._replayed(model, micro_batches) as replay:
+            for rows, features, inputs in self._passes(micro_batches, scored, replay=replay):
                 with self._precision():
                     logprobs_T, _ = scored.score(
                         inputs.layout, features, temperature=temperature, entropy="off"
@@ -121,8 +123,8 @@ class ReferenceBackend(TrainingBackend):
         count: int,
     ) -> dict[str, TopLogprobs]:
         found: dict[str, TopLogprobs] = {}
-        with self._scorer(model) as scored:
-            for rows, features, inputs in self._passes(micro_batches, scored):
+        with self._scorer(model) as scored, self._replayed(model, micro_batches) as replay:
+            for rows, features, inputs in self._passes(micro_batches, scored, replay=replay):
                 with self._precision():
                     named = scored.name(
                         inputs.layout, features, temperature=temperature, count=count
@@ -139,16 +141,28 @@ class ReferenceBackend(TrainingBackend):
     @torch.no_grad()
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
         found: list[tuple[MicroBatch, torch.Tensor]] = []
-        for rows, features, inputs in self._passes(micro_batches, self._policy):
-            with self._precision():
-                found.append((rows, self._policy.value(inputs.layout, features)))
+        with self._replayed("policy", micro_batches) as replay:
+            for rows, features, inputs in self._passes(micro_batches, self._policy, replay=replay):
+                with self._precision():
+                    found.append((rows, self._policy.value(inputs.layout, features)))
         return by_sample(found)
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], loss: LossSpec, *, keep_outputs: bool = False
     ) -> PassSums:
+        with replayed(self._replay, "train", micro_batches) as replay:
+            return self._train(micro_batches, loss, replay, keep_outputs=keep_outputs)
+
+    def _train(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: LossSpec,
+        replay: PackReplay | None,
+        *,
+        keep_outputs: bool,
+    ) -> PassSums:
         sums, kept = SumsOnDevice(), list[tuple[MicroBatch, torch.Tensor]]()
-        for rows, features, inputs in self._passes(micro_batches, self._policy, loss):
+        for rows, features, inputs in self._passes(micro_batches, self._policy, loss, replay):
             assert inputs.columns is not None
             with self._expert_load.counting(inputs.layout.multiplicity):
                 outputs_T, entropy_T = self._run(inputs, features, loss)
@@ -165,6 +179,8 @@ class ReferenceBackend(TrainingBackend):
         self, *, normalizer: float, learning_rate: float | None, optim: OptimConfig | None = None
     ) -> StepOutcome:
         rate = self._config.optim.learning_rate if learning_rate is None else learning_rate
+        if self._replay is not None:
+            self._replay.step()
         counts = self._expert_load.take(self._ranks)
         outcome = self._optimizer.step(normalizer, rate, self._reduce, optim=optim)
         if not outcome.skipped_reason:
@@ -222,10 +238,14 @@ class ReferenceBackend(TrainingBackend):
     def delete_adapter(self, name: str) -> None:
         assert self._lora is not None
         self._lora.delete(name)
+        if self._replay is not None:
+            self._replay.forget(name)
 
     def use_adapter(self, name: str) -> None:
         if self._lora is not None:
             self._lora.use(name)
+            if self._replay is not None:
+                self._replay.use(name)
         self._expert_load.use(name)
 
     def held_tensors(self) -> HeldTensors:
@@ -255,6 +275,7 @@ class ReferenceBackend(TrainingBackend):
         micro_batches: Sequence[MicroBatch],
         scored: ScoredModel,
         loss: LossSpec | None = None,
+        replay: PackReplay | None = None,
     ) -> Iterator[tuple[MicroBatch, Features, PassInputs]]:
         """Micro-batches fill an accelerator; a processor is filled by less, within less memory.
 
@@ -273,11 +294,18 @@ class ReferenceBackend(TrainingBackend):
             def make(part: MicroBatch, seen: Features = leaves) -> PassInputs:
                 columns = None if loss is None else pack_columns(part, loss)
                 named = None if loss is None else pack_named(part, loss)
-                return PassInputs(scored.pack(part, seen), columns, named)
+                experts = None if replay is None else replay.experts_of(part)
+                layout = scored.pack(part, seen, experts)
+                placed = None if replay is None else replay.place(experts, layout)
+                return PassInputs(layout, columns, named, experts=placed)
 
             parts = (part for each in run if each for part in self._cut(each))
             for part, inputs in self._uploads.ahead(parts, make):
+                if replay is not None:
+                    replay.before(inputs.experts)
                 yield part, leaves, inputs
+                if replay is not None:
+                    replay.after(part, inputs.layout)
             features.backward(leaves)
 
     def _cut(self, rows: MicroBatch) -> Iterable[MicroBatch]:
@@ -298,6 +326,23 @@ class ReferenceBackend(TrainingBackend):
         if self._ranks is not None:
             self._ranks.all_reduce(gradients, "sum")
             self._ranks.end_step()
+
+    def _create_replay(self) -> PackReplay | None:
+        mode = self._config.reference.routing_replay
+        if mode == "off":
+            return None
+        scored, over = self._policy, dict[str, Any](ranks=self._ranks, device=self._device)
+        replay = PackReplay(mode, scored.model, setting="reference.routing_replay", **over)
+        with torch.no_grad(), self._precision():  # a first pass tells what routers choose among
+            scored.run(to_device(scored.pack([DUMMY], NOTHING), self._device), NOTHING)
+        replay.check()
+        return replay
+
+    def _replayed(
+        self, model: ModelName, micro_batches: Sequence[MicroBatch]
+    ) -> contextlib.AbstractContextManager[PackReplay | None]:
+        """What scoring passes go by: the reference chooses for itself."""
+        return replayed(self._replay if model == "policy" else None, "score", micro_batches)
 
     def _load_reference(self) -> ScoredModel:
         """The frozen model, loaded on its first use."""

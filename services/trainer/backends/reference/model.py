@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,14 +140,23 @@ class ScoredModel:
         """Runs the tower once over the distinct images of the rows. Raises InvalidImageError."""
         return Features() if self.tower is None else self.tower.encode(images_of(rows))
 
-    def pack(self, rows: MicroBatch, features: Features) -> PackedLayout:
-        """Returns the pack of rows, on the host; `features` are what `see` made of them."""
+    def pack(
+        self,
+        rows: MicroBatch,
+        features: Features,
+        experts: Sequence[torch.Tensor] | None = None,
+    ) -> PackedLayout:
+        """Returns the pack of rows, on the host; `features` are what `see` made of them.
+
+        experts: that routers are to choose for the tokens of each row; None leaves them free.
+        """
         merge_size = 0 if self.tower is None else self.tower.rules.merge_size
-        return pack(rows, merge_size, features, shares_prompts=self.shares_prompts)
+        options: Any = {"shares_prompts": self.shares_prompts, "experts": experts}
+        return pack(rows, merge_size, features, **options)
 
     def value(self, layout: PackedLayout, features: Features) -> torch.Tensor:
         """Returns the values in front of all response tokens, float32[R], rows in order."""
-        hidden_TH = self._run(layout, features)
+        hidden_TH = self.run(layout, features)
         picked_RH = hidden_TH.index_select(0, layout.predictors).float()
         with torch.autocast(self.device.type, enabled=False):
             values_R1: torch.Tensor = self.model.score(picked_RH)
@@ -192,7 +201,7 @@ class ScoredModel:
         self, layout: PackedLayout, features: Features
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What logits are products of: hidden states and the output weight."""
-        hidden_TH = self._run(layout, features)
+        hidden_TH = self.run(layout, features)
         weight_VH = self.model.get_output_embeddings().weight
         picked_RH = hidden_TH.index_select(0, layout.predictors)
         kind = self.device.type
@@ -200,8 +209,8 @@ class ScoredModel:
         dtype = torch.get_autocast_dtype(kind) if narrow else torch.float32
         return picked_RH.to(dtype), weight_VH.to(dtype)
 
-    def _run(self, layout: PackedLayout, features: Features) -> torch.Tensor:
-        """The last hidden states of the tokens of a pack that is on the device."""
+    def run(self, layout: PackedLayout, features: Features) -> torch.Tensor:
+        """Returns the last hidden states of the tokens of a pack that is on the device."""
         shown = None if self.tower is None else features
         return run_packed(self.model, layout, shown, self.operations["attention"])
 

@@ -23,6 +23,14 @@ PASS_TOKENS = 4096  # more at once are no faster on a processor: larger tensors 
 AGAIN_FACTOR = 32  # a prompt is encoded again where a pass has so many times its tokens
 LONG_TOKENS = 512  # longer runs are attended without padding, longer masks cut into blocks
 NOTHING = Features()
+# for a pass without rows
+DUMMY = Row(
+    sample_id="",
+    group_id="",
+    token_ids=torch.zeros(2, dtype=torch.int64),
+    prompt_length=1,
+    loss_mask=torch.zeros(1, dtype=torch.bool),
+)
 
 
 @dataclass(frozen=True)
@@ -64,8 +72,9 @@ class PackedLayout:
     int64[R], the packed token that predicts each response token, rows in order. targets: int64[R].
     features: int64[T], the row of the features that an image's token shows, TEXT elsewhere. The
     kept outputs of the buckets, one after another, are the pack. longest: tokens of the longest
-    row. multiplicity: int64[T], the rows that each token is read in: those of a prompt that is
-    shared in several.
+    row. row_places: where each row's tokens stand but for the last, which predicts nothing, one row
+    behind the other. multiplicity: int64[T], the rows that each token is read in so: those of a
+    prompt that is shared in several.
     """
 
     token_ids: torch.Tensor
@@ -75,6 +84,7 @@ class PackedLayout:
     targets: torch.Tensor
     longest: int
     features: torch.Tensor
+    row_places: torch.Tensor
     multiplicity: torch.Tensor
 
     def gather_indexed(self, keys: torch.Tensor) -> torch.Tensor:
@@ -90,13 +100,14 @@ class PassInputs:
     """What a pass computes with: the pack, and what its loss reads.
 
     named: tokens that a teacher named at each place, int64[R, K]. patches: of the images, where the
-    model sees them in the same pass.
+    model sees them in the same pass. experts: that routers are to choose, int16[layers, T, K].
     """
 
     layout: PackedLayout
     columns: LossColumns | None = None
     named: torch.Tensor | None = None
     patches: Patches | None = None
+    experts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -162,13 +173,15 @@ def pack(
     features: Features = NOTHING,
     *,
     shares_prompts: bool = True,
+    experts: Sequence[torch.Tensor] | None = None,
 ) -> PackedLayout:
     """Lays out at least one row; rows of one group with equal prompts share them.
 
     merge_size: of the model's image rules; 0 where it takes one position a token. Without
-    `shares_prompts` every row has its own, and all buckets are of whole rows.
+    `shares_prompts` every row has its own, and all buckets are of whole rows. experts: that routers
+    are to choose for each row's tokens; prompts are equal if theirs are, too.
     """
-    table, leaders = _tabulate(rows, shares_prompts=shares_prompts)
+    table, leaders = _tabulate(rows, experts, shares_prompts=shares_prompts)
     clusters = [*([leader] for leader in leaders.tolist()), *_clusters(table, leaders)]
     heads = np.array([cluster[0] for cluster in clusters], dtype=np.int64)
     prompts = table.prompt_lengths[heads]
@@ -199,6 +212,7 @@ def pack(
         every = [rotary_positions(*place, merge_size) for place in places]
         positions = np.concatenate(every, axis=1)[:, source]
         shown = np.concatenate([features.index(*place) for place in places])[source]
+    row_places = _row_places(table, prompt_starts, row_starts)
     return PackedLayout(
         token_ids=torch.from_numpy(table.tokens[source]),
         position_ids=torch.from_numpy(positions),
@@ -209,7 +223,8 @@ def pack(
             table.tokens[_ranges(table.offsets + table.prompt_lengths, table.responses)]
         ),
         longest=int((table.prompt_lengths + table.responses).max()),
-        multiplicity=torch.from_numpy(_multiplicity(table, leaders, row_order, sizes)),
+        row_places=torch.from_numpy(row_places),
+        multiplicity=torch.from_numpy(np.bincount(row_places, minlength=len(source))),
     )
 
 
@@ -238,7 +253,9 @@ def split_rows(rows: MicroBatch) -> Iterator[list[Row]]:
     yield part
 
 
-def _tabulate(rows: Sequence[Row], *, shares_prompts: bool) -> tuple[_Table, np.ndarray]:
+def _tabulate(
+    rows: Sequence[Row], experts: Sequence[torch.Tensor] | None, *, shares_prompts: bool
+) -> tuple[_Table, np.ndarray]:
     """The rows as columns, and for each distinct prompt the longest row that has it."""
     tokens = torch.cat([row.token_ids for row in rows]).numpy()
     lengths = np.array([row.token_ids.shape[0] for row in rows], dtype=np.int64)
@@ -250,7 +267,8 @@ def _tabulate(rows: Sequence[Row], *, shares_prompts: bool) -> tuple[_Table, np.
     for index, (row, offset) in enumerate(zip(rows, offsets.tolist(), strict=True)):
         shown = tuple(s.digest for s in row.media if s.first_token < row.prompt_length)
         prompt = tokens[offset : offset + row.prompt_length].tobytes()
-        key = (row.group_id, prompt, shown) if shares_prompts else (index,)
+        chosen = experts[index][: row.prompt_length].numpy().tobytes() if experts else b""
+        key = (row.group_id, prompt, shown, chosen) if shares_prompts else (index,)
         if key not in seen:
             seen[key] = len(leaders)
             leaders.append(index)
@@ -291,24 +309,12 @@ def _predictors(table: _Table, prompt_starts: np.ndarray, row_starts: np.ndarray
     return np.where(index == 0, np.repeat(first, table.responses), inside)
 
 
-def _multiplicity(
-    table: _Table, leaders: np.ndarray, row_order: np.ndarray, sizes: np.ndarray
-) -> np.ndarray:
-    """int64[T]: a prompt's tokens stand in the row that leads, for all that have it.
-
-    Nothing follows the last one where there is no response.
-    """
-    inner = table.inner[row_order]
-    shared = np.zeros(len(table.responses), dtype=np.int64)
-    followed = shared.copy()
-    shared[leaders] = np.bincount(table.prompt_of)
-    followed[leaders] = np.bincount(table.prompt_of, weights=table.responses > 0)
-    counts = np.repeat(np.where(sizes > inner, shared[row_order], 1), sizes)
-    ends = np.cumsum(sizes)
-    counts[_ranges(ends - inner, inner)] = 1
-    last = sizes > inner  # rows with a prompt, whose last token is before their responses
-    counts[(ends - inner - 1)[last]] = followed[row_order[last]]
-    return counts
+def _row_places(table: _Table, prompt_starts: np.ndarray, row_starts: np.ndarray) -> np.ndarray:
+    """Of each row its prompt, wherever that stands, and what it has of its own behind that."""
+    starts = np.stack([prompt_starts[table.prompt_of], row_starts], axis=1)
+    prompts = table.prompt_lengths - (table.responses == 0)
+    lengths = np.stack([prompts, table.inner], axis=1)
+    return _ranges(starts.reshape(-1), lengths.reshape(-1))
 
 
 def _buckets(spans: _Spans, owners: np.ndarray) -> Iterator[PromptBucket]:
