@@ -32,14 +32,13 @@ import numpy as np
 
 from sluice import logs
 from sluice.algo.spec import AdvantageSpec, LossSpec
-from sluice.cli import supervised
 from sluice.client import EngineClient, RemoteError, TrainerClient
 from sluice.config import parse_config
 from sluice.durable import scratch
 from sluice.loop.training import wait_for_trainer
 from sluice.samples.sample import Sample
 from sluice.stack import UpConfig
-from sluice.supervise import Supervisor, read_services
+from sluice.supervise import Supervisor, read_services, supervised
 
 ROUNDS = 10
 START_SECONDS = 600.0

@@ -29,7 +29,8 @@ from sluice.api.trainer.v1 import worker_service_pb2_grpc as pb_grpc
 from sluice.client import TrainerClient
 from sluice.ports import free_port
 from sluice.samples.arrow import encode_group
-from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.samples.blob_store import BlobStore
+from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import Sample, VersionSpan
 
 START_SECONDS = 60.0

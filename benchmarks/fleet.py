@@ -42,7 +42,7 @@ import yaml
 from benchmarks.controller import MODEL
 from benchmarks.fleet_members import DP_RANKS, LONGEST, RankStandIn, RolloutFleet, start_ranks
 from sluice.ports import free_port
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 
 SIZES = (16, 128, 1024)
 SAMPLES_EACH, GROUP = 16, 16

@@ -35,7 +35,7 @@ from sluice.api.trainer.v1 import worker_service_pb2_grpc as pb_grpc
 from sluice.router_client import Lease, LeaseClient, LeaseDemand
 from sluice.runtime.wire import seconds_of
 from sluice.samples.arrow import encode_group
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from sluice.samples.sample import Sample, VersionSpan
 
 DP_RANKS = 8  # of an engine

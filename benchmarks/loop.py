@@ -38,7 +38,7 @@ from sluice.loop.dispatcher import DispatcherConfig, RolloutDispatcher
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.workers import build_request
 from sluice.samples.arrow import encode_view
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from sluice.samples.sample import Sample, VersionSpan
 
 CONFIG = RunConfig.model_validate(

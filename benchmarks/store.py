@@ -20,7 +20,7 @@ import torch
 
 from sluice.durable import sync_path
 from sluice.samples.arrow import decode_group, encode_group
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from sluice.samples.sample import Sample, VersionSpan, validate_sample
 from sluice.weights.shards import load_verified, write_shard
 from sluice.weights.store import WeightStore

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from sluice.demo.copy_digits import DIGITS, START_SECONDS, main, write_prompts
+from sluice.demo.command import main
+from sluice.demo.copy_digits import DIGITS, START_SECONDS, write_prompts
 
 __all__ = ["DIGITS", "START_SECONDS", "main", "write_prompts"]
 

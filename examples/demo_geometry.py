@@ -28,13 +28,14 @@ from examples.geometry.measured import LONGEST_SIDE, SIDES
 from examples.measured import Cost, empty_directory, held_out_score, measured_run
 from examples.models.tiny_qwen3_vl import WORDS
 from sluice import logs
-from sluice.cli import exit_code, run_rows, run_training
 from sluice.config import parse_config
+from sluice.driver import run_rows, run_training
 from sluice.durable import DirectoryError
+from sluice.exit_code import exit_code
 from sluice.loop.config import RunConfig, SftConfig
 from sluice.loop.ledger import Ledger
 from sluice.samples.arrow import decode_group
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 
 ENVIRONMENT = "examples.geometry.measured:MeasuredGeometry"
 LENGTHS = [str(number) for number in range(1, LONGEST_SIDE + 1)]

@@ -23,15 +23,15 @@ import yaml
 from examples.demo import DIGITS, START_SECONDS
 from examples.measured import Cost, empty_directory, held_out_score
 from sluice import logs
-from sluice.cli import exit_code, supervised
 from sluice.config import parse_config
 from sluice.demo.copy_digits import prepare, services
 from sluice.durable import DirectoryError
+from sluice.exit_code import exit_code
 from sluice.loop.config import RunConfig
 from sluice.loop.ledger import Ledger
 from sluice.loop.report import read_metrics
 from sluice.loop.workers import RolloutFailedError
-from sluice.supervise import Supervisor
+from sluice.supervise import Supervisor, supervised
 
 WEIGHTS = {"copy": 3, "next": 1}
 GROUPS = 32

@@ -18,10 +18,10 @@ from typing import Any
 
 from examples.models.smollm2 import ensure_smollm2
 from sluice import logs
-from sluice.cli import exit_code
 from sluice.config import parse_config
 from sluice.demo.measured import Cost, empty_directory, measured_run
 from sluice.durable import DirectoryError
+from sluice.exit_code import exit_code
 from sluice.loop.config import RunConfig
 from sluice.stack import UpConfig
 

@@ -17,9 +17,9 @@ from typing import Any
 from examples.demo import START_SECONDS
 from examples.measured import Cost, empty_directory, held_out_score, measured_run
 from sluice import logs
-from sluice.cli import exit_code
 from sluice.config import parse_config
 from sluice.durable import DirectoryError
+from sluice.exit_code import exit_code
 from sluice.loop.config import RunConfig
 from sluice.stack import UpConfig
 

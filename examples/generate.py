@@ -11,8 +11,8 @@ from pathlib import Path
 
 from examples import access
 from sluice.api.router.v1 import router_service_pb2 as router_pb
-from sluice.cli import exit_code
 from sluice.client import EngineClient, RouterClient
+from sluice.exit_code import exit_code
 from sluice.runtime.security import SecurityConfig
 from sluice.supervise import read_services
 

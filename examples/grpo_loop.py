@@ -19,7 +19,6 @@ from examples import access
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
-from sluice.cli import exit_code
 from sluice.client import (
     EngineClient,
     RolloutClient,
@@ -27,6 +26,7 @@ from sluice.client import (
     TrainerClient,
     new_request_id,
 )
+from sluice.exit_code import exit_code
 from sluice.runtime import wire
 from sluice.runtime.security import SecurityConfig
 from sluice.samples.blobs import BlobReference

@@ -18,8 +18,8 @@ import numpy as np
 from examples import access
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
-from sluice.cli import exit_code
 from sluice.client import EngineClient, TrainerClient, new_request_id
+from sluice.exit_code import exit_code
 from sluice.runtime.security import SecurityConfig
 from sluice.samples.sample import Sample
 from sluice.samples.tokenizer import TextTokenizer

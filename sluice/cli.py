@@ -5,62 +5,39 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
-import grpc
-import uvloop
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from sluice import logs
 from sluice.check_command import check_loss_command
-from sluice.client import Client, RemoteError
+from sluice.client import Client
 from sluice.completion import COMPLETION_USAGE, completion_script
 from sluice.config import ConfigError, ProcessConfig, hint, load_config, refuse_unknown_flags
-from sluice.convert_command import CheckpointError, convert, verify
-from sluice.doctor import DOCTOR_USAGE, DoctorConfig, UnfitError, doctor
-from sluice.durable import DirectoryError
+from sluice.convert_command import convert, verify
+from sluice.doctor import DOCTOR_USAGE, DoctorConfig, doctor
+from sluice.driver import run_rows, run_training
+from sluice.exit_code import exit_code, refuse
 from sluice.imports import run_process
 from sluice.init import INIT_USAGE, InitConfig, init
 from sluice.logs_command import LOGS_USAGE
 from sluice.logs_command import logs as show_logs
-from sluice.loop.claims import BEATS, TAKEOVER_SECONDS
-from sluice.loop.config import (
-    CommonRunConfig,
-    DpoConfig,
-    RewardModelRunConfig,
-    RowsRunConfig,
-    RunConfig,
-    SftConfig,
-    TeacherConfig,
-)
-from sluice.loop.evaluation import EvaluationError
-from sluice.loop.fleet import NoEngineError
-from sluice.loop.mixture import ScheduleError
-from sluice.loop.policy_run import PolicyRun
-from sluice.loop.replay import ReplayedRun, ReplayRun, open_replay
-from sluice.loop.report import RunReport
-from sluice.loop.run import TrainingRun
-from sluice.loop.run_directory import RunDirectoryError, owned, sole_driver
+from sluice.loop.config import DpoConfig, RewardModelRunConfig, RowsRunConfig, RunConfig, SftConfig
 from sluice.loop.status import (
     ADDRESS,
     LOOP_ADDRESS,
     StatusConfig,
-    is_directory,
     no_target_text,
     placed,
 )
-from sluice.loop.training import Critic, MismatchError, TrainerBrokenError, TrainerLostError
-from sluice.loop.workers import NoWorkerError, RolloutFailedError
-from sluice.place import directory_of, is_bucket
-from sluice.platform import PlatformError
 from sluice.profile_command import PROFILE_USAGE, profile
 from sluice.protoset import PROTOSET_USAGE, write_protoset
 from sluice.run_commands import (
@@ -75,15 +52,11 @@ from sluice.run_commands import (
     status,
     take_value,
 )
-from sluice.runtime.addresses import by_name, read_services
+from sluice.runtime.addresses import by_name
 from sluice.runtime.security import SecurityConfig
-from sluice.runtime.server import Server
-from sluice.runtime.waits import age_of, listed_in
-from sluice.stack import STACK_FILE, UpConfig, read_store, read_weights
-from sluice.supervise import LONGEST_PATH, ServiceDiedError, Supervisor, end_supervisor
-
-if TYPE_CHECKING:
-    from sluice.loop.run_archive import RunArchive  # nobody else needs obstore
+from sluice.runtime.waits import age_of
+from sluice.stack import STACK_FILE, UpConfig
+from sluice.supervise import LONGEST_PATH, Supervisor, end_supervisor, supervised
 
 USAGE = {
     "demo": "sluice demo [--run-dir DIR] [--steps N] ...",
@@ -160,26 +133,6 @@ class WaitsConfig(ProcessConfig):
 
 
 C = TypeVar("C", bound=ProcessConfig)
-
-_EXPECTED = (
-    CheckpointError,
-    ConfigError,
-    DirectoryError,
-    EvaluationError,
-    MismatchError,
-    NoEngineError,
-    NoWorkerError,
-    PlatformError,
-    RemoteError,
-    RolloutFailedError,
-    RunDirectoryError,
-    ScheduleError,
-    ServiceDiedError,
-    TrainerBrokenError,
-    TrainerLostError,
-    UnansweredError,
-    UnfitError,
-)
 
 
 async def import_slime(arguments: Sequence[str]) -> None:
@@ -302,176 +255,6 @@ async def _own_services(services_yaml: str | None) -> AsyncIterator[None]:
         yield
 
 
-async def run_rows(config: RowsRunConfig) -> None:
-    """One run on the rows of a file, and its report."""
-    from sluice.loop.rows_run import LINES, RowsRun, load_rows, step_count
-
-    if config.services is not None:
-        config = config.model_copy(
-            update={
-                "trainer": config.trainer or by_name(config.services, "trainer"),
-                "store": config.store or read_store(config.services),
-            }
-        )
-    rows = load_rows(config)
-    steps = step_count(config, rows)
-    async with AsyncExitStack() as stack:
-        stack.enter_context(owned(config.run_dir))
-        await stack.enter_async_context(_own_port(config))
-        archive = await stack.enter_async_context(_own_archive(config))
-        await stack.enter_async_context(_own_trainers(config, [config.trainer], archive))
-        report = stack.enter_context(RunReport(config.run_dir, steps, line=LINES[config.kind]))
-        report.begin(config.kind, config.model_dump(mode="json"))
-        report.track(config.trackers, config.model_dump(mode="json"))
-        for text in [] if archive is None else archive.notes:
-            report.note(text)
-        run = RowsRun(config, rows, report, archive)
-        try:
-            await run.start()
-            await run.train()
-        finally:
-            await run.close()
-
-
-@contextlib.asynccontextmanager
-async def _own_archive(config: CommonRunConfig) -> AsyncIterator[RunArchive | None]:
-    """The run in the bucket that is its store, for itself; None where that is a directory."""
-    store = config.store_place
-    if not is_bucket(store):
-        if config.takeover_seconds is not None:
-            raise ConfigError("takeover_seconds: has no effect, for the store is no bucket")
-        yield None
-        return
-    # nobody else needs obstore
-    from sluice.loop.run_archive import RunArchive, owned_archive
-
-    seconds = config.takeover_seconds or TAKEOVER_SECONDS
-    archive = RunArchive(str(store), config.run_dir, seconds)
-    async with owned_archive(archive, resume=config.resume):
-        yield archive
-
-
-@contextlib.asynccontextmanager
-async def _own_trainers(
-    config: CommonRunConfig, addresses: Sequence[str], archive: RunArchive | None
-) -> AsyncIterator[None]:
-    """The trainers of a run, for itself among the runs of its store."""
-    if archive is None:
-        store = directory_of(config.store_place)
-        assert store is not None, "runs in a bucket have an archive"
-        with sole_driver(store, config.run_dir, addresses):
-            yield
-        return
-    # nobody else needs obstore
-    from sluice.loop.bucket_drivers import sole_bucket_driver
-
-    seconds = archive.beat_seconds * BEATS
-    bucket = str(config.store_place)
-    async with sole_bucket_driver(bucket, archive.url, config.run_dir, addresses, seconds):
-        yield
-
-
-@contextlib.asynccontextmanager
-async def _own_port(config: CommonRunConfig) -> AsyncIterator[None]:
-    """The port of a loop: the calls that the block makes are listed there while they wait.
-
-    Raises ConfigError where it cannot be opened.
-    """
-    if config.server is None:
-        yield
-        return
-    file, security = config.run_dir / LOOP_ADDRESS, config.server.security
-    if security == SecurityConfig():
-        tls = config.security.tls
-        has_own = tls is not None and tls.cert is not None  # or it is only a client's
-        security = config.security.model_copy(update={"tls": tls if has_own else None})
-    file = config.server.address_file or file
-    update = {"address_file": file, "security": security}
-    server = Server(config.server.model_copy(update=update))
-    server.disks["run"] = [config.run_dir]
-    await server.start()
-    await server.set_serving()
-    try:
-        with listed_in(server.waits):
-            yield
-    finally:
-        await server.stop()
-        with contextlib.suppress(OSError):  # a disk nobody can write: what ended the run is told
-            file.unlink()
-
-
-async def run_training(
-    config: RunConfig, training: Callable[[PolicyRun], Awaitable[None]] | None = None
-) -> None:
-    """One run, its report and its plot. `training` is called once everything has started, instead
-    of the run's own."""
-    if config.services is not None:
-        config = config.model_copy(
-            update={
-                "trainer": config.trainer or by_name(config.services, "trainer"),
-                "router": config.router
-                if config.router or config.replay is not None
-                else by_name(config.services, "router"),
-                "store": config.store or read_store(config.services),
-                "weights": config.weights or read_weights(config.services),
-            }
-        )
-    config = config.model_copy(update={"teachers": _teachers(config)})
-    critic = _critic(config)
-    async with AsyncExitStack() as stack:
-        stack.enter_context(owned(config.run_dir))
-        await stack.enter_async_context(_own_port(config))
-        archive = await stack.enter_async_context(_own_archive(config))
-        critics = [] if critic is None else [critic.client.address]
-        await stack.enter_async_context(_own_trainers(config, [config.trainer, *critics], archive))
-        source: ReplayedRun | None = None
-        if config.replay is not None:
-            config, source = open_replay(config)
-        report = stack.enter_context(RunReport(config.run_dir, config.steps))
-        report.begin("train", config.model_dump(mode="json"))
-        report.track(config.trackers, config.model_dump(mode="json"))
-        for text in [] if archive is None else archive.notes:
-            report.note(text)
-        run: PolicyRun
-        if config.replay is not None:
-            run = ReplayRun(config, source, report, critic, archive)
-        else:
-            run = TrainingRun(config, report, critic, archive)
-        try:
-            await run.start()
-            await (run.train() if training is None else training(run))
-        finally:
-            await run.close()
-            if (plot := report.plot()) is not None:
-                report.note(f"plot: {plot}", is_kept=False)
-
-
-def _critic(config: RunConfig) -> Critic | None:
-    """Raises ConfigError if nothing says where it is."""
-    if config.critic is None:
-        return None
-    address = config.critic.address or _named("critic", config.critic.service, config.services)
-    return Critic(address, config.critic, config.security, config.service_timeout_seconds)
-
-
-def _teachers(config: RunConfig) -> dict[str, TeacherConfig]:
-    """Those that are services by their names. Raises ConfigError for one that is none."""
-    return {
-        name: TeacherConfig(address=_named(f"teachers.{name}", teacher.service, config.services))
-        if teacher.service
-        else teacher
-        for name, teacher in config.teachers.items()
-    }
-
-
-def _named(key: str, service: str, services: Path | None) -> str:
-    known = {} if services is None else read_services(services)
-    if services is None or service not in known:
-        told = ", ".join(sorted(known)) or "none"
-        raise ConfigError(f"{key}: no service is called {service}; known: {told}")
-    return by_name(services, service)
-
-
 async def waits(arguments: Sequence[str]) -> None:
     """Print what a server waits for, or the loop of a run directory."""
     if arguments[0].startswith("-") and arguments[0] not in HELP:
@@ -494,7 +277,7 @@ async def waits(arguments: Sequence[str]) -> None:
 
 def _address_to_ask(given: str) -> str:
     """The address, or that of the loop of a run directory. Raises ConfigError if none is there."""
-    if not is_directory(given):
+    if not os.path.isdir(given):
         address = placed(given)
         if not ADDRESS.fullmatch(address):
             raise ConfigError(f"waits: {no_target_text(given)}")
@@ -533,21 +316,6 @@ def _page_or_spans(
         return export_trace(run_dir, url, steps)
     except NotTakenError as error:
         raise UnansweredError(f"trace: {url[:200]}: {error}") from None
-
-
-@contextlib.asynccontextmanager
-async def supervised(supervisor: Supervisor) -> AsyncIterator[Supervisor]:
-    """Services that live as long as the block; one that dies for good ends the block."""
-    await supervisor.start()
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(supervisor.watch())
-            try:
-                yield supervisor
-            finally:
-                watching.cancel()
-    finally:
-        await supervisor.stop()
 
 
 async def _until_signal() -> None:
@@ -641,9 +409,9 @@ def main() -> int:
         print(f"sluice {metadata.version('sluice')}")
         return 0
     if name == "demo":
-        from sluice.demo import copy_digits
+        from sluice.demo.command import main as demo  # nobody else makes a model
 
-        return copy_digits.main(arguments)
+        return demo(arguments)
     if name not in commands and name != CHECK_LOSS:
         wrong = f"sluice: no command {name!r}{hint(name, USAGE)}" if name else _overview()
         print(wrong, file=sys.stderr)
@@ -661,66 +429,14 @@ def main() -> int:
         if name == CHECK_LOSS:
             return check_loss_command(arguments)
     except ConfigError as error:
-        _refuse(str(error))
+        refuse(str(error))
         return 2
     return exit_code(commands[name](arguments))
-
-
-def _refuse(text: str) -> None:
-    """Say it on stderr, where what others sent does no harm."""
-    print(logs.printable_lines(f"sluice: {text}"), file=sys.stderr)
 
 
 def _overview() -> str:
     lines = [f"  {usage}\n      {SUMMARY[name]}" for name, usage in USAGE.items()]
     return "\n".join(["usage:", *lines, "`sluice COMMAND --help` lists the keys of its file."])
-
-
-def exit_code(work: Coroutine[Any, Any, None]) -> int:
-    """Run to the end: 0, or 2 with one line a refusal on stderr; 130 or 143 after a signal."""
-    code, received = 0, list[int]()
-    try:
-        uvloop.run(_ended_by_signals(work, received))
-    except* _EXPECTED as errors:
-        for error in _flatten(errors):
-            _refuse(f"{error}{_advice(error)}")
-        code = 2
-    except* KeyboardInterrupt:
-        code = 130
-    except* asyncio.CancelledError:
-        code = 128 + (received[0] if received else signal.SIGTERM)
-    return code
-
-
-async def _ended_by_signals(work: Coroutine[Any, Any, None], received: list[int]) -> None:
-    """Every Ctrl-C and SIGTERM cancels `work`, which ends what runs in the background in order."""
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert task is not None
-
-    def end(number: int) -> None:
-        received.append(number)
-        task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end, number)
-    await work
-
-
-def _advice(error: BaseException) -> str:
-    """What to look at when nobody answered at all; a service's own refusals say it themselves."""
-    if isinstance(error, RemoteError) and not error.reason:
-        if error.code is grpc.StatusCode.UNAVAILABLE:
-            return " (is the service up, at this address, and with TLS if this side has it?)"
-        if error.code is grpc.StatusCode.UNIMPLEMENTED:
-            return " (another service listens there, or one of another version)"
-    return ""
-
-
-def _flatten(group: BaseExceptionGroup) -> list[BaseException]:
-    flat: list[BaseException] = []
-    for error in group.exceptions:
-        flat += _flatten(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return flat
 
 
 if __name__ == "__main__":

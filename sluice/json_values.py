@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from itertools import zip_longest
 from typing import Any
 
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 DEEPEST = 100  # levels of lists and objects
 
 
@@ -98,3 +101,19 @@ def shown(value: Any) -> str:
         return f"{reprlib.repr(value)} ({kind})"
     except ValueError:
         return f"a long {kind}"
+
+
+def load_json(
+    data: bytes, *, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None
+) -> Any:
+    """Parse JSON of any origin; `pairs` makes an object of its keys and values.
+
+    Raises ValueError, also for what is nested too deep or no text.
+    """
+    try:
+        document = json.loads(data.decode(), object_pairs_hook=pairs)
+        if SURROGATE.search(data):  # half of a pair is a name that could be written nowhere
+            json.dumps(document, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    return document

@@ -93,3 +93,9 @@ class StoreCacheConfig(Config):
     @property
     def max_bytes(self) -> int:
         return int(self.gib * 2**30)
+
+
+def is_plain_name(name: str) -> bool:
+    """Return whether a name from a file names another file of the same directory."""
+    plain = Path(name).name == name not in ("", "..") and name.isprintable()
+    return plain and len(name.encode()) < 256

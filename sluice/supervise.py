@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -454,6 +454,21 @@ class Supervisor:
         ]
         data = json.dumps(targets, indent=1).encode()
         replace_file(self.targets_file, data, temporary=self.run_dir, sync=False)
+
+
+@contextlib.asynccontextmanager
+async def supervised(supervisor: Supervisor) -> AsyncIterator[Supervisor]:
+    """Services that live as long as the block; one that dies for good ends the block."""
+    await supervisor.start()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(supervisor.watch())
+            try:
+                yield supervisor
+            finally:
+                watching.cancel()
+    finally:
+        await supervisor.stop()
 
 
 def end_supervisor(run_dir: Path) -> None:

@@ -12,8 +12,8 @@ import torch.distributed.tensor  # peft uses it and does not import it
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from sluice.weights.adapter import ADAPTER_CONFIG, ADAPTER_FILE, decode_adapter_config, digest_base
-from sluice.weights.checkpoint import describe_shard
+from sluice.weights.adapter import ADAPTER_CONFIG, ADAPTER_FILE, decode_adapter_config
+from sluice.weights.checkpoint import describe_shard, digest_base
 from sluice.weights.store import StoredVersion, WeightStore
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")

@@ -22,7 +22,8 @@ import psutil
 from services.rollout.environments.isolation import WORKER_MODULE
 from sluice.durable import replace_file
 from sluice.loop.ledger import Ledger
-from sluice.samples.blobs import BlobNotFoundError, read_blob
+from sluice.samples.blob_store import read_blob
+from sluice.samples.blobs import BlobNotFoundError
 from tools.fault_cases import Disturbance
 from tools.fault_network import part_processes
 

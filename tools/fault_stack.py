@@ -28,7 +28,8 @@ from sluice.loop.run_directory import list_run_checkpoints
 from sluice.loop.training import wait_for_trainer
 from sluice.runtime.recovery import NotReadyError, wait_until_ready
 from sluice.samples.arrow import decode_group
-from sluice.samples.blobs import BlobNotFoundError, read_blob
+from sluice.samples.blob_store import read_blob
+from sluice.samples.blobs import BlobNotFoundError
 from sluice.supervise import read_services
 from sluice.weights.store import WeightStore
 from tools.fault_cases import Disturbance, Fault

@@ -59,14 +59,14 @@ from services.rollout.process import ENGINE_SERVICE, ROLLOUT_SERVICE
 from services.router.__main__ import SERVICE as ROUTER_SERVICE
 from sluice.api.common.v1 import wait_service_pb2
 from sluice.api.trainer.v1 import worker_service_pb2  # noqa: F401 - its descriptors
-from sluice.cli import LOOP_ADDRESS
+from sluice.loop.status import LOOP_ADDRESS
 from sluice.ports import reserve_port
 from sluice.runtime.channel import create_channel
 from sluice.runtime.processes import end_with_parent
 from sluice.runtime.security import SecurityConfig, TlsConfig, channel_credentials
 from sluice.runtime.server import OPERATIONS_SERVICE, WAIT_SERVICE
 from sluice.runtime.store_checks import STORE_SERVICE
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from sluice.samples.images import ImageRules
 from tools.fuzz_messages import MessageMaker
 from tools.fuzz_openai import (

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from services.trainer.backends.fsdp.families import FAMILIES, REFUSED
+from services.trainer.backends.families import FAMILIES, REFUSED
 
 IN_DEMO = ("qwen2_5_vl", "qwen3_vl")
 RESULTS, PAGE = Path("build/models.json"), Path("docs/models.md")

@@ -38,7 +38,7 @@ from sluice.runtime.server import Server
 from sluice.runtime.store_checks import add_store_service
 from sluice.runtime.waits import Waits
 from sluice.runtime.wire import seconds_of
-from sluice.samples.blobs import open_blobs
+from sluice.samples.blob_store import open_blobs
 from sluice.samples.vocabulary import vocabulary_digest
 from sluice.weights.host_cache import HostCache
 from sluice.weights.store import WeightStore

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from services.trainer.backends.families import expert_count
 from services.trainer.backends.fsdp.config import FsdpConfig
-from services.trainer.backends.fsdp.families import expert_count
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.reference.config import ReferenceConfig
 from sluice.address import plain_host, split_address

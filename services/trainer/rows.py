@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from services.trainer.backends.fsdp.families import learned_positions
+from services.trainer.backends.families import learned_positions
 from services.trainer.config import TrainerConfig
 from services.trainer.errors import OversizeSampleError
 from sluice.balance.planner import OversizePolicy, TransformerShape, shape_from_config

@@ -13,7 +13,7 @@ from google.longrunning import operations_pb2
 
 from services.trainer.adam import optim_from_proto
 from services.trainer.config import Head, TrainerConfig
-from services.trainer.controller.checkpoints import check_id, id_of
+from services.trainer.controller.checkpoint_record import check_id, id_of
 from services.trainer.controller.passes import COLUMN_OF_MODEL, GradientsRequest
 from services.trainer.controller.planning import BareRow, DryPlan, PlanOptions
 from services.trainer.controller.publication import Publication

@@ -17,7 +17,7 @@ from sluice.algo.plugins import Plugin
 if TYPE_CHECKING:
     import torch
 
-    from sluice.algo.advantages import PackedRows
+    from sluice.algo.packed_rows import PackedRows
 
 
 class Sibling(NamedTuple):

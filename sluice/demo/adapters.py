@@ -12,13 +12,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sluice.cli import exit_code
 from sluice.config import parse_config
 from sluice.demo.copy_digits import services, training, weights_directory, write_prompts
 from sluice.demo.measured import Cost, measured_run
+from sluice.exit_code import exit_code
 from sluice.loop.config import RunConfig
 from sluice.stack import UpConfig
-from sluice.weights.adapter import ADAPTER_FILE, digest_base
+from sluice.weights.adapter import ADAPTER_FILE
+from sluice.weights.checkpoint import digest_base
 from sluice.weights.store import StoredVersion, WeightStore
 
 BASE_ORDER = (1, 2, 3, 0)  # of the digits that the base learns; copied, they keep their own

@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sluice.cli import exit_code
 from sluice.config import parse_config
 from sluice.demo.copy_digits import CLIPPED, SAMPLED, prepare, services, training
 from sluice.demo.measured import Cost, measured_run
+from sluice.exit_code import exit_code
 from sluice.loop.config import RunConfig
 from sluice.loop.report import read_metrics
 from sluice.stack import UpConfig

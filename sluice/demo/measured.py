@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sluice.cli import run_training, supervised
+from sluice.driver import run_training
 from sluice.durable import DirectoryError, owned
 from sluice.loop.config import RunConfig
 from sluice.loop.policy_run import PolicyRun
 from sluice.loop.report import read_metrics
 from sluice.stack import UpConfig
-from sluice.supervise import Supervisor
+from sluice.supervise import Supervisor, supervised
 
 MARK = ".demo"  # of a directory that a demo may empty
 

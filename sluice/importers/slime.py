@@ -25,7 +25,7 @@ from sluice.importers.documents import (
 )
 from sluice.importers.shell import Shell, command_place, joined_lines
 from sluice.importers.slime_flags import REWARDS, find_flag
-from sluice.weights.checkpoint import load_json
+from sluice.json_values import load_json
 from sluice.weights.convert.quantized_layout import Int4Groups, layout_of
 from sluice.weights.errors import WeightStoreError
 

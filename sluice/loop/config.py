@@ -17,7 +17,7 @@ from sluice.algo.estimators.pairs import BradleyTerrySettings, DpoSettings
 from sluice.algo.plugins import PluginSettings
 from sluice.algo.spec import AdvantageSpec, LossSpec, known_columns
 from sluice.config import PLAIN_NAME, PLAIN_NAME_RULE, Config, ProcessConfig
-from sluice.loop.trackers import TrackersConfig
+from sluice.loop.tracker_settings import TrackersConfig
 from sluice.place import Place, PlaceText, StoreCacheConfig, StorePlace
 from sluice.runtime.messages import LONGEST_SECONDS
 from sluice.runtime.security import SecurityConfig

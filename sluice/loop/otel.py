@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,9 @@ from pydantic import ValidationError
 from sluice.config import ConfigError, describe
 from sluice.durable import replace_file
 from sluice.loop.journal import START, read_journal
-from sluice.loop.status import is_directory
 from sluice.loop.timeline.page import range_of
 from sluice.loop.trace import LOOP, STEP, TraceDamagedError, read_trace, trace_files
-from sluice.loop.trackers import OtelConfig
+from sluice.loop.tracker_settings import OtelConfig
 
 SPANS_PER_REQUEST = 2_000  # half a megabyte before it is compressed
 _SCOPE = InstrumentationScope("sluice.loop.trace")
@@ -187,7 +187,7 @@ def export_trace(run_dir: Path, endpoint: str, steps: str | None) -> list[str]:
     NotTakenError.
     """
     first, last = range_of(steps)
-    if not is_directory(str(run_dir)):
+    if not os.path.isdir(run_dir):
         raise ConfigError(f"trace: {str(run_dir)[:200]!r} is no run directory")
     try:
         settings = OtelConfig(endpoint=endpoint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,17 +26,10 @@ from sluice.loop.run_directory import (
     settings_digests,
 )
 from sluice.loop.run_page.page import SeenRun, read_run, tokenizer_places
-from sluice.loop.status import is_directory
 from sluice.loop.training import Critic, Work
 from sluice.place import Place, StoreCacheConfig
-from sluice.samples.blobs import (
-    BlobDigestError,
-    BlobNotFoundError,
-    BlobReference,
-    has_blob,
-    open_blobs,
-    read_blob,
-)
+from sluice.samples.blob_store import has_blob, open_blobs, read_blob
+from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference
 from sluice.samples.vocabulary import check_same, vocabulary_digest
 
 if TYPE_CHECKING:
@@ -76,7 +70,7 @@ class ReplayedRun:
     ) -> ReplayedRun:
         """Raises ConfigError for what cannot be replayed as a whole, naming the first step."""
         where = f"replay.run_dir: {config.run_dir}"
-        if is_directory(config.run_dir) and config.run_dir.resolve() == own.resolve():
+        if os.path.isdir(config.run_dir) and config.run_dir.resolve() == own.resolve():
             raise ConfigError(f"{where} is that of this run; give this one another")
         run = read_run(config.run_dir)
         if (kind := run.start.get("kind", "train")) != "train":

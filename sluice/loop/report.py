@@ -23,7 +23,7 @@ from sluice.imports import uncollected
 from sluice.logs import printable, printable_lines
 from sluice.loop import metrics
 from sluice.loop.journal import BACK, END, NOTE, RunJournal, without_secrets
-from sluice.loop.trackers import TrackersConfig
+from sluice.loop.tracker_settings import TrackersConfig
 from sluice.loop.tracking import Tracking
 from sluice.runtime import waits
 

@@ -24,7 +24,8 @@ from sluice.loop.run_directory import (
     write_run_checkpoint,
 )
 from sluice.place import Place, StoreCacheConfig, directory_of, within
-from sluice.samples.blobs import BlobNotFoundError, BlobReference, open_blobs
+from sluice.samples.blob_store import open_blobs
+from sluice.samples.blobs import BlobNotFoundError, BlobReference
 from sluice.weights.errors import VersionNotFoundError, WeightStoreError
 from sluice.weights.store import WeightStore
 

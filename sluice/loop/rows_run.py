@@ -32,7 +32,7 @@ from sluice.loop.run_directory import (
 from sluice.loop.trainer_run import TrainerRun
 from sluice.loop.training import StepReport, measure_rows, train_step
 from sluice.place import within
-from sluice.samples.blobs import open_blobs
+from sluice.samples.blob_store import open_blobs
 from sluice.samples.tokenizer import TextTokenizer
 from sluice.samples.vocabulary import check_same, vocabulary_digest
 

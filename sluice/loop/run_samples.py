@@ -23,7 +23,8 @@ from sluice.loop.config import TraceConfig
 from sluice.loop.ledger import LedgerGroup, SeenGroup, groups_of
 from sluice.place import Place, StoreCacheConfig
 from sluice.samples.arrow import InvalidGroupError, decode_group, encode_group, read_metadata
-from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, read_blob
+from sluice.samples.blob_store import read_blob
+from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference
 from sluice.samples.sample import Sample
 
 if TYPE_CHECKING:  # a loop needs none

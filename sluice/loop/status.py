@@ -64,8 +64,7 @@ async def read_status(target: str, config: StatusConfig) -> dict[str, Any]:
     """
     run_dir = Path(target)
     run, security = None, config.security or SecurityConfig()
-    if is_directory(target):
-        events = read_journal(run_dir)
+    if (events := _events_of(target)) is not None:
         run = _run_status(run_dir, events)
         security = config.security or _security(events)
         services = _addresses(run_dir, events)
@@ -94,7 +93,13 @@ async def read_status(target: str, config: StatusConfig) -> dict[str, Any]:
 
 def security_of(target: str) -> SecurityConfig:
     """That of the run of a directory; none at all for an address."""
-    return _security(read_journal(Path(target))) if is_directory(target) else SecurityConfig()
+    events = _events_of(target)
+    return SecurityConfig() if events is None else _security(events)
+
+
+def _events_of(target: str) -> list[dict[str, Any]] | None:
+    """What happened in a run directory; None for what is none, or can be no path."""
+    return read_journal(Path(target)) if os.path.isdir(target) else None
 
 
 async def _ask_all(
@@ -147,14 +152,9 @@ def no_target_text(target: str) -> str:
 def placed(target: str) -> str:
     """An address for `services.json#NAME`; what else is given, as it is. Raises ConfigError."""
     file, mark, name = target.rpartition("#")
-    if not (mark and file and name) or is_directory(target) or ADDRESS.fullmatch(target):
+    if not (mark and file and name) or os.path.isdir(target) or ADDRESS.fullmatch(target):
         return target
     return address_of(Path(file), name)
-
-
-def is_directory(target: str | Path) -> bool:
-    """Also of a text that can be no path."""
-    return os.path.isdir(target)
 
 
 def _finite(value: Any) -> Any:

@@ -25,7 +25,8 @@ from sluice.config import ConfigError
 from sluice.durable import replace_file, unseal_row
 from sluice.logs import printable_lines
 from sluice.loop import metrics
-from sluice.loop.trackers import TRACKERS, Tracker, TrackersConfig, values_of
+from sluice.loop.tracker_settings import TrackersConfig
+from sluice.loop.trackers import TRACKERS, Tracker, values_of
 
 DIRECTORY = "trackers"
 METRICS = "metrics.jsonl"

@@ -11,12 +11,11 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from sluice.weights.checkpoint import describe_shard, is_plain_name, load_json, shard_paths
+from sluice.json_values import load_json
+from sluice.place import is_plain_name
 from sluice.weights.errors import InvalidAdapterError, OtherBaseError
-from sluice.weights.manifest import digest_version
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -246,19 +245,6 @@ def _check_kind(document: Mapping[str, Any]) -> None:
             raise InvalidAdapterError(
                 f"{ADAPTER_CONFIG}: {name} is {_shown(document[name])}, which is unknown here"
             )
-
-
-def digest_base(directory: Path) -> str:
-    """Hash a model directory: the digest of the version that it is, whatever files hold it.
-
-    Every byte of it is read. Raises WeightStoreError or OSError.
-    """
-    shards = [describe_shard(path) for path in shard_paths(directory)]
-    return digest_version(
-        (name, entry.dtype, entry.shape, entry.digest)
-        for shard in shards
-        for name, entry in shard.tensors.items()
-    )
 
 
 def _is_leaf(name: object) -> bool:

@@ -12,15 +12,16 @@ import json
 import math
 import mmap
 import os
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from sluice.json_values import load_json
+from sluice.place import is_plain_name
 from sluice.weights.errors import (
     DamagedFileError,
     FileDigestError,
@@ -35,6 +36,7 @@ from sluice.weights.manifest import (
     TensorEntry,
     digest_bytes,
     digest_file,
+    digest_version,
 )
 
 MAX_HEADER = 100_000_000  # as the safetensors library has it
@@ -140,7 +142,6 @@ def _absolute(entry: Mapping[str, list[int]], start: int) -> tuple[int, int]:
     return start + begin, start + end
 
 
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
@@ -227,34 +228,12 @@ def read_index(directory: Path) -> ShardIndex | None:
     return found
 
 
-def is_plain_name(name: str) -> bool:
-    """Return whether a name from a file names another file of the same directory."""
-    plain = Path(name).name == name not in ("", "..") and name.isprintable()
-    return plain and len(name.encode()) < 256
-
-
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):  # of two, each reader would take another one
         (twice, _), *_ = (Counter(key for key, _ in pairs)).most_common(1)
         raise ValueError(f"{twice[:80]!r} is there twice")
     return found
-
-
-def load_json(
-    data: bytes, *, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None
-) -> Any:
-    """Parse JSON of any origin; `pairs` makes an object of its keys and values.
-
-    Raises ValueError, also for what is nested too deep or no text.
-    """
-    try:
-        document = json.loads(data.decode(), object_pairs_hook=pairs)
-        if SURROGATE.search(data):  # half of a pair is a name that could be written nowhere
-            json.dumps(document, ensure_ascii=False).encode()
-    except RecursionError as error:
-        raise ValueError("it is nested too deep") from error
-    return document
 
 
 def shard_paths(directory: Path) -> list[Path]:
@@ -459,3 +438,16 @@ def check_file(path: Path, expected: str) -> None:
         raise MissingFileError(path.name) from error
     if actual != expected:
         raise FileDigestError(path.name, expected, actual)
+
+
+def digest_base(directory: Path) -> str:
+    """Hash a model directory: the digest of the version that it is, whatever files hold it.
+
+    Every byte of it is read. Raises WeightStoreError or OSError.
+    """
+    shards = [describe_shard(path) for path in shard_paths(directory)]
+    return digest_version(
+        (name, entry.dtype, entry.shape, entry.digest)
+        for shard in shards
+        for name, entry in shard.tensors.items()
+    )

@@ -12,14 +12,12 @@ import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
+from sluice.weights.adapter import AdapterSpec, check_name
 from sluice.weights.errors import FileDigestError, InvalidAdapterError, ManifestError
-
-if TYPE_CHECKING:
-    from sluice.weights.adapter import AdapterSpec
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap
 
@@ -213,7 +211,7 @@ def decode_manifest(data: bytes) -> Manifest:
         if (adapter is None) is (written == ADAPTER_FORMAT):
             raise ManifestError(f"{MANIFEST_NAME} has the format of another kind of version")
         if line := document.get("line", ""):
-            _check_line(line)
+            check_name(line)
         return Manifest(
             tensors=tensors,
             files=files,
@@ -226,17 +224,9 @@ def decode_manifest(data: bytes) -> Manifest:
         raise ManifestError(f"{MANIFEST_NAME} is malformed: {error}") from error
 
 
-def _check_line(line: str) -> None:
-    from sluice.weights.adapter import check_name
-
-    check_name(line)
-
-
 def _decode_adapter(document: Any) -> AdapterSpec | None:
     if document is None:
         return None
-    from sluice.weights.adapter import AdapterSpec  # which hashes with what is here
-
     return AdapterSpec(**{**document, "targets": tuple(document["targets"])})
 
 

@@ -26,6 +26,7 @@ from sluice.side_copies import Downloads
 from sluice.weights import delta as delta_module
 from sluice.weights.checkpoint import BITS, Extent, byte_order, checked_tensors, encode_header
 from sluice.weights.delta import element_width, encode_file
+from sluice.weights.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from sluice.weights.errors import (
     DuplicateFileError,
     StagingLostError,
@@ -40,27 +41,6 @@ from sluice.weights.manifest import (
     digest_shard,
 )
 from sluice.weights.transfer.plan import Bucket
-
-TORCH_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def write_shard(

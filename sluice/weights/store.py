@@ -11,9 +11,9 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from sluice import faults
-from sluice.place import is_bucket
+from sluice.place import is_bucket, is_plain_name
 from sluice.weights.adapter import AdapterSpec
-from sluice.weights.checkpoint import Extent, data_start, is_plain_name, parse_header
+from sluice.weights.checkpoint import Extent, data_start, parse_header
 from sluice.weights.errors import (
     InvalidCheckpointError,
     ManifestError,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sluice.samples.arrow import decode_group
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from sluice.samples.sample import Sample
 from tests.connectors.learned import LEARNED
 from tests.e2e.conftest import Stack, Training

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from sluice import faults
 from sluice.convert_command import CheckpointError
 from sluice.convert_command import convert as convert_command
-from sluice.weights.adapter import ADAPTER_CONFIG, ADAPTER_FILE, AdapterSpec, digest_base
-from sluice.weights.checkpoint import INDEX_NAME, describe_shard
+from sluice.weights.adapter import ADAPTER_CONFIG, ADAPTER_FILE, AdapterSpec
+from sluice.weights.checkpoint import INDEX_NAME, describe_shard, digest_base
 from sluice.weights.convert.conversion import convert, staging_of, validate
 from sluice.weights.convert.options import ConvertOptions, OptionError
 from sluice.weights.errors import (

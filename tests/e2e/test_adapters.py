@@ -9,8 +9,8 @@ import pytest
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.client import EngineClient
 from sluice.samples.arrow import decode_group
-from sluice.samples.blobs import BlobStore
-from sluice.weights.adapter import digest_base
+from sluice.samples.blob_store import BlobStore
+from sluice.weights.checkpoint import digest_base
 from sluice.weights.store import WeightStore
 from tests.e2e.conftest import GRIM, Stack, Training, start_stack, stop_stack
 

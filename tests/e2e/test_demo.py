@@ -14,9 +14,9 @@ from services.rollout.config import RolloutConfig
 from services.trainer.config import TrainerConfig
 from sluice.config import parse_config
 from sluice.demo.adapters import adapting
-from sluice.demo.copy_digits import main, read_flags
+from sluice.demo.command import main, read_flags
 from sluice.demo.tiny_qwen3 import build_tiny_qwen3
-from sluice.weights.adapter import digest_base
+from sluice.weights.checkpoint import digest_base
 from sluice.weights.store import WeightStore
 from tests.e2e.conftest import ENVIRONMENT
 from tests.patience import PATIENCE

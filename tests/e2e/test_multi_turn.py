@@ -9,7 +9,7 @@ from examples.environments.hidden_digits import HiddenDigits, HiddenDigitsSettin
 from services.rollout.environments.environment import Response, Task, TaskRequest, Turn
 from sluice.loop.report import read_metrics
 from sluice.samples.arrow import decode_group
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from tests.e2e.conftest import Stack, start_stack, stop_stack
 
 NAME = "examples.environments.hidden_digits:HiddenDigits"

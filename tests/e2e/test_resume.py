@@ -10,7 +10,7 @@ from pathlib import Path
 from sluice.loop.journal import read_journal
 from sluice.loop.ledger import Ledger
 from sluice.loop.run_directory import latest_run_checkpoint, write_run_checkpoint
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from tests.e2e.conftest import Stack, Training
 from tests.patience import PATIENCE
 

@@ -15,7 +15,7 @@ import transformers
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from examples.models.value_head import build_value_head
 from sluice.samples.arrow import decode_group
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from tests.e2e.conftest import Stack, start_stack, stop_stack
 
 STEPS = 24

@@ -16,7 +16,7 @@ import transformers
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.loop.report import read_metrics
 from sluice.samples.arrow import decode_group
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from sluice.weights.store import WeightStore
 from tests.e2e.conftest import start_stack, stop_stack
 from tests.e2e.test_dpo import write

@@ -14,7 +14,7 @@ import pytest
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.loop.run_directory import latest_run_checkpoint, write_run_checkpoint
 from sluice.samples.arrow import decode_group
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from tests import warm
 from tests.e2e.conftest import Stack, start_stack, stop_stack
 from tests.e2e.test_mixtures import assert_whole, shares_of, train_mixture

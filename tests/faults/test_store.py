@@ -6,7 +6,7 @@ import pytest
 
 from sluice.loop.ledger import Ledger
 from sluice.loop.run_directory import list_run_checkpoints
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from sluice.weights.store import WeightStore
 from tools.fault_stack import GROUPS, FaultRun
 

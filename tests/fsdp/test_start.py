@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.trainer.backends.fsdp.families import shares_prompts
+from services.trainer.backends.families import shares_prompts
 from tests.contract.training_backend.cases import Model
 from tests.fsdp.conftest import ExpectedByModel
 from tests.fsdp.oracle import logprob_difference, read_ranks

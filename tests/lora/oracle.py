@@ -11,7 +11,8 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import save_file
 
 from services.trainer.config import OptimConfig
-from sluice.weights.adapter import AdapterSpec, digest_base, encode_adapter_config
+from sluice.weights.adapter import AdapterSpec, encode_adapter_config
+from sluice.weights.checkpoint import digest_base
 from tests.contract.training_backend.cases import Model, Oracle
 from tests.fsdp.jobs import NORMALIZER, OPTIM, rows_of
 

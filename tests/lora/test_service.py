@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.algo.spec import AdvantageSpec
 from sluice.client import RemoteError, typed_errors
-from sluice.weights.adapter import ADAPTER_CONFIG, ADAPTER_FILE, DEFAULT_TARGETS, digest_base
+from sluice.weights.adapter import ADAPTER_CONFIG, ADAPTER_FILE, DEFAULT_TARGETS
+from sluice.weights.checkpoint import digest_base
 from sluice.weights.store import WeightStore
 from tests.adapters import peft_logprobs
 from tests.service.trainer.harness import (

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
-from services.trainer.controller.checkpoints import CheckpointRecord, check_adapter_files
+from services.trainer.controller.checkpoint_record import CheckpointRecord
+from services.trainer.controller.checkpoints import check_adapter_files
 from services.trainer.errors import CheckpointMismatchError
 from sluice import faults
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb

@@ -14,13 +14,8 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from services.trainer.backends.lora import read_start
-from sluice.weights.adapter import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILE,
-    AdapterSpec,
-    decode_adapter_config,
-    digest_base,
-)
+from sluice.weights.adapter import ADAPTER_CONFIG, ADAPTER_FILE, AdapterSpec, decode_adapter_config
+from sluice.weights.checkpoint import digest_base
 from sluice.weights.errors import WeightStoreError
 from sluice.weights.store import WeightStore
 from tests.adapters import import_adapter

@@ -13,7 +13,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.samples.arrow import decode_group
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from tests.e2e.conftest import GRIM, Stack, start_stack, stop_stack
 
 LAYERS, CHOICES = 2, 2

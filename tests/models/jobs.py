@@ -15,8 +15,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import Delta, Engine, PauseMode, create_engine
 from services.trainer.backend import Mesh, MicroBatch, Row, TrainingBackend
-from services.trainer.backends import recurrent, sparse
-from services.trainer.backends.fsdp import expert_parallel, families, tensor_parallel
+from services.trainer.backends import families, recurrent, sparse
+from services.trainer.backends.fsdp import expert_parallel, tensor_parallel
 from services.trainer.backends.fsdp.expert_parallel import is_spread
 from services.trainer.backends.fsdp.model import ShardedModel
 from services.trainer.backends.fsdp.tensor_parallel import TensorRanks

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.trainer.backends.fsdp.families import REFUSED
+from services.trainer.backends.families import REFUSED
 from tests.contract.training_backend.cases import Model, Oracle
 from tests.fsdp.jobs import rows_of
 from tests.fsdp.oracle import (

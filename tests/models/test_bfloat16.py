@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from services.trainer.backends.fsdp.families import FAMILIES
+from services.trainer.backends.families import FAMILIES
 from tests.contract.training_backend.cases import Model, Oracle
 from tests.fsdp.jobs import rows_of
 from tests.fsdp.oracle import Tensors, read_ranks

@@ -10,7 +10,7 @@ import pytest
 import transformers
 from safetensors.torch import load_file, save_file
 
-from services.trainer.backends.fsdp.families import FAMILIES, expert_count
+from services.trainer.backends.families import FAMILIES, expert_count
 from tests.contract.training_backend.cases import Model
 from tests.fsdp.oracle import (
     STEPS,

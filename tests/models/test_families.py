@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from services.rollout.engine.reference.foreign import foreign_reason
-from services.trainer.backends.fsdp.families import (
+from services.trainer.backends.families import (
     FAMILIES,
     IMAGES,
     REFUSED,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
-from services.trainer.backends.fsdp.families import REPLAY_REFUSED
+from services.trainer.backends.families import REPLAY_REFUSED
 from tests.fsdp.jobs import rows_of
 from tests.fsdp.oracle import (
     Tensors,

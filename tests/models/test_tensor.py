@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-from services.trainer.backends.fsdp.families import FAMILIES, NO_PLAN, TENSOR_REFUSED
+from services.trainer.backends.families import FAMILIES, NO_PLAN, TENSOR_REFUSED
 from tests.fsdp.oracle import STEPS, expect
 from tests.models.families import CASES, Case, build
 from tests.models.proof import MAX_GRADIENT_DIFF, Proof, Summary, prove

@@ -17,7 +17,7 @@ from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.report import smoothed
 from sluice.loop.run_page.page import write_run_page
 from sluice.samples.arrow import encode_group
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from tests.unit.loop.test_run_page import HOSTILE, a_sample, make_run
 
 READY = "document.documentElement.dataset.ready === 'true'"

@@ -15,7 +15,8 @@ import pytest
 
 from sluice.client import EngineClient
 from sluice.runtime.security import SecurityConfig
-from sluice.weights.adapter import DEFAULT_TARGETS, digest_base
+from sluice.weights.adapter import DEFAULT_TARGETS
+from sluice.weights.checkpoint import digest_base
 from sluice.weights.store import StoredVersion, WeightStore
 from tests.adapters import import_adapter, make_adapter, peft_logprobs
 from tests.contract.engine.cases import Model

@@ -21,7 +21,8 @@ from services.rollout.errors import (
     UnfitAdapterError,
     VersionUnavailableError,
 )
-from sluice.weights.adapter import ADAPTER_FILE, DEFAULT_TARGETS, digest_base
+from sluice.weights.adapter import ADAPTER_FILE, DEFAULT_TARGETS
+from sluice.weights.checkpoint import digest_base
 from sluice.weights.store import StoredVersion, WeightStore
 from tests.adapters import import_adapter, make_adapter, peft_logprobs, publish_adapters
 from tests.contract.engine.cases import Model, complete, request_of

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from sluice.loop.report import RunReport
-from sluice.loop.trackers import TrackersConfig
+from sluice.loop.tracker_settings import TrackersConfig
 from tests.patience import PATIENCE
 
 Points = list[tuple[int, float]]

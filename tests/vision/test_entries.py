@@ -34,7 +34,8 @@ from sluice.config import parse_config
 from sluice.loop.row_files import read_rows
 from sluice.runtime import wire
 from sluice.samples.arrow import decode_group
-from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.samples.blob_store import BlobStore
+from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import Sample, validate_sample
 from sluice.weights.store import WeightStore
 from tests.imported import import_checkpoint

@@ -21,7 +21,7 @@ from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import Generation, Sampling, create_engine
 from services.rollout.errors import MediaUnsupportedError, UnfitWeightsError
 from services.trainer.backend import Mesh
-from services.trainer.backends.fsdp.families import UnknownFamilyError, layout_of
+from services.trainer.backends.families import UnknownFamilyError, layout_of
 from services.trainer.backends.megatron import upstream
 from services.trainer.backends.reference.backend import ReferenceBackend
 from services.trainer.config import TrainerConfig

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from services.rollout.engine.reference.foreign import foreign_reason
 from services.trainer.backend import Row
-from services.trainer.backends.fsdp.families import FAMILIES, TENSOR_REFUSED
+from services.trainer.backends.families import FAMILIES, TENSOR_REFUSED
 from services.trainer.config import OptimConfig
 from tests.contract.training_backend import cases as text
 from tests.fsdp.jobs import NORMALIZER, OPTIM

@@ -14,7 +14,7 @@ from examples.models.tiny_qwen3_vl import IMAGE, WORDS, build_tiny_qwen3_vl
 from sluice.loop.ledger import Ledger
 from sluice.loop.report import read_metrics
 from sluice.samples.arrow import decode_group
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from sluice.samples.sample import Sample
 from tests.patience import PATIENCE
 

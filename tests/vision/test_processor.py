@@ -30,13 +30,14 @@ from services.rollout.errors import (
     UnfitWeightsError,
 )
 from services.trainer.config import TrainerConfig
-from services.trainer.controller.checkpoints import CheckpointRecord, TrainerCheckpoints
+from services.trainer.controller.checkpoint_record import CheckpointRecord
+from services.trainer.controller.checkpoints import TrainerCheckpoints
 from services.trainer.errors import CheckpointMismatchError
 from services.trainer.rows import RowLimits
 from sluice.client import RemoteError
 from sluice.config import ConfigError, parse_config
 from sluice.runtime.security import SecurityConfig
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from sluice.samples.images import processor_digest
 from sluice.samples.sample import MediaSpan
 from sluice.weights.manifest import MANIFEST_NAME, decode_manifest, encode_manifest

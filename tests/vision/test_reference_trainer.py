@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.trainer.backend import Mesh
-from services.trainer.backends.reference import packing
+from services.trainer.backends import packing
 from services.trainer.backends.reference.backend import ReferenceBackend
 from services.trainer.config import TrainerConfig
 from sluice.algo.spec import LossSpec

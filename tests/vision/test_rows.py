@@ -22,7 +22,7 @@ from sluice.config import ConfigError, parse_config
 from sluice.runtime.errors import DataLossError, InvalidFieldError, NotFoundError, ServiceError
 from sluice.runtime.wire import blob_to_proto, sample_from_proto
 from sluice.samples.arrow import encode_group
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from sluice.samples.sample import Sample, describe_rows
 from tests.contract.training_backend.cases import build_model as build_text_model
 from tests.vision.cases import IMAGE, Model, build_model, draw_image, make_row

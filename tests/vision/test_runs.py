@@ -14,7 +14,8 @@ import pytest
 
 from sluice.loop.ledger import Ledger
 from sluice.samples.arrow import decode_group
-from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.samples.blob_store import BlobStore
+from sluice.samples.blobs import BlobReference
 from tests.e2e.conftest import Stack, start_stack, stop_stack, wait_until
 from tests.vision.bad_images import encoded, noise, url
 from tests.vision.cases import build_model, speak

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from services.trainer.backend import Row
 from sluice.samples.arrow import decode_group
-from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.samples.blob_store import BlobStore
+from sluice.samples.blobs import BlobReference
 from sluice.weights.store import WeightStore
 from tests.e2e.conftest import Stack, start_stack, stop_stack
 from tests.vision.bad_images import encoded, noise, url

@@ -12,7 +12,7 @@ import pytest
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.client import RemoteError, TrainerClient
 from sluice.samples.arrow import encode_group
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from sluice.samples.sample import Sample
 from tests.service.trainer.harness import ACTIVE, GRPO, PPO, RunningTrainer, running_trainer, until
 from tests.vision.cases import Model, build_model, draw_image, make_row

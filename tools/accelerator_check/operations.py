@@ -17,8 +17,8 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from services.trainer.backends.packing import pack
 from services.trainer.backends.reference.attention import attend
-from services.trainer.backends.reference.packing import pack
 from sluice import operations, platform
 from sluice.algo.logprobs import linear_logprobs, token_logprobs
 from sluice.fused_operations import attention_kernel, rms_norm, rotate, swiglu

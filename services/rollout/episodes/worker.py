@@ -60,7 +60,8 @@ from sluice.runtime.idempotency import (
 )
 from sluice.runtime.waits import Waits
 from sluice.runtime.wire import evaluation_report
-from sluice.samples.blobs import Blobs, open_blobs
+from sluice.samples.blob_store import open_blobs
+from sluice.samples.blobs import Blobs
 from sluice.samples.tokenizer import TextTokenizer
 from sluice.samples.vocabulary import vocabulary_digest
 

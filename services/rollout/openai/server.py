@@ -38,7 +38,7 @@ from sluice.runtime.http import REFUSALS, ApiError, HttpRunner, api_error, check
 from sluice.runtime.security import http_context
 from sluice.runtime.server import ServerConfig
 from sluice.runtime.waits import Waits
-from sluice.samples.blobs import open_blobs
+from sluice.samples.blob_store import open_blobs
 from sluice.samples.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)

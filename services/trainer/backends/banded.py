@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.trainer.backends.reference.packing import LONG_TOKENS
+from services.trainer.backends.packing import LONG_TOKENS
 
 
 @dataclass(frozen=True)

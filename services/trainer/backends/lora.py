@@ -32,13 +32,12 @@ from sluice.weights.adapter import (
     ADAPTER_FILE,
     AdapterSpec,
     decode_adapter_config,
-    digest_base,
     encode_adapter_config,
     matched_layers,
     split_name,
     tensor_names,
 )
-from sluice.weights.checkpoint import describe_shard, verify_files
+from sluice.weights.checkpoint import describe_shard, digest_base, verify_files
 from sluice.weights.errors import InvalidAdapterError, WeightStoreError
 from sluice.weights.manifest import MANIFEST_NAME, ShardFile, read_manifest
 from sluice.weights.shards import ShardWrite

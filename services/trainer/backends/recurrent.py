@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from services.trainer.backends.reference.packing import PackedLayout
+    from services.trainer.backends.packing import PackedLayout
 
 # transformers' words for such layers, by which it hands on a mask.
 LAYER_TYPES = ("linear_attention", "conv")

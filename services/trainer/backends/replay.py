@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from services.trainer.backend import LayoutError, MicroBatch, Row
-from services.trainer.backends.reference.packing import PackedLayout
+from services.trainer.backends.packing import PackedLayout
 from services.trainer.backends.routing import (
     Mode,
     Purpose,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.trainer.backends.reference.packing import LONG_TOKENS, PackedLayout
+from services.trainer.backends.packing import LONG_TOKENS, PackedLayout
 from sluice.algo.key_choice import choose_keys, rotate_pairs, seen_keys, weigh_heads
 
 INDEXER = ".self_attn.indexer."  # in the names of its weights, on every backend

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from sluice.weights.checkpoint import load_json, shard_paths
+from sluice.json_values import load_json
+from sluice.weights.checkpoint import shard_paths
 from sluice.weights.prediction import predicts
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.trainer.checkpoint_files import fetched
-from services.trainer.controller.checkpoints import (
+from services.trainer.controller.checkpoint_record import (
     PREFIX,
     RECORD,
     SEAL,

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import json
 import logging
-import os
-import re
-import secrets
-import shutil
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from services.trainer import metrics
-from services.trainer.checkpoint_files import check_path, check_size
+from services.trainer.checkpoint_files import check_path
 from services.trainer.config import TrainerConfig
+from services.trainer.controller.checkpoint_record import (
+    PREFIX,
+    CheckpointRecord,
+    Checkpoints,
+    id_of,
+)
+from services.trainer.controller.checkpoint_store import open_checkpoints
 from services.trainer.controller.incarnation import RankIncarnation
 from services.trainer.controller.publication import Publisher
 from services.trainer.controller.rank_group import RankGroup
 from services.trainer.controller.state import (
     PolicyState,
-    PublishedWeights,
     TrainerState,
     Turns,
     Undone,
@@ -38,246 +36,16 @@ from services.trainer.errors import (
     CheckpointMismatchError,
     disk_errors,
 )
-from sluice import faults
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
-from sluice.durable import sync_path, write_new
-from sluice.place import Place, StoreCacheConfig, directory_of, within
-from sluice.runtime.errors import (
-    AlreadyExistsError,
-    InvalidFieldError,
-    NotFoundError,
-    ServiceError,
-)
+from sluice.runtime.errors import ServiceError
 from sluice.samples.images import processor_digest
 from sluice.weights.adapter import ADAPTER_CONFIG, AdapterSpec, decode_adapter_config
-from sluice.weights.errors import FileDigestError, InvalidAdapterError
-from sluice.weights.manifest import FileEntry, seal, unseal
+from sluice.weights.errors import InvalidAdapterError
+from sluice.weights.manifest import FileEntry
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "checkpoints/"
-RECORD = "checkpoint.json"
-FORMAT = 2
-UNDIGESTED_FORMAT = 1  # of earlier releases
-SEAL = "record_digest"
 _LOST = {CheckpointDamagedError.reason, "CHECKPOINT_NOT_FOUND"}
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-
-
-def check_id(checkpoint_id: str) -> None:
-    """Raises InvalidFieldError for an id that names no directory of its own."""
-    if not _ID.fullmatch(checkpoint_id):
-        raise InvalidFieldError("checkpoint_id", f"{checkpoint_id!r} must match {_ID.pattern}")
-
-
-def id_of(name: str) -> str:
-    """Return the id in `checkpoints/<id>`. Raises InvalidFieldError."""
-    checkpoint_id = name.removeprefix(PREFIX)
-    if checkpoint_id == name or not _ID.fullmatch(checkpoint_id):
-        raise InvalidFieldError("checkpoint", f"{name!r} is not of the form {PREFIX}<id>")
-    return checkpoint_id
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointRecord:
-    """What the controller itself needs of a checkpoint.
-
-    `files` are all others of its directory; None where the release that wrote it did not say.
-    `processor`: digest of how images were prepared; None for a model of text, or of such a release.
-    `adapter`: the one of several that it is of; empty is the policy of the settings.
-    `folder` is where files are in a bucket.
-    """
-
-    backend: str
-    step: int
-    skipped_count: int
-    weights: PublishedWeights | None
-    layout: dict[str, int]
-    files: dict[str, FileEntry] | None
-    processor: str | None = None
-    adapter: str = ""
-    folder: str = ""
-
-
-class Checkpoints(ABC):
-    """Where checkpoints are. Calls block, and raise OSError besides what they say."""
-
-    @abstractmethod
-    def begin(self, checkpoint_id: str) -> str:
-        """Return the place that ranks fill. Raises InvalidFieldError and AlreadyExistsError."""
-
-    @abstractmethod
-    def finish(self, checkpoint_id: str, partial: str, record: CheckpointRecord) -> None:
-        """Make what the ranks wrote a checkpoint, in one step; it is dropped when that fails.
-
-        Raises AlreadyExistsError, and CheckpointDamagedError where other files are there.
-        """
-
-    @abstractmethod
-    def abandon(self, partial: str) -> None:
-        """Drop what nobody finishes."""
-
-    @abstractmethod
-    def location(self, name: str, record: CheckpointRecord) -> str:
-        """Return the place of the files of `checkpoints/<id>`, as ranks know it."""
-
-    @abstractmethod
-    def files(self, name: str, record: CheckpointRecord) -> AbstractContextManager[Path]:
-        """Have a directory with the files of `checkpoints/<id>` for the block.
-
-        Raises CheckpointDamagedError where what comes from elsewhere is not as it was written.
-        """
-
-    @abstractmethod
-    def read(self, name: str, backend: str) -> CheckpointRecord:
-        """Read the record of a checkpoint. Raises InvalidFieldError, NotFoundError,
-        CheckpointDamagedError, and CheckpointMismatchError for another backend's.
-        """
-
-
-def open_checkpoints(store: Place, cache: StoreCacheConfig, *, durable: bool) -> Checkpoints:
-    """Open the checkpoints of a store; those of a bucket have the `cache` of this host."""
-    place = within(store, "checkpoints")
-    if (directory := directory_of(place)) is not None:
-        return CheckpointStore(directory, durable=durable)
-    from services.trainer.controller.bucket_checkpoints import BucketCheckpoints  # needs obstore
-
-    return BucketCheckpoints(str(place), cache)
-
-
-class CheckpointStore(Checkpoints):
-    """`<root>/<id>/`: complete, or not there. Unfinished ones are `<root>/.<id>-<nonce>`."""
-
-    def __init__(self, root: Path, *, durable: bool) -> None:
-        self._root, self._durable = root, durable
-        root.mkdir(parents=True, exist_ok=True)
-
-    def begin(self, checkpoint_id: str) -> str:
-        check_id(checkpoint_id)
-        if (self._root / checkpoint_id).exists():
-            raise AlreadyExistsError("checkpoint", PREFIX + checkpoint_id)
-        partial = self._root / f".{checkpoint_id}-{secrets.token_hex(8)}"
-        partial.mkdir()
-        return str(partial.resolve())
-
-    def finish(self, checkpoint_id: str, partial: str, record: CheckpointRecord) -> None:
-        try:
-            self._finish(checkpoint_id, Path(partial), record)
-        except BaseException:
-            self.abandon(partial)
-            raise
-
-    def abandon(self, partial: str) -> None:
-        shutil.rmtree(partial, ignore_errors=True)
-
-    def _finish(self, checkpoint_id: str, partial: Path, record: CheckpointRecord) -> None:
-        faults.point("checkpoint.files")
-        found = {
-            str(path.relative_to(partial)): path.stat().st_size
-            for path in partial.rglob("*")
-            if path.is_file()
-        }
-        check_complete(str(partial), found, record)
-        if self._durable:
-            for path in partial.rglob("*"):
-                sync_path(path)
-        data = seal(document_of(record), SEAL)
-        write_new(partial / RECORD, data, sync=self._durable)
-        if self._durable:
-            sync_path(partial)
-        faults.point("checkpoint.record")
-        try:
-            os.rename(partial, self._root / checkpoint_id)
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
-            raise AlreadyExistsError("checkpoint", PREFIX + checkpoint_id) from None
-        if self._durable:
-            sync_path(self._root)
-        faults.point("checkpoint.renamed")
-
-    def directory(self, name: str) -> Path:
-        """Find the directory of `checkpoints/<id>`. Raises InvalidFieldError, NotFoundError, and
-        CheckpointDamagedError for one without its record."""
-        directory = self._root / id_of(name)
-        if not directory.is_dir():
-            raise NotFoundError("checkpoint", name)
-        if not (directory / RECORD).is_file():
-            raise CheckpointDamagedError(RECORD, f"{name}: file {RECORD!r} is missing")
-        return directory
-
-    def location(self, name: str, record: CheckpointRecord) -> str:
-        return str(self.directory(name).resolve())
-
-    def files(self, name: str, record: CheckpointRecord) -> AbstractContextManager[Path]:
-        return nullcontext(self.directory(name))
-
-    def read(self, name: str, backend: str) -> CheckpointRecord:
-        directory = self.directory(name)
-        record = decode_record((directory / RECORD).read_bytes(), name, backend)
-        for file, entry in (record.files or {}).items():  # ranks that read them keep no state
-            check_size(directory / file, file, entry)
-        return record
-
-
-def document_of(record: CheckpointRecord) -> dict[str, Any]:
-    """A record as it is stored."""
-    document = {"format": FORMAT, **asdict(record)}
-    for name in ("adapter", "folder"):
-        if not document[name]:  # earlier releases do not know these
-            del document[name]
-    return document
-
-
-def check_complete(partial: str, found: Mapping[str, int], record: CheckpointRecord) -> None:
-    """What the ranks say they wrote is here, and nothing else: the store is one for all.
-
-    `found` are the sizes of files by name. Raises CheckpointDamagedError.
-    """
-    stated = {name: entry.size for name, entry in (record.files or {}).items()}
-    if found != stated:
-        different = ", ".join(sorted({name for name, _ in found.items() ^ stated.items()})[:8])
-        raise CheckpointDamagedError(
-            different.split(", ")[0],
-            f"the ranks wrote other files than are in {partial.rpartition('/')[2]}: {different}; "
-            "the store must be a directory that all of them share, or a bucket",
-        )
-
-
-def decode_record(data: bytes, name: str, backend: str) -> CheckpointRecord:
-    """Raises CheckpointDamagedError, and CheckpointMismatchError for another backend's."""
-    try:
-        record = _decode_record(data, name)
-    except FileDigestError as error:
-        raise CheckpointDamagedError(RECORD, f"{name}: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        detail = f"{name}: file {RECORD!r} is malformed: {error}"
-        raise CheckpointDamagedError(RECORD, detail) from None
-    if record.backend != backend:
-        raise CheckpointMismatchError(
-            f"{name} is of backend {record.backend}, this one is {backend}: set backend to that, "
-            "or start from the weights that were published, as model",
-            name=name,
-        )
-    return record
-
-
-def _decode_record(data: bytes, name: str) -> CheckpointRecord:
-    document: dict[str, Any] = json.loads(data)
-    if SEAL in document:
-        document = unseal(data, SEAL, RECORD)
-    elif document["format"] == FORMAT:
-        raise ValueError("it has lost its digest")
-    if document.pop("format") not in (FORMAT, UNDIGESTED_FORMAT):
-        raise CheckpointMismatchError(
-            f"{name} has a format that this release does not know", name=name
-        )
-    weights, files = document.pop("weights"), document.pop("files", None)
-    return CheckpointRecord(
-        weights=None if weights is None else PublishedWeights(**weights),
-        files=files and {path: FileEntry(**entry) for path, entry in files.items()},
-        **document,
-    )
 
 
 def record_state(

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from services.trainer.backends.fsdp.families import keeps_rows_apart, shares_prompts
+from services.trainer.backends.families import keeps_rows_apart, shares_prompts
 from services.trainer.config import TrainerConfig
 from services.trainer.controller.state import Batch, PassPlan
 from services.trainer.errors import OversizeSampleError

@@ -32,8 +32,8 @@ from sluice.place import is_bucket
 from sluice.runtime.errors import NotFoundError
 from sluice.runtime.idempotency import to_its_end
 from sluice.runtime.waits import Waits
-from sluice.weights.adapter import AdapterSpec, digest_base
-from sluice.weights.checkpoint import companion_files
+from sluice.weights.adapter import AdapterSpec
+from sluice.weights.checkpoint import companion_files, digest_base
 from sluice.weights.classifier import reward_model_config
 from sluice.weights.convert.quantized_layout import modules_kept
 from sluice.weights.errors import MixedKindsError, VersionNotFoundError, WeightStoreError

@@ -27,7 +27,8 @@ from sluice.runtime.errors import InvalidFieldError, NotFoundError, QueueFullErr
 from sluice.runtime.metrics import observe_all
 from sluice.runtime.wire import blob_from_proto, blob_to_proto
 from sluice.samples.arrow import InvalidGroupError, decode_group, encode_group, read_facts
-from sluice.samples.blobs import BlobNotFoundError, BlobReference, Blobs, open_blobs
+from sluice.samples.blob_store import open_blobs
+from sluice.samples.blobs import BlobNotFoundError, BlobReference, Blobs
 from sluice.samples.sample import (
     KNOWN_COLUMNS,
     RowFacts,

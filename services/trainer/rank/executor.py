@@ -31,8 +31,8 @@ from services.trainer.rank.table import (
 )
 from services.trainer.rows import OLD_LOGPROBS, RowLimits
 from sluice import faults, platform
-from sluice.algo.advantages import InvalidAdvantageError
 from sluice.algo.collectives import is_disconnected
+from sluice.algo.packed_rows import InvalidAdvantageError
 from sluice.algo.plugins import PluginSettingError
 from sluice.algo.spec import advantage_traits, loss_traits
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
@@ -46,7 +46,8 @@ from sluice.runtime.wire import (
     invalid_settings,
     loss_from_proto,
 )
-from sluice.samples.blobs import Blobs, open_blobs
+from sluice.samples.blob_store import open_blobs
+from sluice.samples.blobs import Blobs
 from sluice.samples.sample import top_columns
 from sluice.weights.errors import InvalidAdapterError
 from sluice.weights.manifest import FileEntry

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from services.trainer.backend import (
-    Row,
-)
+from services.trainer.backend import Row
 from services.trainer.rows import (
     OpenGroup,
     RowLimits,
@@ -23,21 +21,15 @@ from services.trainer.rows import (
     check_samples,
     read_columns,
 )
-from sluice.algo.advantages import (
-    AdvantageColumns,
-    AdvantageRow,
-    compute_advantages,
-    score_rows,
-)
+from sluice.algo.advantages import AdvantageColumns, compute_advantages, score_rows
 from sluice.algo.aggregation import Moments, merge_measured, relate_siblings
 from sluice.algo.estimator import Sibling
 from sluice.algo.losses import measure_loss, pack_rows
+from sluice.algo.packed_rows import AdvantageRow
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.errors import InvalidFieldError
-from sluice.runtime.wire import (
-    blob_from_proto,
-)
+from sluice.runtime.wire import blob_from_proto
 from sluice.samples.arrow import decode_group, encode_group
 from sluice.samples.blobs import BlobReference, Blobs
 from sluice.samples.columns import RowColumns

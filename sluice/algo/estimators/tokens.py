@@ -15,7 +15,7 @@ from sluice.algo.plugins import PluginSettings
 if TYPE_CHECKING:
     import torch
 
-    from sluice.algo.advantages import PackedRows
+    from sluice.algo.packed_rows import PackedRows
 
 
 class ReturnSettings(PluginSettings):

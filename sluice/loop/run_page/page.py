@@ -7,6 +7,7 @@ import contextlib
 import html
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from sluice.loop.journal import BACK, END, NOTE, START, read_journal
 from sluice.loop.ledger import SeenGroup, groups_of
 from sluice.loop.report import read_metrics, tokens_per_second
 from sluice.loop.run_samples import SeenSample, image_of, load_samples, pieces_of
-from sluice.loop.status import is_directory, life_of
+from sluice.loop.status import life_of
 from sluice.place import Place, place_of
 from sluice.samples.tokenizer import TextTokenizer
 from sluice.yaml_values import load_yaml
@@ -124,12 +125,12 @@ class SeenRun:
         services = self.config.get("services")
         if not isinstance(services, str) or not services:
             return None
-        return path if is_directory((path := Path(services)).parent) else None
+        return path if os.path.isdir((path := Path(services)).parent) else None
 
 
 def read_run(run_dir: Path) -> SeenRun:
     """Raises ConfigError for a directory that is none, or holds no run."""
-    if not is_directory(run_dir):
+    if not os.path.isdir(run_dir):
         raise ConfigError(f"{str(run_dir)[:200]!r} is no run directory")
     events, warnings = read_journal(run_dir), list[str]()
     try:

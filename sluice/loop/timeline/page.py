@@ -6,6 +6,7 @@ import heapq
 import html
 import json
 import logging
+import os
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,6 @@ import pyarrow as pa
 
 from sluice.config import ConfigError
 from sluice.loop.journal import LAST_TIME
-from sluice.loop.status import is_directory
 from sluice.loop.trace import (
     CRITIC,
     LOOP,
@@ -429,7 +429,7 @@ def write_page(run_dir: Path, output: Path | None, steps: str | None) -> list[st
     Raises ConfigError for steps that are neither FIRST-LAST nor all, or where there is no trace.
     """
     first, last = range_of(steps)
-    if not is_directory(str(run_dir)):
+    if not os.path.isdir(run_dir):
         raise ConfigError(f"trace: {str(run_dir)[:200]!r} is no run directory")
     try:
         trace = load(run_dir, first, last)

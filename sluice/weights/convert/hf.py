@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
+from sluice.json_values import load_json
 from sluice.weights.checkpoint import (
     INDEX_NAME,
     SINGLE_NAME,
     encode_header,
     encode_index,
-    load_json,
     map_shard,
     parse_extents,
     read_index,
@@ -26,6 +26,7 @@ from sluice.weights.convert.pieces import Content, FileRange, Files
 from sluice.weights.convert.quantization import dequantize
 from sluice.weights.convert.quantized_layout import layout_of
 from sluice.weights.convert.work import ConversionReport, Group, OutputFile, TensorTask
+from sluice.weights.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from sluice.weights.errors import (
     ConflictingTensorError,
     InvalidCheckpointError,
@@ -34,7 +35,6 @@ from sluice.weights.errors import (
     UnexpectedTensorError,
 )
 from sluice.weights.rules.weight_map import WeightMap
-from sluice.weights.shards import DTYPE_NAMES, TORCH_DTYPES
 
 CONFIG = "config.json"
 WORKING_BYTES = 16  # to compute one number of a quantised tensor

@@ -15,14 +15,9 @@ from pathlib import Path
 import torch
 
 from sluice.imports import uncollected
-from sluice.weights.checkpoint import (
-    check_companions,
-    check_file,
-    check_header,
-    companion_files,
-    is_plain_name,
-    load_json,
-)
+from sluice.json_values import load_json
+from sluice.place import is_plain_name
+from sluice.weights.checkpoint import check_companions, check_file, check_header, companion_files
 from sluice.weights.classifier import CRITIC, REWARD_MODEL
 from sluice.weights.convert.hf import (
     CONFIG,
@@ -40,6 +35,7 @@ from sluice.weights.convert.quantized_layout import QuantizedLayout, layout_name
 from sluice.weights.convert.stored import is_torch_dist, read_keys
 from sluice.weights.convert.torch_dist_source import TorchDistSource
 from sluice.weights.convert.work import Check, ConversionReport, Work
+from sluice.weights.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from sluice.weights.errors import (
     ConflictingTensorError,
     DamagedFileError,
@@ -53,7 +49,6 @@ from sluice.weights.rules.packing import InexactTensorError
 from sluice.weights.rules.rule import Stage
 from sluice.weights.rules.shape import read_shape
 from sluice.weights.rules.weight_map import UnknownArchitectureError, WeightMap, family_of
-from sluice.weights.shards import DTYPE_NAMES, TORCH_DTYPES
 from sluice.weights.stored_experts import are_stacked, are_straight, tensor_shapes
 
 RECORD = "conversion.json"

@@ -18,8 +18,8 @@ from sluice.weights.convert.quantized_layout import (
     Mxfp4Blocks,
     QuantizedLayout,
 )
+from sluice.weights.dtypes import DTYPE_NAMES
 from sluice.weights.errors import InvalidCheckpointError
-from sluice.weights.shards import DTYPE_NAMES
 
 LARGEST_FP8, LARGEST_INT4 = 448.0, 7.0
 LEAST_INT4 = -8  # the codes of others may have it

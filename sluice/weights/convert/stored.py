@@ -24,7 +24,8 @@ import numpy as np
 import torch
 
 from sluice.imports import uncollected
-from sluice.weights.checkpoint import is_plain_name, load_json
+from sluice.json_values import load_json
+from sluice.place import is_plain_name
 from sluice.weights.convert.pieces import Files
 from sluice.weights.errors import (
     DamagedFileError,

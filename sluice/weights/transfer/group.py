@@ -19,9 +19,9 @@ from torch.distributed import distributed_c10d
 
 from sluice import faults, platform
 from sluice.address import join_address, plain_host, split_address
+from sluice.weights.dtypes import TORCH_DTYPES
 from sluice.weights.errors import TensorDigestError, TransferBrokenError
 from sluice.weights.manifest import digest_bytes
-from sluice.weights.shards import TORCH_DTYPES
 from sluice.weights.transfer.deadline import Deadline
 from sluice.weights.transfer.handles import HandleGroup
 from sluice.weights.transfer.plan import HANDLES, Bucket, Membership

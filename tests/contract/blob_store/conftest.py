@@ -10,7 +10,8 @@ import pytest
 
 from sluice.bucket import ObjectBucket
 from sluice.place import StoreCacheConfig
-from sluice.samples.blobs import Blobs, BlobStore
+from sluice.samples.blob_store import BlobStore
+from sluice.samples.blobs import Blobs
 from sluice.samples.bucket_blobs import BucketBlobs
 from tests.s3_server import Faults, environment, make_bucket, running_s3
 

@@ -150,7 +150,7 @@ def test_a_server_that_is_stopped_costs_the_deadline_and_is_named(
 
 KILLED = """
 import os, sys
-from sluice.samples.blobs import open_blobs
+from sluice.samples.blob_store import open_blobs
 from sluice.place import StoreCacheConfig
 from pathlib import Path
 blobs = open_blobs(sys.argv[1], StoreCacheConfig(directory=Path(sys.argv[2])))

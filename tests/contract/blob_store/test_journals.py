@@ -12,7 +12,8 @@ from services.rollout.episodes.bucket_journals import BucketJournals
 from services.rollout.episodes.spool import DirectoryJournals, Journals
 from sluice.bucket import ObjectBucket
 from sluice.place import StoreCacheConfig
-from sluice.samples.blobs import BlobReference, Blobs, BlobStore
+from sluice.samples.blob_store import BlobStore
+from sluice.samples.blobs import BlobReference, Blobs
 from sluice.samples.bucket_blobs import BucketBlobs
 from tests.s3_server import Faults
 

@@ -20,7 +20,8 @@ from openai import AsyncOpenAI
 from services.rollout.process import RolloutProcess
 from sluice.client import TrainerClient
 from sluice.samples.arrow import decode_group, read_metadata
-from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.samples.blob_store import BlobStore
+from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import Sample, validate_sample
 from tests.patience import PATIENCE
 from tests.service.openai.conftest import TEMPLATE, client_of, running_openai

@@ -26,7 +26,7 @@ from sluice.client import EngineClient, RemoteError, RolloutClient, RouterClient
 from sluice.config import parse_config
 from sluice.runtime import wire
 from sluice.samples.arrow import decode_group
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from sluice.samples.sample import Sample
 from sluice.weights.store import StoredVersion, WeightStore
 from tests.patience import PATIENCE

@@ -23,7 +23,7 @@ from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as worker_pb
 from sluice.client import RemoteError, error_from_status
 from sluice.config import Config
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from sluice.samples.sample import Sample, validate_sample
 from tests.patience import PATIENCE
 from tests.service.rollout.harness import (

@@ -11,7 +11,8 @@ from PIL import Image
 
 from examples.geometry.measured import SIDES, make_puzzle
 from examples.models.tiny_qwen3_vl import IMAGE, WORDS, build_tiny_qwen3_vl
-from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.samples.blob_store import BlobStore
+from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import validate_sample
 from sluice.weights.store import WeightStore
 from tests.imported import import_checkpoint

@@ -8,7 +8,7 @@ import pytest
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.client import EngineClient, RemoteError, new_request_id, typed_errors
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from tests.service.rollout.harness import Store, load_weights
 
 

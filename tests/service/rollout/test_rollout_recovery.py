@@ -27,7 +27,8 @@ from sluice.client import (
     error_from_status,
     typed_errors,
 )
-from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.samples.blob_store import BlobStore
+from sluice.samples.blobs import BlobReference
 from tests.patience import PATIENCE
 from tests.service.rollout import talk
 from tests.service.rollout.harness import (

@@ -17,7 +17,7 @@ from sluice.client import RemoteError, RouterClient, error_from_status
 from sluice.demo.tiny_qwen3 import WORDS
 from sluice.runtime import wire
 from sluice.samples.arrow import read_metadata
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from sluice.samples.sample import validate_sample
 from sluice.samples.tokenizer import TextTokenizer
 from tests.patience import PATIENCE

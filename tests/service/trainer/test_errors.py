@@ -17,7 +17,8 @@ from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.client import RemoteError, TrainerClient, typed_errors
 from sluice.runtime.wire import sample_to_proto
 from sluice.samples.arrow import encode_group
-from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.samples.blob_store import BlobStore
+from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import Sample
 from tests.service.trainer.harness import PPO, RunningTrainer, make_group, upload
 

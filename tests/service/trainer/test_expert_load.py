@@ -13,7 +13,7 @@ from sluice.loop.ledger import LedgerGroup
 from sluice.loop.metrics import is_documented
 from sluice.loop.training import train_step
 from sluice.samples.arrow import encode_group
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from tests.contract.training_backend.cases import build_model
 from tests.service.trainer.harness import ACTIVE, GRPO, PPO, make_group, running_trainer, until
 from tests.service.trainer.test_epochs import gauge

@@ -11,7 +11,7 @@ from sluice.loop.config import AlgorithmConfig
 from sluice.loop.ledger import LedgerGroup
 from sluice.loop.training import MismatchError, train_step
 from sluice.samples.arrow import encode_group
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from tests.service.trainer.harness import PPO, RunningTrainer, make_group, upload
 
 ALGORITHM = AlgorithmConfig(advantage=AdvantageSpec(name="grpo"), loss=PPO)

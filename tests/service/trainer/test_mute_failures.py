@@ -18,7 +18,7 @@ from tests.unit.trainer.stage import MODEL, Stage
 
 ACTIVE = trainer_pb.Trainer.STATE_ACTIVE
 UNPIN_FAILS = """
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 def unpin(self, *_):
     raise PermissionError("the store is not ours")
 BlobStore.unpin = unpin

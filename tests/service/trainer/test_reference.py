@@ -17,7 +17,7 @@ from sluice.loop.config import AlgorithmConfig
 from sluice.loop.ledger import LedgerGroup
 from sluice.loop.training import train_step
 from sluice.samples.arrow import encode_group
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from sluice.samples.sample import Sample
 from tests.service.trainer.harness import (
     ACTIVE,

@@ -18,7 +18,7 @@ from sluice.loop import training as loop
 from sluice.loop.config import AlgorithmConfig
 from sluice.loop.ledger import LedgerGroup
 from sluice.samples.arrow import encode_group
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from sluice.weights.store import WeightStore
 from tests.service.trainer.harness import (
     GRPO,

@@ -20,7 +20,8 @@ from sluice.loop.ledger import LedgerGroup
 from sluice.loop.teachers import ATTEMPTS, TrainerTeacher
 from sluice.loop.training import train_step
 from sluice.samples.arrow import encode_group
-from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.samples.blob_store import BlobStore
+from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import top_columns
 from tests import warm
 from tests.patience import PATIENCE

@@ -8,7 +8,7 @@ import pytest
 
 from sluice.client import TrainerClient
 from sluice.samples.arrow import encode_group
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from sluice.samples.sample import SEVERAL, Sample
 from tests.service.trainer.harness import PPO, RunningTrainer, make_group, upload
 from tests.service.trainer.test_errors import INVALID, PRECONDITION, assert_is, refusal

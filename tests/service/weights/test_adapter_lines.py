@@ -13,7 +13,7 @@ from sluice.api.common.v1.sample_pb2 import WeightVersion
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.client import EngineClient, RemoteError
 from sluice.runtime.security import SecurityConfig
-from sluice.weights.adapter import digest_base
+from sluice.weights.checkpoint import digest_base
 from sluice.weights.store import StoredVersion, WeightStore
 from tests.adapters import import_adapter, make_adapter
 from tests.service.trainer.harness import poll

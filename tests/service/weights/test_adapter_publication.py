@@ -14,8 +14,7 @@ import pytest
 
 from sluice import faults
 from sluice.client import EngineClient, RemoteError, TrainerClient
-from sluice.weights.adapter import digest_base
-from sluice.weights.checkpoint import verify_files
+from sluice.weights.checkpoint import digest_base, verify_files
 from sluice.weights.store import WeightStore
 from tests.adapters import peft_logprobs
 from tests.imported import import_checkpoint

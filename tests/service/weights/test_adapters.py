@@ -21,7 +21,8 @@ from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.client import EngineClient, RemoteError, typed_errors
 from sluice.runtime.security import SecurityConfig
-from sluice.weights.adapter import ADAPTER_CONFIG, ADAPTER_FILE, decode_adapter_config, digest_base
+from sluice.weights.adapter import ADAPTER_CONFIG, ADAPTER_FILE, decode_adapter_config
+from sluice.weights.checkpoint import digest_base
 from sluice.weights.manifest import MANIFEST_NAME
 from sluice.weights.shards import PublishedShards
 from sluice.weights.store import StoredVersion, WeightStore

@@ -21,7 +21,7 @@ import pytest
 from google.longrunning import operations_pb2, operations_pb2_grpc
 
 from services.trainer.config import TrainerConfig
-from services.trainer.controller.checkpoints import RECORD
+from services.trainer.controller.checkpoint_record import RECORD
 from sluice import faults
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.client import RemoteError, TrainerClient

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.algo.advantages import AdvantageRow, compute_advantages
+from sluice.algo.advantages import compute_advantages
 from sluice.algo.aggregation import Moments
 from sluice.algo.losses import MissingColumnError
+from sluice.algo.packed_rows import AdvantageRow
 from sluice.algo.spec import AdvantageSpec
 
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.algo.advantages import AdvantageRow, compute_advantages
+from sluice.algo.advantages import compute_advantages
+from sluice.algo.packed_rows import AdvantageRow
 from sluice.algo.plugins import PluginSettingError
 from sluice.algo.spec import AdvantageSpec, OverlongSpec
 

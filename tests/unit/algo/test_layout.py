@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.algo.advantages import generalized_advantages, place_terminal
 from sluice.algo.layout import SequenceLayout
+from sluice.algo.packed_rows import generalized_advantages, place_terminal
 
 SIZES = [1, 2, 3, 4, 8]
 lengths = st.lists(st.integers(0, 40), max_size=6).map(tuple)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from sluice.algo.advantages import AdvantageRow, InvalidAdvantageError, compute_advantages
+from sluice.algo.advantages import compute_advantages
+from sluice.algo.packed_rows import AdvantageRow, InvalidAdvantageError
 from sluice.algo.plugins import PluginSettingError
 from sluice.algo.spec import AdvantageSpec
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from sluice.algo.advantages import AdvantageRow, compute_advantages
+from sluice.algo.advantages import compute_advantages
 from sluice.algo.aggregation import weigh_samples
 from sluice.algo.logprobs import token_logprobs
 from sluice.algo.losses import LossInputs, compute_loss
+from sluice.algo.packed_rows import AdvantageRow
 from sluice.algo.plugins import SHIPPED, PluginSettingError, PluginSettings, build, find
 from sluice.algo.spec import AdvantageSpec, Aggregation, ImportanceSpec, LossSpec, OverlongSpec
 from sluice.samples.sample import top_columns

@@ -22,7 +22,8 @@ from services.rollout.errors import (
     VersionUnavailableError,
 )
 from sluice.runtime.errors import ServiceError
-from sluice.weights.adapter import ADAPTER_FILE, digest_base
+from sluice.weights.adapter import ADAPTER_FILE
+from sluice.weights.checkpoint import digest_base
 from sluice.weights.store import StoredVersion, WeightStore
 from tests.adapters import import_adapter, make_adapter, peft_logprobs, publish_adapters
 from tests.contract.engine.cases import Model, build_model, request_of

@@ -26,7 +26,7 @@ from sluice.config import ConfigError, parse_config
 from sluice.loop.config import RunConfig, SftConfig
 from sluice.loop.report import RunReport
 from sluice.loop.trace import LOOP, STEP, TRAINER, RunTrace, TraceConfig
-from sluice.loop.trackers import OtelConfig, TrackersConfig
+from sluice.loop.tracker_settings import OtelConfig, TrackersConfig
 from tests.patience import PATIENCE
 from tests.unit.loop.test_trace import group_of
 

@@ -17,7 +17,8 @@ from sluice.loop.config import RetentionConfig
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.retention import Retention
 from sluice.loop.run_directory import RunCheckpoint, list_run_checkpoints
-from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.samples.blob_store import BlobStore
+from sluice.samples.blobs import BlobReference
 from sluice.weights.shards import write_shard
 from sluice.weights.store import WeightStore
 from tests.patience import PATIENCE

@@ -15,8 +15,8 @@ import pytest
 
 from sluice import faults
 from sluice.bucket import ObjectBucket
-from sluice.cli import run_training
 from sluice.config import ConfigError, parse_config
+from sluice.driver import run_training
 from sluice.loop.config import RunConfig
 from sluice.loop.ledger import Ledger
 from sluice.loop.run_archive import OVER, Cut, RunArchive, RunTakenError, owned_archive

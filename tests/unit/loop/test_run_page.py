@@ -26,7 +26,8 @@ from sluice.loop.metrics import ROW_KEYS
 from sluice.loop.run_page.page import page_data, read_run, render_runs, tokenizer_of, write_run_page
 from sluice.loop.run_samples import SampleKeeper, kept_files, load_samples
 from sluice.samples.arrow import encode_group
-from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.samples.blob_store import BlobStore
+from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import MediaSpan, Sample, VersionSpan
 
 MADE_HERE = {"tokens_per_second"}  # of a row's tokens and time

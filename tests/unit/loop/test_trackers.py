@@ -25,7 +25,8 @@ from sluice.loop import tracking
 from sluice.loop.config import RunConfig
 from sluice.loop.journal import without_secrets
 from sluice.loop.report import RunReport
-from sluice.loop.trackers import NOT_TRACKED, TrackersConfig, values_of
+from sluice.loop.tracker_settings import TrackersConfig
+from sluice.loop.trackers import NOT_TRACKED, values_of
 from sluice.loop.tracking import RowFollower, TrackedRows
 from tests.patience import PATIENCE
 

@@ -18,7 +18,7 @@ from services.rollout.openai.prompts import Prompt
 from services.rollout.openai.recorder import Recorder
 from services.rollout.openai.requests import Record
 from sluice.runtime.http import ApiError
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from sluice.samples.sample import VersionSpan
 
 PROMPT = Prompt("p", (1, 2, 3))

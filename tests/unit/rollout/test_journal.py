@@ -25,7 +25,8 @@ from services.rollout.episodes.spool import (
     StoreFailedError,
 )
 from sluice.samples.arrow import decode_group, read_metadata
-from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.samples.blob_store import BlobStore
+from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import Sample
 from tests.durable_disk import DurableDisk
 from tests.patience import PATIENCE

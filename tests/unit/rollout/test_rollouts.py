@@ -44,7 +44,8 @@ from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.rollout.v1 import trace_pb2
 from sluice.config import Config
 from sluice.runtime.waits import Waits
-from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.samples.blob_store import BlobStore
+from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import Sample
 from tests.patience import PATIENCE
 

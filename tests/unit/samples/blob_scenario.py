@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 
 
 def scenario(root: Path, tell: Callable[[str], object]) -> None:

@@ -24,7 +24,7 @@ from sluice.samples.arrow import (
     encode_view,
     read_metadata,
 )
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from sluice.samples.sample import (
     COLUMNS,
     MediaSpan,

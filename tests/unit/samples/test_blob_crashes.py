@@ -18,7 +18,8 @@ import pytest
 import xxhash
 
 from sluice.durable import LockTimeoutError, locked
-from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore, PinBoard
+from sluice.samples.blob_store import BlobStore, PinBoard
+from sluice.samples.blobs import BlobNotFoundError, BlobReference
 from tests.patience import PATIENCE
 
 HERE = Path(__file__).parent

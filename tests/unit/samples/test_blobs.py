@@ -19,18 +19,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.durable import DirectoryError
-from sluice.samples.blobs import (
+from sluice.samples.blob_store import (
     COMPACT_LINES,
-    MAPPED_BYTES,
-    BlobDigestError,
-    BlobNotFoundError,
-    BlobReference,
     BlobStore,
     append,
     has_blob,
     pin_path,
     read_blob,
 )
+from sluice.samples.blobs import MAPPED_BYTES, BlobDigestError, BlobNotFoundError, BlobReference
 from tests.patience import PATIENCE
 
 NOW = -5.0  # a grace that spares nothing, not even what was put this moment

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.trainer.backends.fsdp.families import FAMILIES
+from services.trainer.backends.families import FAMILIES
 from tools import models_table
 
 PROOF = {"ranks": 2, "logprob": 1e-6, "gradient": 2e-6, "norm": 3e-6, "reloaded": 4e-6}

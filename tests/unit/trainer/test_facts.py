@@ -20,7 +20,8 @@ from sluice.balance.planner import OversizePolicy
 from sluice.runtime.errors import DataLossError, InvalidFieldError
 from sluice.runtime.wire import blob_to_proto
 from sluice.samples import arrow
-from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.samples.blob_store import BlobStore
+from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import (
     InvalidFactsError,
     MediaSpan,

@@ -10,8 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from services.trainer.backend import LayoutError
-from services.trainer.backends.fsdp.config import FsdpConfig
-from services.trainer.backends.fsdp.families import (
+from services.trainer.backends.families import (
     FAMILIES,
     REFUSED,
     TENSOR_REFUSED,
@@ -22,6 +21,7 @@ from services.trainer.backends.fsdp.families import (
     layout_of,
     shares_prompts,
 )
+from services.trainer.backends.fsdp.config import FsdpConfig
 from services.trainer.backends.fsdp.layout import mesh_of
 from services.trainer.config import TrainerConfig
 from services.trainer.controller.planning import Packing, packing_of

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.trainer.backend import Row
-from services.trainer.backends.reference.attention import attend
-from services.trainer.backends.reference.packing import (
+from services.trainer.backends.packing import (
     AGAIN_FACTOR,
     LONG_TOKENS,
     PASS_TOKENS,
@@ -20,6 +19,7 @@ from services.trainer.backends.reference.packing import (
     pack,
     split_rows,
 )
+from services.trainer.backends.reference.attention import attend
 from sluice.fused_operations import attention_kernel
 from tests.fused_stand_ins import CALLS, place_all
 

@@ -20,7 +20,7 @@ from sluice.balance.planner import OversizePolicy, PlanLimits
 from sluice.config import parse_config
 from sluice.runtime.wire import blob_to_proto
 from sluice.samples.arrow import encode_group
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from sluice.samples.sample import Sample, VersionSpan, truncate_sample, validate_sample
 from tests.unit.trainer.rows import make_batch, make_sample, make_samples
 from tests.unit.trainer.test_planning import SHAPE

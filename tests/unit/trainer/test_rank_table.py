@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from services.trainer.rank.table import RowTable, add_advantages, report_scores
-from sluice.algo.advantages import InvalidAdvantageError
+from sluice.algo.packed_rows import InvalidAdvantageError
 from sluice.algo.spec import AdvantageSpec
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.wire import advantage_to_proto, blob_to_proto
 from sluice.samples.arrow import decode_group, encode_group
-from sluice.samples.blobs import BlobStore
+from sluice.samples.blob_store import BlobStore
 from tests.unit.trainer.rows import LIMITS, make_sample
 
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from services.trainer.backend import Mesh
+from services.trainer.backends.packing import NOTHING
 from services.trainer.backends.reference.backend import ReferenceBackend
-from services.trainer.backends.reference.packing import NOTHING
 from services.trainer.config import TrainerConfig
 from sluice import platform
 from sluice.algo.spec import LossSpec

@@ -17,7 +17,8 @@ from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.errors import DataLossError, InvalidFieldError, ServiceError
 from sluice.runtime.wire import blob_to_proto
 from sluice.samples.arrow import encode_group, open_group
-from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.samples.blob_store import BlobStore
+from sluice.samples.blobs import BlobReference
 from sluice.samples.columns import RowColumns
 from sluice.samples.sample import Sample, VersionSpan, describe_rows
 from tests.unit.trainer.rows import LIMITS, make_sample

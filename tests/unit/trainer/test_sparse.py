@@ -10,7 +10,7 @@ import torch
 from transformers import GlmMoeDsaConfig
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaIndexer
 
-from services.trainer.backends.reference.packing import pack
+from services.trainer.backends.packing import pack
 from services.trainer.backends.sparse import PackMask, choose_by_rows
 from tests.contract.training_backend.cases import make_row
 

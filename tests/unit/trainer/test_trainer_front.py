@@ -30,7 +30,8 @@ from sluice.balance.planner import MicroBatchPlan, PlanLimits, PlanRows, plan_mi
 from sluice.runtime.errors import LoadingError, QueueFullError
 from sluice.runtime.operations import Operations
 from sluice.runtime.wire import sample_to_proto
-from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.samples.blob_store import BlobStore
+from sluice.samples.blobs import BlobReference
 from sluice.weights.manifest import seal
 from tests.unit.trainer.ranks import until
 from tests.unit.trainer.rows import make_samples

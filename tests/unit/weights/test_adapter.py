@@ -19,12 +19,11 @@ from sluice.weights.adapter import (
     ADAPTER_FILE,
     AdapterSpec,
     decode_adapter_config,
-    digest_base,
     encode_adapter_config,
     matched_layers,
     tensor_names,
 )
-from sluice.weights.checkpoint import companion_files
+from sluice.weights.checkpoint import companion_files, digest_base
 from sluice.weights.errors import InvalidAdapterError, OtherBaseError
 from sluice.weights.shards import write_shard
 from sluice.weights.store import WeightStore

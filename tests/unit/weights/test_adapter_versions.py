@@ -13,8 +13,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from sluice.weights.adapter import ADAPTER_CONFIG, ADAPTER_FILE, AdapterSpec, digest_base
-from sluice.weights.checkpoint import describe_shard
+from sluice.weights.adapter import ADAPTER_CONFIG, ADAPTER_FILE, AdapterSpec
+from sluice.weights.checkpoint import describe_shard, digest_base
 from sluice.weights.errors import (
     InvalidAdapterError,
     MixedKindsError,

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from sluice.weights.checkpoint import CheckedShards, describe_shard, parse_header, verify_files
+from sluice.weights.dtypes import TORCH_DTYPES
 from sluice.weights.errors import (
     DamagedFileError,
     FileDigestError,
@@ -27,7 +28,7 @@ from sluice.weights.errors import (
     TensorDigestError,
     WeightStoreError,
 )
-from sluice.weights.shards import TORCH_DTYPES, load_verified, write_shard
+from sluice.weights.shards import load_verified, write_shard
 from sluice.weights.store import StoredVersion, WeightStore
 from tests.imported import import_checkpoint
 

@@ -39,9 +39,10 @@ from sluice.weights.checkpoint import (
 from sluice.weights.convert.hf import read_config
 from sluice.weights.convert.quantization import restored
 from sluice.weights.convert.quantized_layout import layout_of
+from sluice.weights.dtypes import DTYPE_NAMES
 from sluice.weights.errors import InvalidCheckpointError
 from sluice.weights.manifest import Manifest, ShardFile, TensorEntry
-from sluice.weights.shards import DTYPE_NAMES, load_verified, mapped_tensor
+from sluice.weights.shards import load_verified, mapped_tensor
 
 READERS = 2  # shards that are read at a time
 

@@ -28,11 +28,11 @@ from services.trainer.backend import (
 )
 from services.trainer.backends import lora
 from services.trainer.backends.expert_load import load_metrics, watch_biases, watch_experts
+from services.trainer.backends.families import check_replay
 from services.trainer.backends.fsdp import checkpoint
 from services.trainer.backends.fsdp.context import create_context, pack_context
 from services.trainer.backends.fsdp.expert_parallel import check_spread, create_experts
 from services.trainer.backends.fsdp.export import Export
-from services.trainer.backends.fsdp.families import check_replay
 from services.trainer.backends.fsdp.model import Asked, ShardedModel, load_model
 from services.trainer.backends.fsdp.optimizer import ShardedOptimizer, local_part
 from services.trainer.backends.fsdp.tensor_parallel import (
@@ -43,14 +43,14 @@ from services.trainer.backends.fsdp.tensor_parallel import (
     unsharded,
 )
 from services.trainer.backends.muon import hidden_matrices
-from services.trainer.backends.quantized_passes import simulate_experts
-from services.trainer.backends.reference.packing import (
+from services.trainer.backends.packing import (
     DUMMY,
     PackedLayout,
     PassInputs,
     images_of,
     pack,
 )
+from services.trainer.backends.quantized_passes import simulate_experts
 from services.trainer.backends.replay import PackReplay, replayed
 from services.trainer.backends.sums import SumsOnDevice, by_sample, pass_sums
 from services.trainer.backends.trainable import frozen_parameters

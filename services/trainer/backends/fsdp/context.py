@@ -20,8 +20,8 @@ from transformers import AttentionInterface
 from services.trainer.backend import Mesh, Row
 from services.trainer.backends.expert_load import followed
 from services.trainer.backends.fsdp.config import FsdpConfig
+from services.trainer.backends.packing import LONG_TOKENS, PackedLayout, PromptBucket
 from services.trainer.backends.reference.attention import attend
-from services.trainer.backends.reference.packing import LONG_TOKENS, PackedLayout, PromptBucket
 from services.trainer.backends.sparse import ChosenKeys
 from sluice.algo.collectives import Collectives, create_collectives, gather_placed, gather_tokens
 from sluice.algo.layout import KeyRange, SequenceLayout

@@ -34,16 +34,16 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
-from services.trainer.backends.fsdp.config import FsdpConfig
-from services.trainer.backends.fsdp.context import CONTEXT_IMPLEMENTATION, ContextLayout
-from services.trainer.backends.fsdp.expert_parallel import ExpertRanks, cut_experts
-from services.trainer.backends.fsdp.families import (
+from services.trainer.backends.families import (
     UnknownFamilyError,
     check_context,
     check_lengths,
     check_tensor,
     layout_of,
 )
+from services.trainer.backends.fsdp.config import FsdpConfig
+from services.trainer.backends.fsdp.context import CONTEXT_IMPLEMENTATION, ContextLayout
+from services.trainer.backends.fsdp.expert_parallel import ExpertRanks, cut_experts
 from services.trainer.backends.fsdp.joined import check_joined, put_in_order
 from services.trainer.backends.fsdp.tensor_parallel import (
     DATA,
@@ -56,6 +56,7 @@ from services.trainer.backends.fsdp.tensor_parallel import (
     tensor_cut,
     unsharded,
 )
+from services.trainer.backends.packing import PackedLayout
 from services.trainer.backends.recurrent import keep_rows_apart, recurrent_layers
 from services.trainer.backends.reference.attention import IMPLEMENTATION
 from services.trainer.backends.reference.model import (
@@ -66,7 +67,6 @@ from services.trainer.backends.reference.model import (
     run_packed,
     with_named,
 )
-from services.trainer.backends.reference.packing import PackedLayout
 from services.trainer.backends.sparse import choose_by_rows
 from services.trainer.config import Head
 from sluice import operations, platform, vision

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.trainer.backends.banded import Scores, attend_banded
-from services.trainer.backends.reference.packing import LONG_TOKENS, PackedLayout, PromptBucket
+from services.trainer.backends.packing import LONG_TOKENS, PackedLayout, PromptBucket
 from services.trainer.backends.sparse import ChosenKeys, attend_chosen
 from sluice.fused_operations import Attention
 from sluice.imports import uncompiled

@@ -26,9 +26,9 @@ from services.trainer.backend import (
 from services.trainer.backends import lora, replica
 from services.trainer.backends.expert_load import load_metrics, watch_biases, watch_experts
 from services.trainer.backends.muon import hidden_matrices
+from services.trainer.backends.packing import DUMMY, NOTHING, PassInputs, split_rows
 from services.trainer.backends.quantized_passes import simulate_experts
 from services.trainer.backends.reference.model import ScoredModel
-from services.trainer.backends.reference.packing import DUMMY, NOTHING, PassInputs, split_rows
 from services.trainer.backends.replay import PackReplay, replayed
 from services.trainer.backends.replica import FlatOptimizer
 from services.trainer.backends.sums import SumsOnDevice, by_sample, pass_sums

@@ -13,10 +13,10 @@ from safetensors import SafetensorError, safe_open
 from torch.nn.functional import linear
 
 from services.trainer.backend import MicroBatch
-from services.trainer.backends.fsdp.families import check_lengths
+from services.trainer.backends.families import check_lengths
+from services.trainer.backends.packing import PackedLayout, images_of, pack
 from services.trainer.backends.recurrent import keep_rows_apart, recurrent_layers, row_inputs
 from services.trainer.backends.reference.attention import IMPLEMENTATION
-from services.trainer.backends.reference.packing import PackedLayout, images_of, pack
 from services.trainer.backends.sparse import choose_by_rows, mask_inputs
 from services.trainer.config import Head
 from sluice import operations, vision

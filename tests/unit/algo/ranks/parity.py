@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sluice.algo.advantages import (
-    AdvantageRow,
-    compute_advantages,
-    generalized_advantages,
-    place_terminal,
-)
+from sluice.algo.advantages import compute_advantages
 from sluice.algo.aggregation import Moments
 from sluice.algo.layout import SequenceLayout
 from sluice.algo.logprobs import (
@@ -19,6 +14,7 @@ from sluice.algo.logprobs import (
     top_logprobs,
 )
 from sluice.algo.losses import compute_loss, pack_rows
+from sluice.algo.packed_rows import AdvantageRow, generalized_advantages, place_terminal
 from sluice.algo.spec import AdvantageSpec
 from tests.unit.algo.ranks.toy_model import (
     BATCHES,
