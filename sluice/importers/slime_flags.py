@@ -49,6 +49,11 @@ def _recompute(into: Imported, values: Values) -> None:
     set_at(into.trainer, "megatron.recompute", value)
 
 
+def _replay(into: Imported, _: Values) -> None:
+    set_at(into.trainer, "megatron.routing_replay", "rollout")
+    set_at(into.rollout, "engine.routed_experts", True)
+
+
 def _recompute_method(_: Imported, values: Values) -> None:
     if only(values) != "uniform":
         raise NotCarriedError(f"{values[0]!r}: megatron.recompute_layers counts uniform blocks")
@@ -310,9 +315,7 @@ FLAGS: dict[str, Flag] = {
     "custom-convert-samples-to-train-data-path": absent("see rollout-data-postprocess-path"),
     "rollout-all-samples-process-path": absent("filters see a group at a time"),
     "use-rollout-routing-replay": Flag(
-        "trainer: megatron.routing_replay",
-        "rollout",
-        lambda into, _: set_at(into.trainer, "megatron.routing_replay", "rollout"),
+        "trainer: megatron.routing_replay", "rollout; rollout: engine.routed_experts", _replay
     ),
     "use-routing-replay": Flag(
         "trainer: megatron.routing_replay",

@@ -363,9 +363,10 @@ def _trainer(into: Imported) -> None:
         }
         lora |= {"targets": facts["targets"]} if "targets" in facts else {}
         trainer["lora"] = lora | ({"start": facts["lora_start"]} if "lora_start" in facts else {})
+    replay = {"routing_replay": facts["routing_replay"]} if "routing_replay" in facts else {}
     if backend == "fsdp":
         trainer.pop("megatron", None)
-        fsdp: dict[str, Any] = {"dtype": "bfloat16", **trainer.get("fsdp", {})}
+        fsdp: dict[str, Any] = {"dtype": "bfloat16", **trainer.get("fsdp", {}), **replay}
         fsdp["activation_checkpointing"] = facts.get("checkpointing", True)
         if _offloads(into, fsdp["activation_checkpointing"]):
             fsdp["activation_offload"] = True
@@ -385,7 +386,8 @@ def _trainer(into: Imported) -> None:
         return
     trainer.pop("fsdp", None)
     _offloads(into, False)
-    megatron = trainer.setdefault("megatron", {})
+    megatron = trainer.setdefault("megatron", {}) | replay
+    trainer["megatron"] = megatron
     if megatron.get("tensor", 1) > 1:
         megatron["sequence_parallel"] = facts.get("sequence_parallel", True)
     if megatron.get("pipeline", 1) == 1:

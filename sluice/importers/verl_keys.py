@@ -161,7 +161,14 @@ def _replay(into: Imported, values: Values) -> None:
     if mode not in known:
         raise NotCarriedError(f"{mode!r} is not there; known: {', '.join(known)}")
     if mode != "disabled":
-        set_at(into.trainer, "megatron.routing_replay", known[mode])
+        into.facts["routing_replay"] = known[mode]
+    if mode == "R3":
+        set_at(into.rollout, "engine.routed_experts", True)
+
+
+def _recorded_experts(into: Imported, values: Values) -> None:
+    if truth(only(values)):
+        set_at(into.rollout, "engine.routed_experts", True)
 
 
 def _recompute(into: Imported, values: Values) -> None:
@@ -227,6 +234,9 @@ def _threshold(text: str) -> float:
 _ALWAYS = unneeded("it is always so")
 _MODEL = unneeded("the model's config.json says it")
 _PACKED = unneeded("micro-batches are packed by tokens")
+_REPLAY = Flag(
+    "trainer: fsdp.routing_replay, megatron.routing_replay", "by its backend", _replay
+)
 _KEPT = absent("activations are kept, or made anew")
 _FUSED = unneeded("log-probs are fused")
 _PROFILER = by_hand("`sluice profile RUN_DIR` while it trains: docs/trace.md")
@@ -368,7 +378,8 @@ KEYS: dict[str, Flag] = {
     f"{_ACTOR}.veomni.fsdp_size": fact("fsdp_size", whole, "trainer: fsdp.replicas", "ranks by it"),
     f"{_ACTOR}.veomni.mixed_precision": by_hand("trainer.config.fsdp.dtype"),
     f"{_ACTOR}.freeze_vision_tower": key_of("trainer", "vision.frozen_tower", truth),
-    f"{_ACTOR}.router_replay.mode": Flag("trainer: megatron.routing_replay", "", _replay),
+    f"{_ACTOR}.router_replay.mode": _REPLAY,
+    f"{_ACTOR}.veomni.router_replay.mode": _REPLAY,
     f"{_ACTOR}.checkpoint.save_contents": absent("checkpoints are whole"),
     f"{_ACTOR}.checkpoint.load_contents": absent("checkpoints are whole"),
     f"{_ACTOR}.checkpoint.async_save": unneeded("a checkpoint is written beside what follows it"),
@@ -449,7 +460,9 @@ KEYS: dict[str, Flag] = {
     ),
     f"{_ROLLOUT}.quantization": Flag("trainer: publish.quantization", "of fp8", _quantization),
     f"{_ROLLOUT}.over_sample_rate": by_hand("run.yaml over_sampling"),
-    f"{_ROLLOUT}.enable_rollout_routing_replay": by_hand("trainer.config.megatron.routing_replay"),
+    f"{_ROLLOUT}.enable_rollout_routing_replay": Flag(
+        "rollout: engine.routed_experts", "", _recorded_experts
+    ),
     f"{_ROLLOUT}.calculate_log_probs": _ALWAYS,
     f"{_ROLLOUT}.val_kwargs.n": fact(
         "eval_samples", whole, "run: evaluation.datasets.<name>.samples"
@@ -664,7 +677,7 @@ FAMILIES: dict[str, Flag] = {
     f"{_ACTOR}.profiler.": _PROFILER,
     f"{_ACTOR}.fsdp_config.mixed_precision.": by_hand("trainer.config.fsdp.dtype"),
     f"{_ACTOR}.fsdp_config.": _SLEEP,
-    f"{_ACTOR}.veomni.router_replay.": absent("routing is replayed on backend megatron alone"),
+    f"{_ACTOR}.veomni.router_replay.": absent("records are kept in memory, or come with rows"),
     f"{_ACTOR}.veomni.": unneeded("operations are chosen as the trainer starts; who waits sleeps"),
     f"{_ACTOR}.megatron.": _SLEEP,
     f"{_ACTOR}.optim.": by_hand("trainer.config.optim"),

@@ -156,6 +156,20 @@ def test_every_number_arrives_where_it_has_an_effect(model: Path) -> None:
     assert "--num-layers" not in named
 
 
+@pytest.mark.parametrize(
+    ("flag", "mode", "records"),
+    [("rollout-routing-replay", "rollout", True), ("routing-replay", "recorded", None)],
+)
+def test_routing_is_replayed_and_engines_record_it_where_it_is_theirs(
+    model: Path, flag: str, mode: str, records: bool | None
+) -> None:
+    run, services, _ = imported(f"{SCRIPT.rstrip()} --use-{flag}")
+    assert_loads(run, services, model)
+    kinds = services["services"]
+    assert kinds["trainer"]["config"]["megatron"]["routing_replay"] == mode
+    assert kinds["rollout"]["config"]["engine"].get("routed_experts") is records
+
+
 def test_what_the_script_leaves_out_is_as_slime_has_it() -> None:
     run, services, left = imported(
         "train_async.py --num-rollout 10 --hf-checkpoint /m --load /other/ --save /s "

@@ -410,6 +410,25 @@ def test_the_asynchronous_trainer_has_its_own_defaults(model: Path) -> None:
             "fp8",
         ),
         ("actor_rollout_ref.rollout.quantization=null", "trainer.publish.quantization", None),
+        (f"{ACTOR}.router_replay.mode=R2", "trainer.fsdp.routing_replay", "recorded"),
+        (f"{ACTOR}.router_replay.mode=R2", "rollout.engine.routed_experts", None),
+        (f"{ACTOR}.router_replay.mode=disabled", "trainer.fsdp.routing_replay", None),
+        (
+            f"{ACTOR}.router_replay.mode=R3 {ACTOR}.strategy=megatron",
+            "trainer.megatron.routing_replay",
+            "rollout",
+        ),
+        (
+            f"{VEOMNI}.router_replay.mode=R3 {ACTOR}.strategy=veomni",
+            "trainer.fsdp.routing_replay",
+            "rollout",
+        ),
+        (f"{VEOMNI}.router_replay.mode=R3", "rollout.engine.routed_experts", True),
+        (
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+            "rollout.engine.routed_experts",
+            True,
+        ),
     ],
 )
 def test_values_are_those_that_verl_would_train_with(
