@@ -43,8 +43,7 @@ class Router:
 
     def take(self) -> torch.Tensor:
         """Return int64[tokens, count], as it was chosen last."""
-        found, self._recorded = self._recorded, torch.empty(0)
-        return found
+        return self._recorded
 
     def _run(self, *arguments: Any, **options: Any) -> Any:
         if self.told is None and not self._records and self.count:

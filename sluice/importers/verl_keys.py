@@ -234,9 +234,7 @@ def _threshold(text: str) -> float:
 _ALWAYS = unneeded("it is always so")
 _MODEL = unneeded("the model's config.json says it")
 _PACKED = unneeded("micro-batches are packed by tokens")
-_REPLAY = Flag(
-    "trainer: fsdp.routing_replay, megatron.routing_replay", "by its backend", _replay
-)
+_REPLAY = Flag("trainer: fsdp.routing_replay, megatron.routing_replay", "by its backend", _replay)
 _KEPT = absent("activations are kept, or made anew")
 _FUSED = unneeded("log-probs are fused")
 _PROFILER = by_hand("`sluice profile RUN_DIR` while it trains: docs/trace.md")

@@ -18,7 +18,7 @@ from tests.fsdp.oracle import (
     logprob_difference,
     read_ranks,
 )
-from tests.models.forced import ForcedOracle, shape_of, with_experts
+from tests.models.forced import ForcedOracle, chosen_by, shape_of, with_experts
 from tests.rank_pool import Pool
 
 fast = pytest.mark.fast
@@ -120,29 +120,11 @@ def test_recorded_experts_outlive_the_weights(
         told = [answer["missing"][place] for answer in answers]
         assert all(told)
         assert any(reason in each for each in told), told
-    own = chosen_by(model)
+    own = {row.sample_id: chosen_by(model, row.token_ids) for row in rows_of(0)}
     recorded = read_ranks(tmp_path, "records")
     assert recorded.keys() == own.keys()
     for name, experts in own.items():
         assert torch.equal(recorded[name].sort(-1).values, experts.sort(-1).values), name
-
-
-def chosen_by(model: Model) -> Tensors:
-    """The experts of each row's tokens but the last, int16[tokens, layers, chosen]."""
-    plain, seen = model.load(), list[torch.Tensor]()
-
-    def note(module: Any, given: tuple[torch.Tensor, ...]) -> None:
-        seen.append(next(t for t in given if not t.is_floating_point()))
-
-    for module in plain.modules():
-        if type(module).__name__.endswith("Experts"):
-            module.register_forward_pre_hook(note)
-    found = {}
-    for row in rows_of(0):
-        seen.clear()
-        plain(row.token_ids[None])
-        found[row.sample_id] = torch.stack(seen, dim=1)[:-1].to(torch.int16)
-    return found
 
 
 HOSTILE = {

@@ -171,3 +171,21 @@ def shape_of(model: Model) -> tuple[int, int, int]:
     (experts, count), *others = seen
     assert all(each == (experts, count) for each in others)
     return len(seen), experts, count
+
+
+def chosen_by(model: Model, token_ids: torch.Tensor) -> torch.Tensor:
+    """The experts of a row's tokens but the last, int16[tokens, layers, chosen], in transformers.
+
+    They are what layers of experts are given.
+    """
+    plain, seen = model.load(), list[torch.Tensor]()
+
+    def note(module: Any, given: tuple[torch.Tensor, ...]) -> None:
+        seen.append(next(t for t in given if not t.is_floating_point()))
+
+    for module in plain.modules():
+        if getattr(module, "num_experts", 0) and type(module).__name__.endswith("Experts"):
+            module.register_forward_pre_hook(note)
+    with torch.no_grad():
+        plain(token_ids[None])
+    return torch.stack(seen, dim=1)[:-1].to(torch.int16)

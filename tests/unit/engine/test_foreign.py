@@ -13,7 +13,6 @@ from services.rollout.engine.interface import Delta, TokenScores
 from services.rollout.engine.reference.core import EngineCore
 from services.rollout.engine.reference.foreign import foreign_reason
 from services.rollout.engine.reference.loading import open_model
-from services.rollout.errors import UnsupportedModelError
 from tests.contract.engine.cases import Model, request_of
 from tests.models.families import CASES, build
 
@@ -93,11 +92,3 @@ def test_scores_and_new_weights(tmp_path: Path, create_core: Callable[..., Engin
         assert isinstance(scores, TokenScores)
         expected = model.logprobs(text[:5], tuple(text[5:]))
         assert scores.logprobs == pytest.approx(expected, abs=1e-4)
-
-
-def test_experts_are_not_recorded(tmp_path: Path, create_core: Callable[..., EngineCore]) -> None:
-    make("gpt_oss", tmp_path)
-    core = create_core(tmp_path)
-    assert core.model is not None
-    with pytest.raises(UnsupportedModelError, match="attention sinks"):
-        core.model.watch_routers()

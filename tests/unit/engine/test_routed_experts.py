@@ -15,9 +15,9 @@ from services.rollout.engine.interface import Delta, Engine, FinishReason, Pause
 from services.rollout.engine.reference.core import EngineCore
 from services.rollout.engine.reference.engine import ReferenceEngine
 from services.rollout.engine.reference.loading import open_model
-from services.rollout.engine.reference.model import ExpertRecorder
 from services.rollout.engine.wire import join_deltas
 from services.rollout.errors import UnsupportedModelError
+from sluice.routers import Routers
 from sluice.weights.store import WeightStore
 from tests.contract.engine.cases import SIZES, Model, complete, request_of
 from tests.imported import import_checkpoint
@@ -127,7 +127,8 @@ def test_what_was_cut_off_tells_what_it_has(mixture: Model) -> None:
 
 
 def test_a_pass_nobody_asked_about_leaves_nothing_to_the_next(mixture: Model) -> None:
-    tap = ExpertRecorder(mixture.module)
+    tap = Routers(mixture.module)
+    tap.record(on=True)
     tokens = [1, 2, 3, 4]
     for heard in ([4, 3, 2, 1], tokens):
         mixture.module(torch.tensor([heard]))

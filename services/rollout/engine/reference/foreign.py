@@ -7,6 +7,7 @@ that sees the cache also holds what images showed to the weights that encoded th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from services.rollout.engine.reference.attention import (
     Shown,
 )
 from sluice.imports import uncompiled
+from sluice.routers import Routers
 
 with uncompiled():
     from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -63,8 +65,8 @@ _TOKEN, _POSITIONS, _IS_SHOWN, _WIDTH = 0, slice(1, 4), 4, 5
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """Rows [layers, 2, N, L, D] of a block, and which (row, column) of them logits are wanted of.
+class _Written:
+    """Rows [layers, 2, N, L, D] of a block, and the (row, column) of each of its tokens.
 
     first: the first token of the pass that belongs to each row.
     """
@@ -75,12 +77,13 @@ class _Wanted:
     column: torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class WholeRows:
     """A transformers model that is run over whole rows; `sees`: it has a tower."""
 
     module: Any
     sees: bool
+    _experts: torch.Tensor | None = None  # of the tokens of the last pass
 
     def cache_shape(self, device: torch.device) -> CacheShape:
         """Return the shape of a cache that holds a token where others hold its keys and values."""
@@ -99,30 +102,41 @@ class WholeRows:
         keep: torch.Tensor,
         adapters: AdapterLayers,
         shown: Shown | None,
+        routers: Routers | None = None,
     ) -> torch.Tensor:
         """Compute logits float32[len(keep), V] of rows `keep` of a pass over tokens int64[T].
 
-        positions: int64[3, T].
+        positions: int64[3, T]. routers: of which experts are to be taken, of all T.
         """
         width = self.module.config.get_text_config().vocab_size
         logits = torch.zeros(len(keep), width, device=tokens.device)
         entries = self._entries(tokens, positions, shown)
-        first = 0
+        first, chosen = 0, list[tuple[int, torch.Tensor]]()
         for block in plan.blocks:
             count = _width(block)
             mine = ((keep >= first) & (keep < first + count)).nonzero()[:, 0]
-            wanted = _write(block, entries[:, :, first : first + count], keep[mine] - first)
+            written = _write(block, entries[:, :, first : first + count])
             begin, first = first, first + count
-            if wanted is None or not len(mine):
+            if written is None or not (len(mine) or routers):
                 continue
-            columns, place = wanted.column.unique(return_inverse=True)
+            kept = keep[mine] - begin
+            columns, place = written.column[kept].unique(return_inverse=True)
             # What stands behind a row's own tokens is older or empty: nothing before it sees that.
-            owners = (begin + wanted.first).repeat_interleave(wanted.rows.shape[3])
-            shares = adapters.select(owners)
-            made = self._run(wanted.rows, columns)
+            length = written.rows.shape[3]
+            shares = adapters.select((begin + written.first).repeat_interleave(length))
+            made = self._run(written.rows, columns)
             adapters.restore(shares)
-            logits[mine] = made[wanted.row, place].float()
+            logits[mine] = made[written.row[kept], place].float()
+            if routers is not None:
+                own = written.row * length + written.column
+                chosen.append((begin, routers.take()[own]))
+        self._experts = None if routers is None else _joined(chosen, len(tokens))
         return logits
+
+    def take_experts(self) -> torch.Tensor:
+        """Return int16[T, mixture layers, chosen] of the last pass, whose routers were given."""
+        assert self._experts is not None
+        return self._experts
 
     def _entries(
         self, tokens: torch.Tensor, positions: torch.Tensor, shown: Shown | None
@@ -167,20 +181,28 @@ def _width(block: Block) -> int:
     return block.count * block.chunk if isinstance(block, PromptBlock) else block.count
 
 
-def _write(block: Block, entries: torch.Tensor, kept: torch.Tensor) -> _Wanted | None:
-    """Put the entries of a pass into the cache; the rows that `kept` of them ask for."""
+def _joined(parts: Sequence[tuple[int, torch.Tensor]], count: int) -> torch.Tensor:
+    """Parts of a pass of `count` tokens, each from its first on; zeros for what pads."""
+    (_, some), *_ = parts
+    whole = some.new_zeros((count, *some.shape[1:]))
+    for first, part in parts:
+        whole[first : first + len(part)] = part
+    return whole
+
+
+def _write(block: Block, entries: torch.Tensor) -> _Written | None:
+    """Put the entries of a pass into the cache, and tell where each is; None for what pads."""
     if isinstance(block, PaddingBlock):
         return None
     cache, device = block.kv[:, :, :, 0], entries.device
     if isinstance(block, DecodeBlock):
         rows = torch.arange(block.count, device=device)
         cache[:, :, rows, block.positions] = entries
-        return _Wanted(
-            cache[:, :, : block.count, : block.length], rows, kept, block.positions[kept]
-        )
+        return _Written(cache[:, :, : block.count, : block.length], rows, rows, block.positions)
     end = block.start + block.chunk
     cache[:, :, :, block.start : end] = entries.unflatten(2, (block.count, block.chunk))
     firsts = torch.arange(block.count, device=device) * block.chunk
-    return _Wanted(
-        cache[:, :, :, :end], firsts, kept // block.chunk, block.start + kept % block.chunk
+    every = torch.arange(block.count * block.chunk, device=device)
+    return _Written(
+        cache[:, :, :, :end], firsts, every // block.chunk, block.start + every % block.chunk
     )

@@ -20,6 +20,7 @@ from services.rollout.engine.reference.attention import (
     CacheShape,
     ForwardPlan,
     PrefillPrompt,
+    PromptBlock,
     Shown,
     Sight,
 )
@@ -38,6 +39,7 @@ from sluice.imports import uncompiled, unsymbolic
 from sluice.model_types import read_config
 from sluice.operations import UNASKED, OperationError, OperationsConfig, Usage, capability_of
 from sluice.priority import lower_priority
+from sluice.routers import Routers, UnknownRoutersError
 from sluice.vision import VisionTower, rotary_positions
 from sluice.weights.manifest import Manifest
 from sluice.weights.stored_experts import TRANSPOSED_TYPES, as_stored
@@ -53,7 +55,6 @@ with uncompiled():
     from transformers.utils import logging as transformers_logging
 
 FEATURE_TOKENS = 1 << 16  # of images seen last, whose features are kept
-CHOSEN = 2  # place of the chosen experts in what a router answers, after logits and weights
 
 
 def _check_rope(config: PretrainedConfig) -> None:
@@ -71,41 +72,6 @@ def _check_rope(config: PretrainedConfig) -> None:
                 "not serve it, another backend may",
                 rope_type="longrope",
             )
-
-
-class ExpertRecorder:
-    """Records which experts the routers of a transformers model choose, pass by pass."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        """Raises UnsupportedModelError for a model without routers that name their choice."""
-        recorded = getattr(model, "_can_record_outputs", None) or {}
-        kind = getattr(recorded.get("router_logits"), "target_class", None)
-        routers = [] if kind is None else [m for m in model.modules() if isinstance(m, kind)]
-        if not routers or not _names_choice(routers[0]):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has no routers that name their experts; leave "
-                "routed_experts off",
-                key="routed_experts",
-            )
-        self._chosen: list[Any] = [None] * len(routers)  # by depth, each of the last pass
-        for index, router in enumerate(routers):
-            router.register_forward_hook(partial(self._record, index))
-
-    def take(self) -> torch.Tensor:
-        """int16[tokens, mixture layers, chosen] of the last pass."""
-        return torch.stack(self._chosen, dim=1).to(torch.int16)
-
-    def _record(self, index: int, router: torch.nn.Module, inputs: Any, answer: Any) -> None:
-        self._chosen[index] = answer[CHOSEN]
-
-
-@torch.inference_mode()
-def _names_choice(router: torch.nn.Module) -> bool:
-    """Whether a router returns its choice; those of some families return logits alone."""
-    weight = router.get_parameter("weight")
-    answer = router(torch.zeros_like(weight[:1]))
-    chosen = answer[CHOSEN] if isinstance(answer, tuple) and len(answer) > CHOSEN else None
-    return isinstance(chosen, torch.Tensor) and not chosen.is_floating_point()
 
 
 class Shaped(Protocol):
@@ -207,7 +173,7 @@ class ServingModel:
             if not isinstance(tensor, torch.nn.Parameter)
         }
         self._dtype, self._device = dtype, device
-        self._tap: ExpertRecorder | None = None
+        self._routers: Routers | None = None  # that are watched
 
     def _choose(
         self, model: Any, asked: OperationsConfig, dtype: torch.dtype, device: torch.device
@@ -237,19 +203,33 @@ class ServingModel:
             return "experts may ask the host how many tokens each has"
         return ""
 
+    @torch.inference_mode()
     def watch_routers(self) -> None:
-        """Records experts for `take_experts`. Raises UnsupportedModelError without any."""
-        if self._foreign:
+        """Records experts for `take_experts`; a pass over one token tells whether it can.
+
+        Raises UnsupportedModelError where it cannot.
+        """
+        try:
+            self._routers = Routers(self.module)
+            self._routers.record(on=True)
+            self._run_one_token()
+            self._routers.check()
+        except UnknownRoutersError as error:
             raise UnsupportedModelError(
-                f"experts of a model with {self._foreign} are not recorded; leave routed_experts "
-                "off",
-                key="routed_experts",
-            )
-        self._tap = ExpertRecorder(self.module)
+                f"{error}; leave routed_experts off", key="routed_experts"
+            ) from error
 
     def take_experts(self) -> torch.Tensor | None:
         """int16[T, mixture layers, chosen] of the last pass, where routers are watched."""
-        return None if self._tap is None else self._tap.take()
+        if self._routers is None:
+            return None
+        return self._routers.take() if self._rows is None else self._rows.take_experts()
+
+    def _run_one_token(self) -> None:
+        device = self.cache_shape.device
+        plan = ForwardPlan((PromptBlock(1, 1, 0, self.cache_shape.allocate(1, 1)),))
+        zeros = torch.zeros(3, 1, dtype=torch.int64, device=device)
+        self.forward(zeros[0], zeros, plan, zeros[0])
 
     def prompt(self, shown: ShownPrompt, media: Sequence[Media]) -> PrefillPrompt:
         """Makes a prompt ready for prefill."""
@@ -294,7 +274,8 @@ class ServingModel:
         tokens: int64[T]. positions: int64[3, T], all alike for text.
         """
         if self._rows is not None:
-            return self._rows.forward(tokens, positions, plan, keep, self.adapters, shown)
+            given = tokens, positions, plan, keep, self.adapters, shown
+            return self._rows.forward(*given, self._routers)
         if self.tower is None:
             logits = self.module(
                 input_ids=tokens[None],
