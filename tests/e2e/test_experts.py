@@ -24,7 +24,7 @@ RUN: dict[str, Any] = {"steps": STEPS, "checkpoint_every": 2}
 DETERMINISTIC = {**RUN, "deterministic": True}
 
 
-def build_mixture(folder: Path) -> Path:
+def build_mixture(folder: Path, **settings: Any) -> Path:
     """A random Qwen3-MoE with the tokenizer of the tiny Qwen3."""
     plain, directory = build_tiny_qwen3(folder / "plain", 0), folder / "mixture"
     told = json.loads((plain / "config.json").read_bytes())
@@ -37,11 +37,11 @@ def build_mixture(folder: Path) -> Path:
         num_key_value_heads=2,
         head_dim=16,
         num_experts=8,
-        num_experts_per_tok=2,
         moe_intermediate_size=32,
         max_position_embeddings=64,
         tie_word_embeddings=False,
         eos_token_id=told["eos_token_id"],
+        **{"num_experts_per_tok": 2, **settings},
     )
     torch.manual_seed(0)
     Qwen3MoeForCausalLM(config).save_pretrained(directory)
