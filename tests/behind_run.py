@@ -13,13 +13,8 @@ from sluice.weights.shards import load_verified
 from sluice.weights.store import WeightStore
 from tests.patience import PATIENCE
 from tools.fault_cases import SCHEDULES, Fault
-from tools.fault_stack import (
-    FaultRun,
-    Stack,
-    behind_services,
-    save_first_checkpoint,
-    small_services,
-)
+from tools.fault_run import FaultRun, save_first_checkpoint
+from tools.fault_stack import Stack, behind_services, small_services
 
 STEPS = 3
 # A rank stands with the third version written, and does not say so before it is given up.

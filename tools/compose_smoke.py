@@ -30,8 +30,8 @@ from sluice.client import RemoteError, TrainerClient
 from sluice.ports import free_port
 from sluice.runtime.security import SecurityConfig, TlsConfig
 from tools.compose_project import ComposeError, Project, run, wait_until
+from tools.declared_metrics import MODULES, declared
 from tools.make_certificates import Authority
-from tools.metrics_docs import MODULES, declared
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"

@@ -24,7 +24,7 @@ from services.trainer import metrics as trainer
 from sluice.loop import metrics as loop
 from sluice.runtime import host, interceptors, waits
 from sluice.runtime.metrics import Reading
-from tools.metrics_docs import Declared, declare, declared
+from tools.declared_metrics import Declared, declare, declared
 
 ROOT = Path(__file__).parent.parent
 DIRECTORY = ROOT / "deploy" / "observability"

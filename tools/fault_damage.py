@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -25,11 +24,8 @@ from sluice.loop.ledger import Ledger
 from sluice.samples.blob_store import read_blob
 from sluice.samples.blobs import BlobNotFoundError
 from tools.fault_cases import Disturbance
-from tools.fault_network import part_processes
-
-if TYPE_CHECKING:
-    from tools.fault_network import Network
-    from tools.fault_stack import Stack
+from tools.fault_network import Network, part_processes
+from tools.fault_stack import Stack
 
 KILLS_IN_A_ROW = 5  # more than a trainer starts its ranks again
 PAIR = re.compile(r"(\w+?(?:-\d)?)-(\w+(?:-\d)?)")  # engine-0-router
@@ -343,21 +339,3 @@ def _restore(path: Path, damaged: bytes, data: bytes) -> None:
 
 def _run(*command: str) -> None:
     subprocess.run(command, check=True, timeout=60)
-
-
-def orphans_of(directory: Path, variable: str, parent: int) -> list[dict[str, Any]]:
-    """Processes of the stack in `directory` that do not descend from `parent`.
-
-    Of the stack is whose environment has `variable` with a path in there.
-    """
-    family = {parent}
-    with suppress(psutil.Error):
-        family |= {child.pid for child in psutil.Process(parent).children(recursive=True)}
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.pid in family or process.status() == psutil.STATUS_ZOMBIE:
-                continue
-            if process.environ().get(variable, "").startswith(f"{directory}/"):
-                found.append({"pid": process.pid, "command": " ".join(process.cmdline())})
-    return found

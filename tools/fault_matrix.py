@@ -52,16 +52,14 @@ from tools.fault_cases import (
 )
 from tools.fault_damage import NothingToDisturbError
 from tools.fault_network import Network
+from tools.fault_run import FaultRun, Outcome, save_first_checkpoint
 from tools.fault_stack import (
     BACKENDS,
     PARTED,
     SGLANG_PYTHON,
-    FaultRun,
-    Outcome,
     Stack,
     backend_services,
     behind_services,
-    save_first_checkpoint,
     sglang_services,
     wide_services,
 )

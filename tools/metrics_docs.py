@@ -8,25 +8,14 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from prometheus_client.metrics import MetricWrapperBase
-
 from sluice.loop.metrics import ROW_KEYS
-from sluice.runtime.metrics import Reading, closed_sets
+from tools.dashboards import files
+from tools.declared_metrics import MODULES, Declared, declared
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "metrics.md"
-MODULES = {  # by the service that exposes them; "" is every service
-    "": ("sluice.runtime.interceptors", "sluice.runtime.waits", "sluice.runtime.host"),
-    **{
-        path.parent.name: (".".join(path.relative_to(ROOT).with_suffix("").parts),)
-        for path in sorted(ROOT.glob("services/**/metrics.py"), key=lambda path: path.parent.name)
-    },
-    "loop": ("sluice.loop.metrics",),
-}
 HEAD = """# Metrics
 
 Each service, and the loop of a run, exposes these at `/metrics` of its metrics port, behind the
@@ -50,43 +39,6 @@ of them a run has depends on its algorithm. Evaluations are rows of their own in
 mini-batches and epochs: rows whose advantages are all 0 are not, unless the loss has a KL or an
 entropy term.
 """
-
-
-@dataclass(frozen=True)
-class Declared:
-    """A metric as it is scraped. `values` are the closed sets of labels that code fixes."""
-
-    name: str
-    kind: str
-    text: str
-    labels: tuple[str, ...]
-    values: dict[str, tuple[str, ...]]
-
-
-def declared(service: str) -> list[Declared]:
-    """What the modules of a service declare, by name."""
-    found = [metric for module in MODULES[service] for metric in _in_module(module)]
-    return sorted(found, key=lambda metric: metric.name)
-
-
-def declare(metric: Reading | MetricWrapperBase) -> Declared:
-    """What a declaration in the code says."""
-    if isinstance(metric, Reading):
-        return Declared(metric.name, metric.kind, metric.text, metric.labels, {})
-    suffix = "_total" if metric._type == "counter" else ""
-    return Declared(
-        metric._name + suffix,
-        str(metric._type),
-        metric._documentation,
-        tuple(metric._labelnames),
-        closed_sets(metric),
-    )
-
-
-def _in_module(module: str) -> Iterator[Declared]:
-    for value in vars(importlib.import_module(module)).values():
-        if isinstance(value, Reading | MetricWrapperBase):
-            yield declare(value)
 
 
 def _row(metric: Declared) -> str:
@@ -166,8 +118,6 @@ def security_page() -> str:
 
 
 def main() -> int:
-    from tools.dashboards import files  # which reads declarations as this does
-
     pages = {PAGE: page(), SECURITY: security_page(), **files()}
     if "--check" not in sys.argv:
         for path, text in pages.items():

@@ -6,7 +6,8 @@ import pytest
 
 from tests.patience import PATIENCE
 from tools.fault_matrix import running_stack
-from tools.fault_stack import Outcome, Stack, small_services
+from tools.fault_run import Outcome
+from tools.fault_stack import Stack, small_services
 
 
 @pytest.fixture(scope="session")

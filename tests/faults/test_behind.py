@@ -13,7 +13,8 @@ import pytest
 from tests.patience import PATIENCE
 from tools.fault_cases import SHORT_BEHIND, Fault
 from tools.fault_matrix import inject, running_stack
-from tools.fault_stack import Outcome, Stack, behind_services, small_services
+from tools.fault_run import Outcome
+from tools.fault_stack import Stack, behind_services, small_services
 
 
 @pytest.fixture(scope="module")

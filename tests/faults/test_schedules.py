@@ -4,7 +4,7 @@ import pytest
 
 from sluice.loop.ledger import Ledger
 from tools.fault_cases import SCHEDULES, SHORT_SCHEDULED, Fault
-from tools.fault_stack import GROUPS, STEPS, FaultRun
+from tools.fault_run import GROUPS, STEPS, FaultRun
 
 
 @pytest.mark.parametrize("fault", SHORT_SCHEDULED, ids=lambda fault: fault.schedule)

@@ -4,7 +4,7 @@ import pytest
 
 from tools.fault_cases import SHORT, SHORT_COLOCATED, SHORT_DISTURBANCES, Disturbance, Fault
 from tools.fault_matrix import disturb, inject, kill_all
-from tools.fault_stack import STEPS, FaultRun, Outcome
+from tools.fault_run import STEPS, FaultRun, Outcome
 
 EPOCHS = {"algorithm": {"mini_batches": 2, "epochs": 2}}
 # Of the third step, which follows a run checkpoint: four optimizer steps, two an epoch.

@@ -8,7 +8,7 @@ from sluice.loop.ledger import Ledger
 from sluice.loop.run_directory import list_run_checkpoints
 from sluice.samples.blob_store import BlobStore
 from sluice.weights.store import WeightStore
-from tools.fault_stack import GROUPS, FaultRun
+from tools.fault_run import GROUPS, FaultRun
 
 LONG = 20
 

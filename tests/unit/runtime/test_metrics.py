@@ -23,7 +23,8 @@ from sluice.runtime import waits as waits_module
 from sluice.runtime.metrics import Reading, observe_all, with_values
 from sluice.runtime.waits import Waits
 from tests.patience import PATIENCE
-from tools.metrics_docs import MODULES, PAGE, Declared, declared
+from tools.declared_metrics import MODULES, Declared, declared
+from tools.metrics_docs import PAGE
 
 UNITS = ("seconds", "bytes", "tokens", "ratio", "versions", "logprob", "texts")
 LABELS = {

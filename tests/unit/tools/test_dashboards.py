@@ -15,7 +15,7 @@ from services.trainer import metrics as trainer
 from sluice.loop import metrics as loop
 from tools import dashboards
 from tools.dashboards import DIRECTORY, NODE, PROCESS, PROMETHEUS, RULES
-from tools.metrics_docs import MODULES, Declared, declared
+from tools.declared_metrics import MODULES, Declared, declared
 
 EXPOSED: dict[str, Declared] = {
     metric.name: metric for service in MODULES for metric in declared(service)

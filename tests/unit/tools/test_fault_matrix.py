@@ -15,10 +15,11 @@ import pytest
 from sluice import faults
 from tests.patience import PATIENCE
 from tools.fault_cases import DISTURBANCES, KILLS, LOST_REPLIES, PARTITIONS, SCHEDULED
-from tools.fault_damage import FILES, flipped, orphans_of, truncated
+from tools.fault_damage import FILES, flipped, truncated
 from tools.fault_matrix import Totals, against
 from tools.fault_network import part_processes
-from tools.fault_stack import Outcome, is_told
+from tools.fault_run import Outcome, is_told
+from tools.fault_stack import orphans_of
 
 REFERENCE = Outcome(1.0, digests=("a", "b", "c"))
 OTHER = Outcome(1.0, digests=("a", "x", "y"))
