@@ -46,10 +46,12 @@ class Router:
         return self._recorded
 
     def _run(self, *arguments: Any, **options: Any) -> Any:
+        assert self.told is None or self.count, "it has to run once before it is told anything"
         if self.told is None and not self._records and self.count:
             return self._forward(*arguments, **options)
         with _Choice(self._place, self.told) as choice:
             answer = self._forward(*arguments, **options)
+        assert self.told is None or choice.chosen is not None, "it has not asked what to choose"
         if choice.chosen is not None:
             if not self.count:
                 self._place = choice.calls - 1

@@ -51,6 +51,9 @@ directories, which is never run: they run by transformers' own, Kimi K2 and MiMo
 DeepSeek-V3 and of Qwen2, which theirs repeats. Published versions keep their `config.json`. The
 `tiktoken.model` of Kimi and Moonlight is read as their code would, where no `tokenizer.json` is.
 
+Mixtures of all families but Phi-3.5-MoE train by the experts that an engine chose, or that were
+recorded ([routing replay](fsdp.md#routing-replay)), and the reference engine records them.
+
 GLM-5 attends to the `index_topk` keys that an indexer chooses for each query, among those of its
 row: trainers choose the same as engines, in float32 at least, and would have far other log-probs if
 they did not. No gradient comes through that choice, so indexers are frozen: they stay as they were

@@ -83,6 +83,23 @@ def test_experts_of_the_rows_train_however_the_model_is_cut(
     assert logprob_difference(own.logprobs, logprobs) > 1e-2
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_narrow_passes_take_them_too(
+    pool: Pool, expected: ExpectedByModel, forced: Forced, tmp_path: Path, family: str
+) -> None:
+    """Other experts are further off than the rounding of bfloat16."""
+    model, own = expected(family)
+    logprobs, _ = forced(model)
+    given = {"model": str(model.directory), "out": str(tmp_path), "shape": shape_of(model)}
+    pool.run(
+        "replay", 2, **given, fsdp={"routing_replay": "rollout", "dtype": "bfloat16", **EXPERT}
+    )
+    found = read_ranks(tmp_path, "logprobs")
+    near = logprob_difference(found, logprobs)
+    assert near < 0.1
+    assert logprob_difference(found, own.logprobs) > 3 * near
+
+
 @pytest.mark.parametrize(
     ("family", "world", "fsdp"),
     [

@@ -49,7 +49,7 @@ def _of_chosen(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch
 
 SOFTMAX = (
     "DeepseekV2Topk Ernie4_5_MoeTopK FlexOlmoTopK MixtralTopK OlmoeTopK Qwen2MoeTopK Qwen3MoeTopK "
-    "Qwen3NextTopK Qwen3_5MoeTopK"
+    "Qwen3NextTopK Qwen3VLMoeTextTopK Qwen3_5MoeTopK"
 )
 SIGMOIDS = (
     "AfmoeTokenChoice DeepseekV3Topk Dots1Topk ExaoneMoeTopk Glm4MoeTopk Glm4MoeLiteTopk HYV3TopK "
@@ -67,21 +67,18 @@ NORMALISING = {
     "Ernie4_5_MoeTopKRouter",
     "HunYuanMoEV1Gate",
     "MixtralTopKRouter",
+    "Qwen3VLMoeTextTopKRouter",
     "Qwen3_5MoeTopKRouter",
 }
 
 
-class ForcedOracle(Oracle):
-    """What `Oracle` says of rows, each with the experts that it brings.
+class ForcedRouters:
+    """Routers of a model, which take what they are told for the tokens of a row."""
 
-    The last token of a row, of whose experts nothing depends, has the first ones.
-    """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, model: torch.nn.Module) -> None:
         self._chosen = torch.empty(0)
         index = 0
-        for module in self.model.modules():
+        for module in model.modules():
             kind = type(module).__name__
             if kind in KINDS:
                 self._force(module, kind, index)
@@ -94,13 +91,13 @@ class ForcedOracle(Oracle):
             index += 1
         assert index, "no router is known here"
 
-    def table(self, row: Row, temperature: float) -> torch.Tensor:
+    def take(self, row: Row) -> None:
+        """The last token, of whose experts nothing depends, has the first ones."""
         assert row.routed_experts is not None
         given = row.routed_experts.long()
         first = torch.arange(given.shape[2]).expand(len(row.token_ids), *given.shape[1:]).clone()
         first[: len(given)] = given
         self._chosen = first
-        return super().table(row, temperature)
 
     def _force(self, router: Any, kind: str, index: int) -> None:
         router.normalises = kind in NORMALISING
@@ -111,7 +108,8 @@ class ForcedOracle(Oracle):
     def _answer(
         self, router: Any, weigh: Any, kind: str, index: int, hidden: torch.Tensor, *_: Any
     ) -> tuple[torch.Tensor, ...]:
-        logits, chosen = _logits(router, hidden), self._chosen[:, index]
+        logits = _logits(router, hidden)
+        chosen = self._chosen[: len(logits), index]
         weights = weigh(router, logits, chosen)
         if kind.startswith("GraniteMoe"):
             return chosen, weights, logits
@@ -131,6 +129,18 @@ class ForcedOracle(Oracle):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         chosen = self._chosen[:, index]
         return chosen, logits.softmax(-1).gather(1, chosen)
+
+
+class ForcedOracle(Oracle):
+    """What `Oracle` says of rows, each with the experts that it brings."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._routers = ForcedRouters(self.model)
+
+    def table(self, row: Row, temperature: float) -> torch.Tensor:
+        self._routers.take(row)
+        return super().table(row, temperature)
 
 
 def with_experts(rows: Sequence[Row], shape: Sequence[int], *, seed: int = 3) -> list[Row]:

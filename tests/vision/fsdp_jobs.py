@@ -18,11 +18,12 @@ from services.trainer.rank import FAILURES
 from sluice.algo.spec import LossSpec
 from tests.contract.engine.cases import complete
 from tests.fsdp.jobs import NORMALIZER, attempt, clean_up, export, open_backend, save
+from tests.models.forced import with_experts
 from tests.models.jobs import LENGTH, SAMPLES, advantages_of, roll_out_by
 from tests.vision.asking import followed, request
 from tests.vision.cases import PPO, Model, draw_image, make_row, mixed_rows
 
-__all__ = ["attempt", "clean_up", "critic", "parts", "prove", "roll_out", "score"]
+__all__ = ["attempt", "clean_up", "critic", "parts", "prove", "replay", "roll_out", "score"]
 
 
 def rows_of(arguments: dict[str, Any], step: int = 0) -> list[Row]:
@@ -40,6 +41,19 @@ def micro_batches(rows: Sequence[Row], rank: int, world: int) -> list[MicroBatch
     mine = [row for row in rows if owner[row.group_id] == rank]
     half = (len(mine) + 1) // 2
     return [mine[:half], mine[half:], []]
+
+
+def replay(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs and gradients by the experts that rows bring."""
+    out, backend = Path(arguments["out"]), open_backend(rank, world, arguments)
+    rows = with_experts(rows_of(arguments), arguments["shape"])
+    scored = backend.compute_logprobs(
+        micro_batches(rows, rank, world), model="policy", temperature=1.0
+    )
+    save(scored, out / f"logprobs-{rank}.safetensors")
+    run_step(backend, rows)
+    export(backend, out / f"gradients-{rank}.safetensors", gradients=True)
+    return {}
 
 
 def exchange(rows: Sequence[Row]) -> list[Row]:

@@ -19,6 +19,7 @@ from services.trainer.config import OptimConfig
 from tests.contract.training_backend import cases as text
 from tests.fsdp.jobs import NORMALIZER, OPTIM
 from tests.fsdp.oracle import STEPS, gradient_difference, logprob_difference, read_ranks
+from tests.models.forced import ForcedRouters, with_experts
 from tests.models.proof import (
     MAX_GRADIENT_DIFF,
     MAX_LOGPROB_DIFF,
@@ -130,6 +131,41 @@ def published_tensors(folder: Path) -> Tensors:
         assert not found.keys() & held.keys()
         found |= held
     return found
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "fsdp"),
+    [
+        pytest.param("qwen3_vl_moe", 2, {"expert": 2}, id="MoE, EP2"),
+        pytest.param("qwen3_5_moe", 2, {"activation_checkpointing": True}, id="3.5-MoE, again"),
+    ],
+)
+def test_experts_that_rows_bring_train_behind_images_too(
+    cut_ranks: Pool,
+    expected: ExpectedByFamily,
+    tmp_path: Path,
+    family: str,
+    world: int,
+    fsdp: dict[str, Any],
+) -> None:
+    """Tokens that an image stands for have experts as all others."""
+    want = expected(family)
+    eyes, shape = Oracle(want.model), (4, 4, 2)
+    routers, rows = ForcedRouters(eyes.model), with_experts(mixed_rows(eyes.rules), shape)
+    logprobs, total = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for row in rows:
+        routers.take(row)
+        logprobs[row.sample_id] = eyes.logprobs(row).detach()
+        for name, gradient in eyes.gradients([row]).items():
+            total[name] = total[name] + gradient if name in total else gradient
+    given: dict[str, Any] = {"model": str(want.model.directory), "out": str(tmp_path)}
+    fsdp = {"routing_replay": "rollout", **fsdp}
+    cut_ranks.run("replay", world, **given, shape=shape, fsdp=fsdp)
+    assert logprob_difference(read_ranks(tmp_path, "logprobs"), logprobs) <= MAX_LOGPROB_DIFF
+    gradients = {n: g for n, g in stored_tensors(eyes.model, total).items() if g.any()}
+    found = read_ranks(tmp_path, "gradients")
+    assert gradient_difference(found, gradients) <= MAX_GRADIENT_DIFF
+    assert logprob_difference(want.logprobs, logprobs) > 0.01
 
 
 @pytest.mark.parametrize(("family", "world", "fsdp"), CASES)
