@@ -326,9 +326,12 @@ class Supervisor:
                 )
             return await probe()
 
+        def late(text: str) -> ServiceDiedError:
+            return ServiceDiedError(f"{text} (start_timeout_seconds of the services file)")
+
         seconds = self.config.start_timeout_seconds
         return await wait_until_ready(
-            service.name, checked, seconds, ServiceDiedError, every=0.05, usual_seconds=math.inf
+            service.name, checked, seconds, late, every=0.05, usual_seconds=math.inf
         )
 
     async def _keep_alive(self, service: _Service) -> None:

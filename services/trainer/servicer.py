@@ -696,6 +696,7 @@ def describe(trainer: Trainer) -> pb.Trainer:
         vocabulary=trainer.vocabulary,
         asleep=state.asleep is not None,
         write_behind=trainer.config.transfer.write_behind,
+        sends_weights=trainer.config.transfer.enabled,
         promised_version=trainer.publisher.promised,
         max_row_tokens=trainer.max_row_tokens,
         trains_adapters=trainer.config.lora is not None,

@@ -171,6 +171,11 @@ class TrainingRun(PolicyRun):
         if of_engines := engine_settings(engines):
             self._engine_settings = {ENGINES: of_engines}
         if self.config.weight_transport == "collective":
+            if trainer.HasField("sends_weights") and not trainer.sends_weights:
+                raise ConfigError(
+                    "weight_transport: collective, but the trainer sends no weights: set its "
+                    "transfer.enabled, or weight_transport: store"
+                )
             self._write_behind = trainer.write_behind
         if self.config.deterministic:
             if self._write_behind:

@@ -52,6 +52,15 @@ def test_an_engine_that_dies_catches_up_from_the_store(sending):
     assert all(row["rollout_mismatch"] <= 1e-4 for row in training.learning_rows())
 
 
+def test_a_trainer_that_sends_no_weights_is_told_of_ahead(stack):
+    training = stack.train("unsent", weight_transport="collective")
+    output, _ = training.process.communicate(timeout=PATIENCE)
+    assert training.process.returncode == 2
+    assert "weight_transport: collective, but the trainer sends no weights: set its" in output
+    assert "Traceback" not in output
+    assert not training.rows() and not training.groups("consumed")
+
+
 @pytest.fixture(scope="module")
 def behind(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("behind")
