@@ -31,6 +31,7 @@ MAX_CONFIG_BYTES = 16 << 20  # somebody meant another file
 LONGEST_PATH, LONGEST_NAME = 4095, 255  # bytes
 LONGEST_SHOWN = 200  # characters of a value, or of a key, in an error
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/model
 PLAIN_NAME_RULE = "a name has letters, digits, '_', '.' and '-', none of the last two first"
 
 
@@ -387,6 +388,14 @@ def hint(name: str, known: Collection[str]) -> str:
     if 0 < len(known) <= SHOWN:
         return f"; known: {', '.join(sorted(known))}"
     return ""
+
+
+def no_model_text(model: str | Path) -> str:
+    """What to say of a place that is no model directory; it may be meant as a name on a hub."""
+    text = f"{str(model)[:200]} is no model directory: it has no config.json"
+    if HUB_NAME.fullmatch(str(model)) and not Path(model).parent.exists():
+        text += f"; nothing is downloaded here: `hf download {model} --local-dir DIR` does"
+    return text
 
 
 def keys_at(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field
 from rich.console import Console
 
-from sluice.config import ConfigError, ProcessConfig, load_config, parse_config
+from sluice.config import ConfigError, ProcessConfig, load_config, no_model_text, parse_config
 from sluice.loop.config import RunConfig
 from sluice.loop.screen import plain_text
 from sluice.stack import UpConfig
@@ -160,10 +160,10 @@ def _model(model: Path) -> dict[str, Any]:
         settings = json.loads(tokenizer.read_text()) if tokenizer.is_file() else {}
         if not isinstance(config, dict) or not isinstance(settings, dict):
             raise ValueError("no object")
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"init: {no_model_text(model)}") from None
     except OSError as error:
-        raise ConfigError(
-            f"init: {str(model)[:200]} is no model directory: {error.strerror}"
-        ) from None
+        raise ConfigError(f"init: {str(model)[:200]}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"init: {model}: its configuration is damaged: {error}") from None
     text = config.get("text_config", config)

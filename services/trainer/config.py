@@ -17,7 +17,7 @@ from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.reference.config import ReferenceConfig
 from sluice.address import plain_host, split_address
 from sluice.algo.surrogate import LossHead
-from sluice.config import PLAIN_NAME, Config, ProcessConfig
+from sluice.config import PLAIN_NAME, Config, ProcessConfig, no_model_text
 from sluice.operations import OperationsConfig
 from sluice.place import (
     Place,
@@ -843,7 +843,7 @@ class TrainerConfig(ProcessConfig):
         path = Path(value) / "config.json"
         try:
             if not path.is_file():
-                raise ValueError(f"{value} is no model directory: it has no config.json")
+                raise ValueError(no_model_text(value))
         except OSError as error:  # too long a name, or no right to look
             raise ValueError(f"cannot be looked at: {error.strerror}") from None
         try:

@@ -186,8 +186,12 @@ def _invalid_media(
 
 
 def read_shape(model: str) -> TransformerShape:
-    """Read the shape of the model in a directory."""
-    return shape_from_config(json.loads((Path(model) / "config.json").read_bytes()))
+    """Read the shape of the model in a directory. Raises ConfigError."""
+    path = Path(model) / "config.json"
+    try:
+        return shape_from_config(json.loads(path.read_bytes()))
+    except KeyError as error:
+        raise ConfigError(f"model: {path} has no {error.args[0]}, which a model needs") from None
 
 
 def check_row(sample: Sample) -> None:

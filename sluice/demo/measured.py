@@ -28,8 +28,8 @@ def empty_directory(run_dir: Path) -> Path:
     mark = run_dir / MARK
     if run_dir.exists() and not mark.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         raise DirectoryError(
-            f"--run-dir: {run_dir} holds what no demo has made, and would be emptied; remove it, "
-            "or give another directory"
+            f"--run-dir: {run_dir} holds no run of a demo, or one of an earlier release, and would "
+            "be emptied; remove it, or give another directory"
         )
     with owned(run_dir, "up"):
         for each in run_dir.iterdir():

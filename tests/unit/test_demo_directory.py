@@ -20,14 +20,14 @@ def test_what_no_demo_has_made_stays(tmp_path: Path, held: str) -> None:
     (tmp_path / held).parent.mkdir(exist_ok=True)
     (tmp_path / held).write_text("mine")
     before = listed(tmp_path)
-    with pytest.raises(DirectoryError, match="holds what no demo has made"):
+    with pytest.raises(DirectoryError, match="holds no run of a demo"):
         empty_directory(tmp_path)
     assert listed(tmp_path) == before
 
 
 def test_a_file_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(DirectoryError, match="holds what no demo has made"):
+    with pytest.raises(DirectoryError, match="holds no run of a demo"):
         empty_directory(tmp_path / "file")
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from services.trainer.config import LoraConfig, OptimConfig, TrainerConfig
 from services.trainer.controller.state import learning_rate
+from services.trainer.rows import read_shape
 from sluice.config import ConfigError, parse_config
 from tests.patience import PATIENCE
 
@@ -319,3 +320,23 @@ def test_each_setting_is_said_to_a_run_or_changes_no_number(tmp_path: Path) -> N
     assert (said["lora.rank"], said["reference_model"]) == ("4", "null")
     assert "publish.quantization" in said and "publish.delta" not in said
     assert "megatron.dtype" in said and "megatron.tensor" not in said
+
+
+def test_the_name_of_a_model_on_a_hub_is_told_from_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no such folder at all, it may be meant for one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    text = "is no model directory: it has no config.json"
+    for model, told in (("Qwen/Qwen3-8B", True), ("models/base", False), ("/a/b", False)):
+        fetch = f"hf download {model} --local-dir DIR"
+        with pytest.raises(ConfigError, match=text) as caught:
+            parse_config(TrainerConfig, {"model": model, "store": "s"})
+        assert (fetch in str(caught.value)) == told, model
+
+
+def test_a_config_without_sizes_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"^model: .*config\.json has no num_hidden_layers,"):
+        read_shape(str(tmp_path))
