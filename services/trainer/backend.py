@@ -169,11 +169,17 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], loss: LossSpec, *, keep_outputs: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: LossSpec,
+        *,
+        keep_outputs: bool = False,
+        normalizer: float = 1.0,
     ) -> PassSums:
         """Add the gradients of `sum_rows loss_weight * sum_tokens loss` to those gathered.
 
-        `keep_outputs`: answer with those of the rows, the log-probs of a policy.
+        `keep_outputs`: answer with those of the rows, the log-probs of a policy. `normalizer`: what
+        a step divides these sums by, which losses that are means already are multiplied by.
         """
 
     @abstractmethod

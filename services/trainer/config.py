@@ -49,6 +49,8 @@ MAX_LEARNING_RATE = 1e5  # far above, what AdamW makes of weights is no float32
 MAX_WEIGHT_DECAY = 100.0
 MAX_GRAD_NORM = 1e18  # AdamW keeps squares of gradients, in float32: one that is infinite stays so
 MIN_GRAD_NORM = 1e-8
+_LOSSES_OF_ROUTERS = ("aux_loss_coefficient", "z_loss_coefficient")
+MAX_COEFFICIENT = 100.0
 MIN_BIAS_RATE = 1e-6  # biases of routers are up to about 10, in float32
 MAX_STEPS = 1 << 53
 MAX_NEWTON_SCHULZ_STEPS = 50
@@ -186,12 +188,24 @@ class OptimConfig(Config):
 class ExpertsConfig(Config):
     """How evenly the experts of a mixture are kept in use.
 
+    aux_loss_coefficient, z_loss_coefficient: of losses of routers that are added to that of a call:
+    that of even use, 1 a layer where it is (arXiv 2101.03961), over all tokens of the call at once,
+    for which a pass counts ahead; and the mean square of the log of the summed exponentials of
+    logits (2202.08906).
     bias_update_rate: what a step adds to the bias that an expert is chosen by, where fewer tokens
-    than the mean of its layer went to it, and takes off where more did (arXiv 2408.15664): of
-    families whose routers have such a bias. 0 leaves biases as they were loaded.
+    than the mean of its layer went to it, and takes off where more did (2408.15664): of families
+    whose routers have such a bias. 0 leaves biases as they were loaded.
     """
 
+    aux_loss_coefficient: float = Field(0.0, ge=0, le=MAX_COEFFICIENT)
+    z_loss_coefficient: float = Field(0.0, ge=0, le=MAX_COEFFICIENT)
     bias_update_rate: float = Field(0.0, ge=0, le=1)
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Coefficients of losses of routers, by setting, of those that are not 0."""
+        found = {name: getattr(self, name) for name in _LOSSES_OF_ROUTERS}
+        return {name: value for name, value in found.items() if value}
 
     @model_validator(mode="after")
     def _check_rate(self) -> Self:
@@ -640,13 +654,13 @@ class TrainerConfig(ProcessConfig):
             raise ValueError(
                 f"experts.{next(iter(changed))} has no effect on {self.model}, which has no experts"
             )
-        if not self.experts.bias_update_rate:
-            return self
         if self.lora is not None:
             raise ValueError(
-                "experts.bias_update_rate is not for lora, whose model stays as it was loaded; "
-                "leave it out"
+                f"experts.{next(iter(changed))} is not for lora, whose model stays as it was "
+                "loaded; leave it out"
             )
+        if not self.experts.bias_update_rate:
+            return self
         if self.trainable != TrainableConfig():
             raise ValueError(
                 "experts.bias_update_rate is not for trainable, of which biases that choose "

@@ -228,7 +228,17 @@ def _algorithm(into: Imported) -> None:
 
 def _experts(into: Imported) -> None:
     """With Megatron's default, where it is another than ours."""
-    if into.facts.get("biased") and (rate := into.facts.get("bias_update_rate", 1e-3)):
+    facts = into.facts
+    if facts.get("aux_loss") and facts.get("balancing") != "none":
+        set_at(into.trainer, "experts.aux_loss_coefficient", facts["aux_loss"])
+        if facts.get("balancing") == "seq_aux_loss":
+            into.left.append(
+                "--moe-router-load-balancing-type seq_aux_loss: is of all tokens of a call here, "
+                "not of those of each micro-batch by itself"
+            )
+    if facts.get("z_loss"):
+        set_at(into.trainer, "experts.z_loss_coefficient", facts["z_loss"])
+    if facts.get("biased") and (rate := facts.get("bias_update_rate", 1e-3)):
         set_at(into.trainer, "experts.bias_update_rate", rate)
 
 

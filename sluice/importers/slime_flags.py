@@ -522,8 +522,18 @@ FLAGS: dict[str, Flag] = {
     "fp8-recipe": choice("fp8_recipe", _FP8_RECIPES, f"{_MEGATRON}.fp8_recipe"),
     "deterministic-mode": by_hand("run.yaml deterministic: docs/recovery.md"),
     "no-check-for-nan-in-loss-and-grad": unneeded("a step of NaN is skipped, and said"),
-    "moe-aux-loss-coeff": only_zero("there is no auxiliary loss"),
-    "moe-z-loss-coeff": only_zero("there is no auxiliary loss"),
+    "moe-router-load-balancing-type": choice(
+        "balancing",
+        {name: name for name in ("aux_loss", "global_aux_loss", "seq_aux_loss", "none")},
+        "trainer: experts.aux_loss_coefficient",
+    ),
+    "moe-aux-loss-coeff": fact(
+        "aux_loss",
+        number,
+        "trainer: experts.aux_loss_coefficient",
+        "of all tokens of a call at once, unless the one above is none",
+    ),
+    "moe-z-loss-coeff": fact("z_loss", number, "trainer: experts.z_loss_coefficient"),
     "moe-router-enable-expert-bias": switch("biased", "trainer: experts.bias_update_rate", "1e-3"),
     "moe-router-bias-update-rate": fact(
         "bias_update_rate", number, "trainer: experts.bias_update_rate", "with the one above"

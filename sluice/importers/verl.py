@@ -366,6 +366,7 @@ def _trainer(into: Imported) -> None:
     replay = {"routing_replay": facts["routing_replay"]} if "routing_replay" in facts else {}
     if backend == "fsdp":
         trainer.pop("megatron", None)
+        trainer.pop("experts", None)
         fsdp: dict[str, Any] = {"dtype": "bfloat16", **trainer.get("fsdp", {}), **replay}
         fsdp["activation_checkpointing"] = facts.get("checkpointing", True)
         if _offloads(into, fsdp["activation_checkpointing"]):
@@ -399,6 +400,7 @@ def _trainer(into: Imported) -> None:
         megatron["recompute_layers"] = facts["recompute_layers"]
     if facts.get("offloads") and "lora" not in trainer:  # whose state is small
         megatron["optimizer_offload"] = facts.get("offload_fraction", 0.0)
+    _experts(into)
     if facts.get("predicts"):
         megatron["mtp_loss_scaling_factor"] = facts.get("prediction_scale", 0.1)
 
@@ -537,6 +539,21 @@ def _documents(into: Imported, run_dir: Path) -> dict[str, Any]:
     return services
 
 
+def _experts(into: Imported) -> None:
+    """Its bridge has no balancing unless it is named."""
+    facts, trainer = into.facts, into.trainer
+    if facts.get("aux_loss") and facts.get("balancing", "none") != "none":
+        set_at(trainer, "experts.aux_loss_coefficient", facts["aux_loss"])
+    elif facts.get("aux_loss"):
+        into.left.append(
+            f"moe_aux_loss_coeff {facts['aux_loss']:g}: has no effect in verl with "
+            "moe_router_load_balancing_type none, its default; here it is "
+            "trainer.config.experts.aux_loss_coefficient"
+        )
+    if "lora" in trainer and trainer.pop("experts", None):
+        into.left.append("moe_*_loss_coeff: with adapters routers stay as they were loaded")
+
+
 def _critic(into: Imported, trainer: dict[str, Any]) -> dict[str, Any]:
     facts = into.facts
     optim = {
@@ -548,6 +565,7 @@ def _critic(into: Imported, trainer: dict[str, Any]) -> dict[str, Any]:
     _schedule(into, "critic_", optim)
     critic = of_critic(trainer) | {"head": "value", "optim": optim}
     critic["model"] = facts.get("critic_model", trainer["model"])
+    critic.pop("experts", None)  # which verl sets of each
     if facts.get("critic_strategy", trainer["backend"]) != trainer["backend"]:
         into.left.append("critic.strategy: by hand: the critic's config has the trainer's backend")
     return critic

@@ -626,8 +626,18 @@ KEYS: dict[str, Flag] = {
     f"{_TRANSFORMER}.num_layers_in_last_pipeline_stage": key_of(
         "trainer", "megatron.last_stage_layers", whole
     ),
-    f"{_TRANSFORMER}.moe_aux_loss_coeff": only_zero("there is no auxiliary loss"),
-    f"{_TRANSFORMER}.moe_z_loss_coeff": only_zero("there is no auxiliary loss"),
+    f"{_TRANSFORMER}.moe_router_load_balancing_type": choice(
+        "balancing",
+        {name: name for name in ("aux_loss", "global_aux_loss", "seq_aux_loss", "none")},
+        "trainer: experts.aux_loss_coefficient",
+    ),
+    f"{_TRANSFORMER}.moe_aux_loss_coeff": fact(
+        "aux_loss",
+        number,
+        "trainer: experts.aux_loss_coefficient",
+        "of all tokens of a call at once, with the one above, which is none otherwise",
+    ),
+    f"{_TRANSFORMER}.moe_z_loss_coeff": key_of("trainer", "experts.z_loss_coefficient", number),
     f"{_TRANSFORMER}.moe_router_bias_update_rate": key_of(
         "trainer", "experts.bias_update_rate", number
     ),

@@ -47,6 +47,8 @@ __all__ = [
     "clean_up",
     "count_experts",
     "count_on_copies",
+    "gradients",
+    "gradients_of_copies",
     "move_biases",
     "move_biases_on_copies",
     "prove",
@@ -99,6 +101,29 @@ def count_on_copies(rank: int, world: int, arguments: dict[str, Any]) -> dict[st
             backend.forward_backward(part, PPO)
 
     return counted(backend, run, batches, backend._ranks)
+
+
+def gradients(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Of a batch, in one call."""
+    backend, out = open_backend(rank, world, arguments), Path(arguments["out"])
+    batches = batches_of(backend, rows_of(0))
+    if arguments.get("fsdp", {}).get("routing_replay"):  # of what this pass records
+        backend.compute_logprobs(batches, model="policy", temperature=1.0)
+    backend.forward_backward(batches, PPO, normalizer=NORMALIZER)
+    export(backend, out / f"gradients-{rank}.safetensors", gradients=True)
+    return {}
+
+
+def gradients_of_copies(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same on the reference backend; the sum is in one file."""
+    backend, out = open_copy(rank, world, arguments), Path(arguments["out"])
+    batches = jobs.micro_batches(rows_of(0), rank, world)
+    backend.forward_backward(batches, PPO, normalizer=NORMALIZER)
+    backend._reduce(backend._optimizer.gradients)
+    if rank == 0:
+        made = revert_weight_conversion(backend._policy.model, dict(backend._optimizer.views()))
+        jobs.save(made, out / "gradients-0.safetensors")
+    return {}
 
 
 def move_biases(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ __all__ = [
     "clean_up",
     "continue_from",
     "count_experts",
+    "gradients",
     "move_biases",
     "open_error",
     "predict",
@@ -68,6 +69,22 @@ def move_biases(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, A
         return moved(backend, partial(_run_step, backend), arguments)
     finally:
         backend.close()
+
+
+def gradients(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Of a batch, in one call."""
+    backend, out = open_backend(rank, world, arguments), Path(arguments["out"])
+    try:
+        batches = batches_of(rows_of(0), backend)
+        if arguments["layout"].get("routing_replay"):  # of what this pass records
+            backend.compute_logprobs(batches, model="policy", temperature=1.0)
+        backend.forward_backward(batches, PPO, normalizer=NORMALIZER)
+        backend._stepper.reduce(1.0)
+        trained = [tensor for tensor in backend._policy.tensors if tensor.parameter.requires_grad]
+        save_tensors(trained, out / f"gradients-{rank}.safetensors", main_gradient)
+    finally:
+        backend.close()
+    return {}
 
 
 def batches_of(rows: list[Row], backend: MegatronBackend) -> list[MicroBatch]:

@@ -356,8 +356,12 @@ def test_a_critic_is_clipped_and_averaged_as_that_of_the_script(model: Path) -> 
         ("--exp-avg-dtype bf16", "--exp-avg-dtype: "),
         ("--recompute-method block", "--recompute-method: 'block'"),
         ("--hidden-dropout 0.1", "--hidden-dropout: 0.1"),
-        ("--moe-aux-loss-coeff 0.01", "--moe-aux-loss-coeff: 0.01"),
-        ("--moe-z-loss-coeff 1e-3", "--moe-z-loss-coeff: 1e-3"),
+        ("--moe-router-load-balancing-type sinkhorn", "load-balancing-type: 'sinkhorn' is not"),
+        (
+            "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss",
+            "seq_aux_loss: is of all tokens of a call here",
+        ),
+        ("--moe-z-loss-coeff x", "--moe-z-loss-coeff: 'x' is no number"),
         ("--moe-router-bias-update-rate x", "--moe-router-bias-update-rate: 'x' is no number"),
         ("--moe-input-jitter-eps 0.1", "--moe-input-jitter-eps: 0.1"),
         ("--moe-expert-capacity-factor 1", "--moe-expert-capacity-factor: experts take all"),
@@ -777,6 +781,21 @@ def test_biases_of_experts_move_as_they_would(flags: str, expected: float | None
     trainer = services["services"]["trainer"]["config"]
     assert trainer.get("experts", {}).get("bias_update_rate") == expected
     assert not [line for line in left if "bias" in line]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--moe-aux-loss-coeff 0.01", {"aux_loss_coefficient": 0.01}),
+        ("--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type none", {}),
+        ("--moe-z-loss-coeff 1e-3", {"z_loss_coefficient": 1e-3}),
+        ("--moe-z-loss-coeff 0 --moe-aux-loss-coeff 0", {}),
+    ],
+)
+def test_losses_of_routers_are_carried(flags: str, expected: dict[str, float]) -> None:
+    _, services, left = imported(f"train.py {flags}")
+    assert services["services"]["trainer"]["config"].get("experts", {}) == expected
+    assert not [line for line in left if "loss-coeff" in line]
 
 
 def test_the_page_lists_every_flag() -> None:

@@ -23,6 +23,8 @@ from tests.unit.imported_stack import assert_loads, run_command
 
 ROOT = Path(__file__).parent.parent.parent
 ACTOR = "actor_rollout_ref.actor"
+CORE = f"{ACTOR}.megatron.override_transformer_config"
+ON_MEGATRON = f"{ACTOR}.strategy=megatron"
 VEOMNI = f"{ACTOR}.veomni"
 OVERRIDE = f"{ACTOR}.optim.override_optimizer_config"
 OFFLOADED = f"+{OVERRIDE}.optimizer_cpu_offload=True +{OVERRIDE}.use_precision_aware_optimizer=True"
@@ -450,6 +452,8 @@ def test_values_are_those_that_verl_would_train_with(
         (f"{ACTOR}.fsdp_config.model_dtype=bf16", "moments are float32"),
         (f"+{ACTOR}.megatron.override_transformer_config.fp8=hybrid", "by hand"),
         (f"+{ACTOR}.megatron.override_transformer_config.attention_dropout=0.1", "dropped out"),
+        (f"+{CORE}.moe_aux_loss_coeff=0.01 {ON_MEGATRON}", "has no effect in verl with"),
+        (f"+{CORE}.moe_router_load_balancing_type=sinkhorn", "'sinkhorn' is not there"),
         (f"+{ACTOR}.megatron.override_ddp_config.grad_reduce_in_fp32=False", "by hand"),
         (f"+{OVERRIDE}.optimizer_offload_fraction=-1", "is not from 0 to 1"),
         (f"+{OVERRIDE}.exp_avg_dtype=bf16", "state of float32"),
@@ -782,6 +786,25 @@ def test_every_key_takes_any_value(key: str, value: str) -> None:
     assert find_key(key) is not None
     run, services, _ = imported(f"{key}={value} trainer.total_training_steps=3")
     assert run and services
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (f"+{CORE}.moe_z_loss_coeff=0.001", {"z_loss_coefficient": 0.001}),
+        (
+            f"+{CORE}.moe_aux_loss_coeff=0.01 +{CORE}.moe_router_load_balancing_type=aux_loss",
+            {"aux_loss_coefficient": 0.01},
+        ),
+        (f"+{CORE}.moe_router_bias_update_rate=0.002", {"bias_update_rate": 0.002}),
+    ],
+)
+def test_even_use_of_experts_is_carried(keys: str, expected: dict[str, float]) -> None:
+    _, services, left = imported(f"{ON_MEGATRON} {keys}")
+    assert services["services"]["trainer"]["config"]["experts"] == expected
+    assert not [line for line in left if "moe_" in line]
+    _, services, _ = imported(keys)  # of no effect on its other backend
+    assert "experts" not in services["services"]["trainer"]["config"]
 
 
 def test_the_page_lists_every_key() -> None:

@@ -43,7 +43,7 @@ class ExpertLoad:
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         """`sizes`: how many experts each layer has, of all ranks and stages."""
-        self.sizes, self._device = tuple(sizes), device
+        self.sizes, self.device = tuple(sizes), device
         self.biases: dict[int, Bias] = {}  # of this rank's layers
         self._counts: dict[str, torch.Tensor] = {}  # by adapter
         self._adapter = ""
@@ -118,7 +118,7 @@ class ExpertLoad:
 
     def _flat(self) -> torch.Tensor:
         if self._adapter not in self._counts:
-            zeros = torch.zeros(sum(self.sizes), dtype=torch.int64, device=self._device)
+            zeros = torch.zeros(sum(self.sizes), dtype=torch.int64, device=self.device)
             self._counts[self._adapter] = zeros
         return self._counts[self._adapter]
 
@@ -129,7 +129,7 @@ def watch_experts(model: Any, device: torch.device) -> ExpertLoad:
     Those of transformers' own way alone, as all proven families have: given the experts of each
     token.
     """
-    layers = [layer for _, layer in _layers(model)]
+    layers = [layer for _, layer in layers_of(model)]
     load = ExpertLoad([len(next(layer.parameters())) for layer in layers], device)
 
     def note(index: int, _: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
@@ -146,7 +146,7 @@ def watch_biases(load: ExpertLoad, model: Any) -> None:
     Biases are buffers, whole on every rank and float32 wherever they go; of a family that has them
     as weights they are not.
     """
-    layers = list(_layers(model))
+    layers = list(layers_of(model))
     for index, (owner, _) in enumerate(layers):
         found = [(m, name) for m in owner.modules() for name in m._buffers if name in BIASES]
         if found:
@@ -155,7 +155,7 @@ def watch_biases(load: ExpertLoad, model: Any) -> None:
         raise NoBiasError(model.config.model_type)
 
 
-def _layers(model: Any) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
+def layers_of(model: Any) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
     """The layers of experts, each behind the module that has it and its router."""
     for name, module in model.named_modules():
         if name.endswith(".experts") and hasattr(type(module), "_apply_gate"):

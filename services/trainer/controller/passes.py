@@ -255,6 +255,7 @@ class TrainerPasses:
             loss=loss_to_proto(loss),
             measured=measured,
             keep_logprobs=request.keep_logprobs,
+            normalizer=weighed.normalizer,
         )
         message = pb.FollowResponse(forward_backward=command, adapter=request.adapter)
         if request.keep_logprobs:
@@ -598,10 +599,17 @@ def split_pass(
     """
     kind = command.WhichOneof("command") or ""
 
+    def count(start: int, end: int) -> int:
+        return sum(len(rows) for rank in plan.ranks for rows in rank[start:end])
+
     def part(start: int, end: int) -> Build:
+        share = count(start, end) / max(1, count(0, plan.micro_batch_count))
+
         def build(data_rank: int) -> pb.FollowResponse:
             own = pb.FollowResponse()
             own.CopyFrom(command)
+            if kind == "forward_backward":
+                own.forward_backward.normalizer *= share
             micro_batches = getattr(own, kind).micro_batches
             for rows in plan.ranks[data_rank][start:end]:
                 factors = None if weights is None else [weights[row] for row in rows]

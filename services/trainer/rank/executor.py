@@ -230,7 +230,10 @@ class Executor:
         micro_batches = self._table.micro_batches(command.batch_id, command.micro_batches)
         loss, keeps = loss_from_proto(command.loss), command.keep_logprobs
         sums = self._backend.forward_backward(
-            micro_batches, loss.with_measured(command.measured), keep_outputs=keeps
+            micro_batches,
+            loss.with_measured(command.measured),
+            keep_outputs=keeps,
+            normalizer=command.normalizer,
         )
         if keeps:
             rows = self._table.rows(command.batch_id)

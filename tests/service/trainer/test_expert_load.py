@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from sluice.algo.spec import LossSpec
+from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.client import TrainerClient
 from sluice.loop.config import AlgorithmConfig
 from sluice.loop.ledger import LedgerGroup
@@ -36,7 +38,8 @@ async def test_a_step_tells_how_evenly_experts_are_used(tmp_path: Path) -> None:
         groups = [stored(BlobStore(trainer.store), index) for index in range(2)]
         async with trainer.client() as client:
             await until(client, lambda now: now.state == ACTIVE)
-            first, second = [await step_alone(client, group) for group in groups]
+            told = [dict((await step_alone(client, group)).metrics) for group in groups]
+            first, second = told
             assert first.keys() == second.keys() == SHOWN.keys() and first != second
             assert 1 < first["expert_load_mean"] <= first["expert_load_max"] <= 4  # two a token
             algorithm = AlgorithmConfig(advantage=GRPO, loss=PPO, mini_batches=2)
@@ -46,6 +49,25 @@ async def test_a_step_tells_how_evenly_experts_are_used(tmp_path: Path) -> None:
     means = {name: (first[name] + second[name]) / 2 for name in SHOWN}
     assert {name: report.metrics[name] for name in SHOWN} == pytest.approx(means)
     assert all(map(is_documented, report.metrics))
+
+
+async def test_losses_of_routers_are_as_large_whatever_a_step_divides_by(tmp_path: Path) -> None:
+    """Coefficients beside which the policy's gradients are little."""
+    build_model(tmp_path / "model", "qwen3_moe", num_experts=8)
+    settings = {
+        "optim": {"learning_rate": 1e-12},
+        "experts": {"aux_loss_coefficient": 100.0, "z_loss_coefficient": 100.0},
+    }
+    norms = []
+    with running_trainer(tmp_path, tmp_path / "model", **settings) as trainer:
+        group = stored(BlobStore(trainer.store), 0)
+        async with trainer.client() as client:
+            await until(client, lambda now: now.state == ACTIVE)
+            for aggregation in ("token_mean", "sample_mean", "sum"):
+                loss = PPO.model_copy(update={"aggregation": aggregation})
+                norms.append((await step_alone(client, group, loss)).grad_norm)
+    assert norms[0] > 1
+    assert norms == pytest.approx([norms[0]] * 3, rel=0.05)
 
 
 def stored(store: BlobStore, index: int) -> LedgerGroup:
@@ -60,12 +82,14 @@ def stored(store: BlobStore, index: int) -> LedgerGroup:
     )
 
 
-async def step_alone(client: TrainerClient, group: LedgerGroup) -> dict[str, float]:
-    """What a step of one group tells."""
+async def step_alone(
+    client: TrainerClient, group: LedgerGroup, loss: LossSpec = PPO
+) -> pb.StepOptimizerResponse:
+    """A step of one group."""
     batch = (await client.upload_batch(group.group_id, 4, blobs=[group.blob])).batch
     await client.compute_advantages(batch, GRPO)
     step = (await client.get()).step
-    await client.forward_backward(batch, PPO, expected_step=step, part_id="a")
+    await client.forward_backward(batch, loss, expected_step=step, part_id="a")
     stepped = await client.step_optimizer(step, ["a"])
     await client.delete_batch(batch)
-    return dict(stepped.metrics)
+    return stepped

@@ -350,9 +350,11 @@ def test_large_passes_are_cut_into_commands_that_fit(monkeypatch: pytest.MonkeyP
     batch.owners = planner.own(batch.facts)
     plan = planner.plan(batch, np.arange(batch.row_count))
     weights = {row: float(row) for row in range(batch.row_count)}
-    command = pb.FollowResponse(forward_backward=pb.GradientsCommand())
+    command = pb.FollowResponse(forward_backward=pb.GradientsCommand(normalizer=6.0))
     builds = passes.split_pass(plan, command, weights)
     assert len(builds) > 1
+    shares = [build(0).forward_backward.normalizer for build in builds]
+    assert sum(shares) == pytest.approx(6.0) and min(shares) > 0
     joined: list[list[tuple[int, ...]]] = [[], []]
     for build in builds:
         parts = [build(rank).forward_backward.micro_batches for rank in range(2)]

@@ -17,6 +17,7 @@ from sluice.config import ConfigError, parse_config
 from tests.patience import PATIENCE
 
 MEGATRON: dict[str, Any] = {"backend": "megatron"}
+BIASES = "bias_update_rate"
 MIXTURE = {"model_type": "deepseek_v3", "n_routed_experts": 8}
 
 
@@ -67,6 +68,10 @@ def test_linear_and_cosine_fall_to_the_minimum_and_stay() -> None:
         ({"optim": {"warmup_steps": 10**400}}, "optim.warmup_steps"),
         ({"optim": {"betas": [0.9, 1.0]}}, "optim.betas"),
         ({"optim": {"betas": [-0.1, 0.95]}}, "optim.betas"),
+        ({"experts": {"aux_loss_coefficient": float("nan")}}, "experts.aux_loss_coefficient"),
+        ({"experts": {"aux_loss_coefficient": -0.01}}, "experts.aux_loss_coefficient"),
+        ({"experts": {"z_loss_coefficient": 1e30}}, "experts.z_loss_coefficient"),
+        ({"experts": {"z_loss_coefficient": float("inf")}}, "experts.z_loss_coefficient"),
         ({"experts": {"bias_update_rate": float("nan")}}, "experts.bias_update_rate"),
         ({"experts": {"bias_update_rate": -1e-3}}, "experts.bias_update_rate"),
         ({"experts": {"bias_update_rate": 1.5}}, "experts.bias_update_rate"),
@@ -293,21 +298,24 @@ APART = {
 
 
 @pytest.mark.parametrize(
-    ("config", "settings", "told"),
+    ("config", "settings", "name", "told"),
     [
-        ({"model_type": "qwen3"}, {}, "experts.bias_update_rate has no effect on .*no experts"),
-        (MIXTURE, {"lora": {"rank": 4}}, "experts.bias_update_rate is not for lora"),
-        (MIXTURE, {"trainable": {"deny": ["*norm*"]}}, "bias_update_rate is not for trainable"),
+        ({"model_type": "qwen3"}, {}, BIASES, "has no effect on .*no experts"),
+        ({"model_type": "qwen3"}, {}, "aux_loss_coefficient", "has no effect on .*no experts"),
+        ({"model_type": "qwen3"}, {}, "z_loss_coefficient", "has no effect on .*no experts"),
+        (MIXTURE, {"lora": {"rank": 4}}, BIASES, "is not for lora"),
+        (MIXTURE, {"lora": {"rank": 4}}, "z_loss_coefficient", "is not for lora"),
+        (MIXTURE, {"trainable": {"deny": ["*norm*"]}}, BIASES, "is not for trainable"),
     ],
 )
-def test_biases_of_experts_that_cannot_move_are_refused(
-    tmp_path: Path, config: dict[str, Any], settings: dict[str, Any], told: str
+def test_what_cannot_even_out_experts_is_refused(
+    tmp_path: Path, config: dict[str, Any], settings: dict[str, Any], name: str, told: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     values = {"model": str(tmp_path), "store": tmp_path, **settings}
-    assert parse_config(TrainerConfig, {**values, "experts": {"bias_update_rate": 0.0}})
-    with pytest.raises(ConfigError, match=told):
-        parse_config(TrainerConfig, {**values, "experts": {"bias_update_rate": 1e-3}})
+    assert parse_config(TrainerConfig, {**values, "experts": {name: 0.0}})
+    with pytest.raises(ConfigError, match=f"experts.{name} {told}"):
+        parse_config(TrainerConfig, {**values, "experts": {name: 1e-3}})
 
 
 def test_each_setting_is_said_to_a_run_or_changes_no_number(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from services.trainer.backend import (
 )
 from services.trainer.backends import lora
 from services.trainer.backends.expert_load import load_metrics, watch_biases, watch_experts
+from services.trainer.backends.expert_losses import count_tokens, trained, watch_logits
 from services.trainer.backends.families import check_replay
 from services.trainer.backends.fsdp import checkpoint
 from services.trainer.backends.fsdp.context import create_context, pack_context
@@ -108,6 +109,7 @@ class FsdpBackend(TrainingBackend):
         self._expert_load = watch_experts(self._policy.model, self._device)
         if config.experts.bias_update_rate:
             watch_biases(self._expert_load, self._policy.model)
+        self._expert_losses = watch_logits(config.experts, self._policy.model, self._device)
         self._reference: ShardedModel | None = None
         self._reference_directory = ""  # of the settings
         self.operations = self._policy.operations
@@ -187,10 +189,16 @@ class FsdpBackend(TrainingBackend):
             return self._score(self._policy, micro_batches, Asked(), replay)
 
     def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], loss: LossSpec, *, keep_outputs: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: LossSpec,
+        *,
+        keep_outputs: bool = False,
+        normalizer: float = 1.0,
     ) -> PassSums:
         self._check_columns(micro_batches, loss)
         with replayed(self._replay, "train", micro_batches) as replay:
+            self._begin_losses(micro_batches, normalizer, replay)
             return self._train(micro_batches, loss, replay, keep_outputs=keep_outputs)
 
     def _train(
@@ -210,19 +218,37 @@ class FsdpBackend(TrainingBackend):
                 is_last or self._config.fsdp.reduce == "micro_batch"
             )
             asked_here = replace(asked, named=inputs.named)
-            with self._expert_load.counting(inputs.layout.multiplicity if rows else None):
-                outputs_T, entropy_T = self._policy.root(inputs.layout, asked_here, inputs.patches)
-            if not rows:
-                (outputs_T.sum() * 0.0).backward()
-                continue
-            assert inputs.columns is not None
-            read = inputs.columns.inputs(loss, outputs_T, entropy_T)
-            terms = compute_loss(read, loss)
-            terms.loss.backward()
+            counted = inputs.layout.multiplicity if rows else None
+            with trained(self._expert_losses, counted):
+                with self._expert_load.counting(counted):
+                    outputs_T, entropy_T = self._policy.root(
+                        inputs.layout, asked_here, inputs.patches
+                    )
+                if not rows:
+                    (outputs_T.sum() * 0.0).backward()
+                    continue
+                assert inputs.columns is not None
+                read = inputs.columns.inputs(loss, outputs_T, entropy_T)
+                terms = compute_loss(read, loss)
+                terms.loss.backward()
             sums.add_terms(terms)
             if keep_outputs:
                 kept.append((rows, read.outputs.detach().float()))
         return pass_sums(sums.read(), by_sample(kept))
+
+    @torch.no_grad()
+    def _begin_losses(
+        self, micro_batches: Sequence[MicroBatch], normalizer: float, replay: PackReplay | None
+    ) -> None:
+        if (losses := self._expert_losses) is None:
+            return
+        if losses.need_counts:
+            for rows, inputs in self._passes(self._policy, micro_batches, replay=replay):
+                with losses.counts.counting(inputs.layout.multiplicity if rows else None):
+                    self._policy.root(inputs.layout, Asked(is_trunk=True), inputs.patches)
+            self._policy.release()
+        tokens = count_tokens(micro_batches) if self.mesh.reports else 0
+        losses.begin(self._ranks, tokens, normalizer, is_counted=self._is_first)
 
     def step(
         self, *, normalizer: float, learning_rate: float | None, optim: OptimConfig | None = None

@@ -93,13 +93,14 @@ class Asked:
     """What a pass is to give: log-probs and entropy, or (without a temperature) values.
 
     named: further tokens at each place, int64[R, K], as `ScoredModel.score` has them. top_count:
-    likeliest tokens to name.
+    likeliest tokens to name. is_trunk: nothing but what layers do on the way.
     """
 
     temperature: float | None = None
     entropy: EntropyMode = "off"
     named: torch.Tensor | None = None
     top_count: int = 0
+    is_trunk: bool = False
 
 
 class PolicyRoot(torch.nn.Module):
@@ -130,6 +131,8 @@ class PolicyRoot(torch.nn.Module):
             assert patches is not None
             features = self.tower.see(patches)
         hidden_TH = run_packed(self.model, layout, features, self.operations["attention"])
+        if asked.is_trunk:
+            return hidden_TH[:0], None
         picked_RH = hidden_TH.index_select(0, layout.predictors)
         if asked.temperature is None:
             return self._share(layout, self.model.score(picked_RH.float()))[:, 0], None

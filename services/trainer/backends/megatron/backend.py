@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
 from itertools import chain, tee
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,13 @@ from services.trainer.backend import (
     StepOutcome,
     TrainingBackend,
 )
-from services.trainer.backends.expert_load import load_metrics
+from services.trainer.backends.expert_load import ExpertLoad, load_metrics
+from services.trainer.backends.expert_losses import ExpertLosses, count_tokens
 from services.trainer.backends.lora import refuse_checkpoint
 from services.trainer.backends.megatron import checkpoint, lora, parallel
 from services.trainer.backends.megatron.batch import PackedBatch, pack_batch, upload
 from services.trainer.backends.megatron.expert_load import own_tokens, watch_biases, watch_routers
+from services.trainer.backends.megatron.expert_losses import watch_logits
 from services.trainer.backends.megatron.head import OutputHead
 from services.trainer.backends.megatron.kernels import choose_operations
 from services.trainer.backends.megatron.model import PolicyModel, create_policy
@@ -109,6 +112,7 @@ class MegatronBackend(TrainingBackend):
         self._expert_load = watch_routers(self._policy, self._device)
         if config.experts.bias_update_rate:
             watch_biases(self._expert_load, self._policy)
+        self._expert_losses = watch_logits(config.experts, self._policy, self._device)
         self._passes_of = {"": self._create_passes()}  # each with its own records of routing
         self._passes = self._passes_of[""]
 
@@ -144,12 +148,32 @@ class MegatronBackend(TrainingBackend):
         return share_responses(batches, scored, self._device)
 
     def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], loss: LossSpec, *, keep_outputs: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: LossSpec,
+        *,
+        keep_outputs: bool = False,
+        normalizer: float = 1.0,
     ) -> PassSums:
         batches = self._pack(micro_batches, predicts=self._policy.source.predicts)
+        if self._expert_losses is not None:
+            self._begin_losses(self._expert_losses, micro_batches, batches, normalizer)
         sums, outputs = self._passes.train(batches, loss)
         kept = share_responses(batches, outputs, self._device) if keep_outputs else {}
         return pass_sums(share_sums(sums.read(), self._device), kept)
+
+    def _begin_losses(
+        self,
+        losses: ExpertLosses,
+        micro_batches: Sequence[MicroBatch],
+        batches: Sequence[PackedBatch],
+        normalizer: float,
+    ) -> None:
+        if losses.need_counts:
+            self._passes.count(batches, losses.counts)
+        scale = self._policy.config.grad_scale_func(torch.ones((), device=self._device))
+        tokens = count_tokens(micro_batches) if self.mesh.reports else 0
+        losses.begin(self._groups.world, tokens, normalizer * float(scale))
 
     def step(
         self, *, normalizer: float, learning_rate: float | None, optim: OptimConfig | None = None
@@ -314,11 +338,10 @@ class MegatronBackend(TrainingBackend):
             replay=replay,
             sees=sees,
             prediction=policy.prediction,
-            counted=self._count,
+            load=self._expert_load,
+            losses=self._expert_losses,
+            followed=partial(own_tokens, groups=self._groups, config=policy.config),
         )
-
-    def _count(self, batch: PackedBatch) -> AbstractContextManager[None]:
-        return self._expert_load.counting(own_tokens(batch, self._groups, self._policy.config))
 
     def _pack(
         self, micro_batches: Sequence[MicroBatch], *, predicts: bool = False
@@ -347,8 +370,9 @@ class ChunkPasses:
     replay: RoutingReplay | None = None
     sees: bool = False  # chunks are given the batch, for its images
     prediction: Prediction | None = None  # trained beside the policy
-    # Within it the experts of a batch are counted that is trained on.
-    counted: Callable[[PackedBatch], AbstractContextManager[None]] = lambda _: nullcontext()
+    load: ExpertLoad | None = None  # of experts, in passes that are trained on
+    losses: ExpertLosses | None = None  # of routers, in these
+    followed: Callable[[PackedBatch], torch.Tensor] = attrgetter("followed")
 
     def train(
         self, batches: Sequence[PackedBatch], spec: LossSpec
@@ -366,8 +390,18 @@ class ChunkPasses:
                 if isinstance(chunk, DistributedDataParallel):
                     stack.enter_context(chunk.no_sync())
             finish = partial(self._loss, spec=spec, sums=sums, outputs=outputs)
-            self._run(batches, finish, trained=spec)
+            self._run(batches, finish, trained=spec, load=self.load)
         return sums, outputs
+
+    @torch.no_grad()
+    def count(self, batches: Sequence[PackedBatch], load: ExpertLoad) -> None:
+        """Runs the layers of every batch, as in training, for what they send to experts."""
+
+        def keep(_: PackedBatch, output: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
+            return output.new_zeros(())
+
+        with self._replayed("train", batches):
+            self._run(batches, keep, load=load)
 
     @torch.no_grad()
     def score(self, batches: Sequence[PackedBatch], *, temperature: float) -> list[torch.Tensor]:
@@ -445,8 +479,9 @@ class ChunkPasses:
         batches: Sequence[PackedBatch],
         finish: Callable[..., Any],
         trained: LossSpec | None = None,
+        load: ExpertLoad | None = None,
     ) -> None:
-        """trained: the loss of which gradients are wanted, if any is."""
+        """trained: the loss of which gradients are wanted, if any is. load: what counts."""
         spec = None if self.head is None else trained
         names = self.head is not None and not self.head.gives_values
         uploaded = upload(batches, self.uploads, spec, names=names)
@@ -469,7 +504,11 @@ class ChunkPasses:
             inner = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
             if isinstance(inner, Float16Module):  # what is not trained is not wrapped for gradients
                 arguments["fp32_output"] = False
-            with nullcontext() if trained is None else self.counted(batch):
+            with ExitStack() as stack:
+                if load is not None:
+                    stack.enter_context(load.counting(self.followed(batch)))
+                if trained is not None and self.losses is not None:
+                    stack.enter_context(self.losses.trained(self.followed(batch)))
                 output = chunk(**arguments)
             if self.replay is not None:
                 self.replay.after(index, batch)

@@ -39,7 +39,7 @@ def watch_routers(policy: PolicyModel, device: torch.device) -> ExpertLoad:
     def note(place: int, _: torch.nn.Module, __: Any, made: tuple[torch.Tensor, ...]) -> None:
         load.add_mask(place, made[1])
 
-    for place, router in _all_routers(policy):
+    for place, router in all_routers(policy):
         router.register_forward_hook(partial(note, place))
     return load
 
@@ -52,11 +52,12 @@ def watch_biases(load: ExpertLoad, policy: PolicyModel) -> None:
     """
     if not policy.source.biased:
         raise NoBiasError(policy.source.hf_config.model_type)
-    for place, router in _all_routers(policy):
+    for place, router in all_routers(policy):
         load.add_bias(place, (router, "expert_bias"))
 
 
-def _all_routers(policy: PolicyModel) -> Iterator[tuple[int, Any]]:
+def all_routers(policy: PolicyModel) -> Iterator[tuple[int, Any]]:
+    """Yield those of this stage, each with its place among the mixture layers of all stages."""
     sparse = _mixture_layers(policy)
     for index, model in enumerate(policy.models):
         yield from routers_of(model, index, sparse, policy.config)

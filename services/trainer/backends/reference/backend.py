@@ -25,6 +25,7 @@ from services.trainer.backend import (
 )
 from services.trainer.backends import lora, replica
 from services.trainer.backends.expert_load import load_metrics, watch_biases, watch_experts
+from services.trainer.backends.expert_losses import count_tokens, trained, watch_logits
 from services.trainer.backends.muon import hidden_matrices
 from services.trainer.backends.packing import DUMMY, NOTHING, PassInputs, split_rows
 from services.trainer.backends.quantized_passes import simulate_experts
@@ -76,6 +77,7 @@ class ReferenceBackend(TrainingBackend):
         self._expert_load = watch_experts(self._policy.model, self._device)
         if config.experts.bias_update_rate:
             watch_biases(self._expert_load, self._policy.model)
+        self._expert_losses = watch_logits(config.experts, self._policy.model, self._device)
         self.operations = self._policy.operations
         self._reference: ScoredModel | None = None
         self._reference_directory = ""  # of the settings
@@ -148,9 +150,15 @@ class ReferenceBackend(TrainingBackend):
         return by_sample(found)
 
     def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], loss: LossSpec, *, keep_outputs: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: LossSpec,
+        *,
+        keep_outputs: bool = False,
+        normalizer: float = 1.0,
     ) -> PassSums:
         with replayed(self._replay, "train", micro_batches) as replay:
+            self._begin_losses(micro_batches, normalizer, replay)
             return self._train(micro_batches, loss, replay, keep_outputs=keep_outputs)
 
     def _train(
@@ -164,16 +172,30 @@ class ReferenceBackend(TrainingBackend):
         sums, kept = SumsOnDevice(), list[tuple[MicroBatch, torch.Tensor]]()
         for rows, features, inputs in self._passes(micro_batches, self._policy, loss, replay):
             assert inputs.columns is not None
-            with self._expert_load.counting(inputs.layout.multiplicity):
-                outputs_T, entropy_T = self._run(inputs, features, loss)
-            read = inputs.columns.inputs(loss, outputs_T, entropy_T)
-            terms = compute_loss(read, loss)
-            if terms.loss.requires_grad:  # rows may pass by all that is trained: text by a tower
-                terms.loss.backward()
+            multiplicity = inputs.layout.multiplicity
+            with trained(self._expert_losses, multiplicity):
+                with self._expert_load.counting(multiplicity):
+                    outputs_T, entropy_T = self._run(inputs, features, loss)
+                read = inputs.columns.inputs(loss, outputs_T, entropy_T)
+                terms = compute_loss(read, loss)
+                if terms.loss.requires_grad:  # rows may pass by all that is trained: text, a tower
+                    terms.loss.backward()
             sums.add_terms(terms)
             if keep_outputs:
                 kept.append((rows, read.outputs.detach().float()))
         return pass_sums(sums.read(), by_sample(kept))
+
+    @torch.no_grad()
+    def _begin_losses(
+        self, micro_batches: Sequence[MicroBatch], normalizer: float, replay: PackReplay | None
+    ) -> None:
+        if (losses := self._expert_losses) is None:
+            return
+        if losses.need_counts:
+            for _, features, inputs in self._passes(micro_batches, self._policy, replay=replay):
+                with losses.counts.counting(inputs.layout.multiplicity), self._precision():
+                    self._policy.run(inputs.layout, features)
+        losses.begin(self._ranks, count_tokens(micro_batches), normalizer)
 
     def step(
         self, *, normalizer: float, learning_rate: float | None, optim: OptimConfig | None = None

@@ -502,7 +502,7 @@ class ReadColumns(_message.Message):
     def __init__(self, batch_id: _Optional[str] = ..., columns: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GradientsCommand(_message.Message):
-    __slots__ = ("batch_id", "loss", "micro_batches", "measured", "keep_logprobs")
+    __slots__ = ("batch_id", "loss", "micro_batches", "measured", "keep_logprobs", "normalizer")
     class MeasuredEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -515,12 +515,14 @@ class GradientsCommand(_message.Message):
     MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
     MEASURED_FIELD_NUMBER: _ClassVar[int]
     KEEP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZER_FIELD_NUMBER: _ClassVar[int]
     batch_id: str
     loss: _loss_pb2.LossSpec
     micro_batches: _containers.RepeatedCompositeFieldContainer[MicroBatchRows]
     measured: _containers.ScalarMap[str, float]
     keep_logprobs: bool
-    def __init__(self, batch_id: _Optional[str] = ..., loss: _Optional[_Union[_loss_pb2.LossSpec, _Mapping]] = ..., micro_batches: _Optional[_Iterable[_Union[MicroBatchRows, _Mapping]]] = ..., measured: _Optional[_Mapping[str, float]] = ..., keep_logprobs: bool = ...) -> None: ...
+    normalizer: float
+    def __init__(self, batch_id: _Optional[str] = ..., loss: _Optional[_Union[_loss_pb2.LossSpec, _Mapping]] = ..., micro_batches: _Optional[_Iterable[_Union[MicroBatchRows, _Mapping]]] = ..., measured: _Optional[_Mapping[str, float]] = ..., keep_logprobs: bool = ..., normalizer: _Optional[float] = ...) -> None: ...
 
 class StepCommand(_message.Message):
     __slots__ = ("normalizer", "learning_rate", "adam")

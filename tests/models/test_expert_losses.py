@@ -1,0 +1,224 @@
+"""Gradients of losses of routers are those of plain transformers in float64, row by row."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.nn.functional import linear
+
+from tests.contract.training_backend.cases import Model, Oracle
+from tests.fsdp.jobs import NORMALIZER, rows_of
+from tests.fsdp.oracle import Tensors, as_stored_names, gradient_difference, read_ranks
+from tests.models.families import CASES, Case, build
+from tests.models.proof import MAX_GRADIENT_DIFF
+from tests.models.test_expert_load import DEEPSEEK, QWEN, SCATTERED
+from tests.models.test_experts import MIXTURES
+from tests.rank_pool import Pool
+
+fast = pytest.mark.fast
+BY_NAME = {case.name: case for case in CASES}
+SINKS = BY_NAME["gpt_oss"]
+AUX, Z = 0.3, 0.05
+EXPERTS = {"aux_loss_coefficient": AUX, "z_loss_coefficient": Z}
+
+
+def routers_of(plain: Any) -> list[Any]:
+    """By depth; what they score experts by is a linear layer of theirs, or they are one."""
+    kinds = ("TopKRouter", "TopkRouter", "TokenChoiceRouter", "V1Gate")
+    return [m for m in plain.modules() if type(m).__name__.endswith(kinds)]
+
+
+def scores_of(router: Any, logits: torch.Tensor) -> torch.Tensor:
+    """Those of every expert, as the router's own lines say."""
+    if "sigmoid" not in inspect.getsource(type(router)):
+        return logits.softmax(1)
+    return logits.sigmoid() / logits.sigmoid().sum(1, keepdim=True)
+
+
+def expected_gradients(model: Model, settings: dict[str, float]) -> Tensors:
+    """By stored names, of all rows in one loss; each row is read by itself."""
+    plain: Any = model.load().double()  # type: ignore[no-untyped-call]
+    oracle, routers = Oracle(plain), routers_of(plain)
+    layers = [m for n, m in plain.named_modules() if n.endswith(".experts")]
+    told = [list[torch.Tensor]() for _ in routers]
+    chosen = [list[torch.Tensor]() for _ in routers]
+
+    def score(router: Any, given: tuple[torch.Tensor, ...]) -> None:
+        hidden = given[0].reshape(-1, given[0].shape[-1])[:-1]  # the last token predicts nothing
+        owner = getattr(router, "gate", getattr(router, "wg", router))
+        logits = linear(hidden, owner.weight, getattr(owner, "bias", None))
+        told[routers.index(router)].append(logits)
+
+    def choose(experts: Any, given: tuple[torch.Tensor, ...]) -> None:
+        chosen[layers.index(experts)].append(given[1][:-1])
+
+    for router, experts in zip(routers, layers, strict=True):
+        router.register_forward_pre_hook(score)
+        experts.register_forward_pre_hook(choose)
+    loss = oracle.ppo_loss(rows_of(0))
+    for router, parts, choices in zip(routers, told, chosen, strict=True):
+        logits, ids = torch.cat(parts), torch.cat(choices).numpy()
+        count = logits.shape[1]
+        shares = torch.from_numpy(np.bincount(ids.reshape(-1), minlength=count) / ids.size)
+        even = count * (shares * scores_of(router, logits).mean(0)).sum()
+        small = logits.logsumexp(1).square().mean()
+        loss = loss + NORMALIZER * settings.get("aux_loss_coefficient", 0.0) * even
+        loss = loss + NORMALIZER * settings.get("z_loss_coefficient", 0.0) * small
+    loss.backward()
+    named = dict(plain.named_parameters())
+    return as_stored_names(plain, {n: p.grad for n, p in named.items() if p.grad is not None})
+
+
+class Known:
+    def __init__(self, root: Path) -> None:
+        self._root, self._models = root, dict[str, Model]()
+        self._made: dict[str, Tensors] = {}
+
+    def __call__(self, case: Case, settings: dict[str, float]) -> tuple[Model, Tensors]:
+        if case.name not in self._models:
+            self._models[case.name] = build(case, self._root / case.name)
+        name = f"{case.name} {sorted(settings)}"
+        if name not in self._made:
+            self._made[name] = expected_gradients(self._models[case.name], settings)
+        return self._models[case.name], self._made[name]
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Known]:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    yield Known(tmp_path_factory.mktemp("models"))
+
+
+def check(out: Path, expected: Tensors) -> None:
+    found = read_ranks(out, "gradients")
+    idle = {name for name, tensor in expected.items() if not tensor.any()}
+    assert all(".experts." in name and not found.pop(name).any() for name in idle)
+    expected = {name: tensor for name, tensor in expected.items() if name not in idle}
+    assert any("gate" in name or "router" in name for name in found)
+    assert gradient_difference(found, expected) <= MAX_GRADIENT_DIFF
+
+
+ON_FSDP = [
+    pytest.param(QWEN, 1, {}, EXPERTS, id="qwen-1", marks=fast),
+    pytest.param(QWEN, 1, {}, {"z_loss_coefficient": Z}, id="qwen-1-z"),
+    pytest.param(QWEN, 1, {}, {"aux_loss_coefficient": AUX}, id="qwen-1-aux"),
+    pytest.param(QWEN, 2, {}, EXPERTS, id="qwen-2"),
+    pytest.param(QWEN, 2, {"expert": 2}, EXPERTS, id="qwen-EP2", marks=fast),
+    pytest.param(QWEN, 2, {"tensor": 2}, EXPERTS, id="qwen-TP2", marks=fast),
+    pytest.param(QWEN, 2, {"context": 2}, EXPERTS, id="qwen-CP2", marks=fast),
+    pytest.param(QWEN, 2, {"replicas": 2}, EXPERTS, id="qwen-HSDP2"),
+    pytest.param(
+        QWEN, 2, {"activation_checkpointing": True, "expert": 2}, EXPERTS, id="qwen-recompute"
+    ),
+    pytest.param(DEEPSEEK, 2, {"expert": 2}, EXPERTS, id="deepseek-EP2", marks=fast),
+    pytest.param(DEEPSEEK, 2, {"tensor": 2}, EXPERTS, id="deepseek-TP2"),
+    pytest.param(
+        DEEPSEEK, 2, {"routing_replay": "recorded"}, EXPERTS, id="deepseek-replay", marks=fast
+    ),
+    pytest.param(SINKS, 2, {}, EXPERTS, id="gpt_oss-2"),
+]
+
+
+@pytest.mark.parametrize(("case", "world", "fsdp", "experts"), ON_FSDP)
+def test_on_fsdp(
+    pool: Pool,
+    known: Known,
+    tmp_path: Path,
+    case: Case,
+    world: int,
+    fsdp: dict[str, Any],
+    experts: dict[str, float],
+) -> None:
+    model, expected = known(case, experts)
+    arguments = {"model": str(model.directory), "out": str(tmp_path)}
+    pool.run("gradients", world, **arguments, fsdp=fsdp, trainer={"experts": experts})
+    check(tmp_path, expected)
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=fast), 2])
+@pytest.mark.parametrize("case", [QWEN, DEEPSEEK], ids=lambda case: case.name)
+def test_on_the_reference_backend(
+    pool: Pool, known: Known, tmp_path: Path, case: Case, world: int
+) -> None:
+    model, expected = known(case, EXPERTS)
+    arguments = {"model": str(model.directory), "out": str(tmp_path)}
+    pool.run("gradients_of_copies", world, **arguments, trainer={"experts": EXPERTS})
+    check(tmp_path, expected)
+
+
+UNKNOWN = ("gemma4_text", "jamba", "phimoe")  # tell probabilities, nothing, or mix otherwise
+
+
+@pytest.mark.parametrize("case", MIXTURES, ids=lambda case: case.name)
+def test_of_every_family(pool: Pool, known: Known, tmp_path: Path, case: Case) -> None:
+    arguments = {"out": str(tmp_path), "trainer": {"experts": EXPERTS}}
+    if case.known in UNKNOWN:
+        model = build(case, tmp_path / "model")
+        (answer,) = pool.run("attempt", 1, **arguments, model=str(model.directory))
+        refused = f"experts.aux_loss_coefficient is not for model_type {case.known}"
+        assert refused in answer["error_message"]
+        return
+    model, expected = known(case, EXPERTS)
+    pool.run("gradients", 1, **arguments, model=str(model.directory))
+    check(tmp_path, expected)
+
+
+ON_MEGATRON = [
+    pytest.param(QWEN, 1, {}, EXPERTS, id="qwen-1"),
+    pytest.param(QWEN, 1, {}, {"z_loss_coefficient": Z}, id="qwen-1-z"),
+    pytest.param(QWEN, 2, {}, EXPERTS, id="qwen-DP2"),
+    pytest.param(QWEN, 2, {"expert": 2}, EXPERTS, id="qwen-EP2", marks=fast),
+    pytest.param(QWEN, 2, {"pipeline": 2}, EXPERTS, id="qwen-PP2", marks=fast),
+    pytest.param(QWEN, 2, SCATTERED, EXPERTS, id="qwen-TP2+SP", marks=fast),
+    pytest.param(QWEN, 2, {"context": 2}, EXPERTS, id="qwen-CP2", marks=fast),
+    pytest.param(
+        QWEN,
+        2,
+        {"pipeline": 2, "virtual_pipeline": 2, "recompute": "full"},
+        EXPERTS,
+        id="qwen-PP2xVPP2-recompute",
+        marks=fast,
+    ),
+    pytest.param(
+        QWEN,
+        4,
+        {**SCATTERED, "pipeline": 2, "expert": 2, "expert_tensor": 1},
+        EXPERTS,
+        id="qwen-all",
+    ),
+    pytest.param(DEEPSEEK, 2, {"pipeline": 2}, EXPERTS, id="deepseek-PP2"),
+    pytest.param(
+        QWEN,
+        2,
+        {"pipeline": 2, "routing_replay": "recorded", "recompute": "full"},
+        EXPERTS,
+        id="qwen-PP2-replay",
+    ),
+    pytest.param(DEEPSEEK, 2, SCATTERED, EXPERTS, id="deepseek-TP2+SP"),
+    pytest.param(SINKS, 1, {}, EXPERTS, id="gpt_oss-1"),
+]
+
+
+@pytest.mark.parametrize(("case", "world", "layout", "experts"), ON_MEGATRON)
+def test_on_megatron(
+    ranks: Pool,
+    known: Known,
+    tmp_path: Path,
+    case: Case,
+    world: int,
+    layout: dict[str, Any],
+    experts: dict[str, float],
+) -> None:
+    model, expected = known(case, experts)
+    layout = {"distributed_optimizer": False, **layout}
+    arguments = {"model": str(model.directory), "out": str(tmp_path), "layout": layout}
+    ranks.run("gradients", world, **arguments, trainer={"experts": experts})
+    check(tmp_path, expected)
