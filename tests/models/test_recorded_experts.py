@@ -1,7 +1,8 @@
-"""The reference engine records what transformers' own routers choose, of every family."""
+"""What engines tell of experts is what transformers' own routers choose, of every family."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ import transformers
 
 from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import create_engine
-from services.rollout.errors import UnsupportedModelError
+from services.rollout.engine.sglang.samples import read_routing
+from services.rollout.errors import UnfitWeightsError, UnsupportedModelError
 from tests.contract.engine.cases import complete, request_of
 from tests.models.families import Case, build
-from tests.models.forced import chosen_by
+from tests.models.forced import chosen_by, shape_of
 from tests.models.test_experts import named
 from tests.models.test_replay import COVERED
 
@@ -49,6 +51,35 @@ async def test_a_family_tells_its_experts(tmp_path: Path, case: Case) -> None:
                 assert torch.equal(found, wanted)
     finally:
         await engine.close()
+
+
+RULED = {
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "gpt_oss",
+    "kimi_k2",
+    "minimax_m2",
+    "qwen3_5_moe_text",
+    "qwen3_moe",
+    "qwen3_next",
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in COVERED])
+def test_what_sglang_tells_is_read_by_the_layers_of_transformers(
+    tmp_path: Path, case: Case
+) -> None:
+    model = build(case, tmp_path / "model")
+    document = json.loads((model.directory / "config.json").read_bytes())
+    if case.model_type not in RULED:
+        with pytest.raises(UnfitWeightsError, match=r"engine\.routed_experts: no weight rules for"):
+            read_routing(document)
+        return
+    routing = read_routing(document)
+    found = len(routing.mixtures), routing.experts, routing.chosen
+    assert found == shape_of(model)
 
 
 @fast

@@ -73,3 +73,16 @@ def test_what_chooses_otherwise_is_refused_by_name(pool: Pool, tmp_path: Path) -
     for answer in pool.run("attempt", 2, **arguments, fsdp={"routing_replay": "rollout"}):
         assert "fsdp.routing_replay" in answer["error_message"]
         assert "phimoe" in answer["error_message"]
+
+
+def test_layers_that_take_other_numbers_of_experts_are_refused_by_name(
+    pool: Pool, tmp_path: Path
+) -> None:
+    case = Case("hunyuan_v1_moe", "Hunyuan", {"num_experts": 4, "moe_topk": [1, 2]})
+    model = build(case, tmp_path / "model")
+    arguments = {"model": str(model.directory), "out": str(tmp_path)}
+    for answer in pool.run("attempt", 1, **arguments, fsdp={"routing_replay": "recorded"}):
+        assert answer["error_message"] == (
+            "LayoutError: fsdp.routing_replay: layers of model_type hunyuan_v1_moe choose other "
+            "numbers of experts: 1 of 4, 2 of 4; leave it out"
+        )
