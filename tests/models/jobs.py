@@ -41,6 +41,7 @@ from tests.fsdp.jobs import (
     rows_of,
     save_scores,
 )
+from tests.models.forced import with_experts
 
 __all__ = [
     "attempt",
@@ -104,9 +105,12 @@ def count_on_copies(rank: int, world: int, arguments: dict[str, Any]) -> dict[st
 
 
 def gradients(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Of a batch, in one call."""
+    """Of a batch, in one call; of rows that bring experts where their `shape` is given."""
     backend, out = open_backend(rank, world, arguments), Path(arguments["out"])
-    batches = batches_of(backend, rows_of(0))
+    rows = rows_of(0)
+    if "shape" in arguments:
+        rows = with_experts(rows, arguments["shape"])
+    batches = batches_of(backend, rows)
     if arguments.get("fsdp", {}).get("routing_replay"):  # of what this pass records
         backend.compute_logprobs(batches, model="policy", temperature=1.0)
     backend.forward_backward(batches, PPO, normalizer=NORMALIZER)

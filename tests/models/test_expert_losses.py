@@ -13,10 +13,12 @@ import torch
 import transformers
 from torch.nn.functional import linear
 
+from services.trainer.backend import Row
 from tests.contract.training_backend.cases import Model, Oracle
 from tests.fsdp.jobs import NORMALIZER, rows_of
 from tests.fsdp.oracle import Tensors, as_stored_names, gradient_difference, read_ranks
 from tests.models.families import CASES, Case, build
+from tests.models.forced import ForcedOracle, shape_of, with_experts
 from tests.models.proof import MAX_GRADIENT_DIFF
 from tests.models.test_expert_load import DEEPSEEK, QWEN, SCATTERED
 from tests.models.test_experts import MIXTURES
@@ -42,19 +44,24 @@ def scores_of(router: Any, logits: torch.Tensor) -> torch.Tensor:
     return logits.sigmoid() / logits.sigmoid().sum(1, keepdim=True)
 
 
-def expected_gradients(model: Model, settings: dict[str, float]) -> Tensors:
-    """By stored names, of all rows in one loss; each row is read by itself."""
+def expected_gradients(
+    model: Model, settings: dict[str, float], told: list[Row] | None = None
+) -> Tensors:
+    """By stored names, of all rows in one loss; each row is read by itself.
+
+    told: rows that bring the experts that their tokens go to.
+    """
     plain: Any = model.load().double()  # type: ignore[no-untyped-call]
-    oracle, routers = Oracle(plain), routers_of(plain)
+    oracle, routers = (Oracle if told is None else ForcedOracle)(plain), routers_of(plain)
     layers = [m for n, m in plain.named_modules() if n.endswith(".experts")]
-    told = [list[torch.Tensor]() for _ in routers]
+    scored = [list[torch.Tensor]() for _ in routers]
     chosen = [list[torch.Tensor]() for _ in routers]
 
     def score(router: Any, given: tuple[torch.Tensor, ...]) -> None:
         hidden = given[0].reshape(-1, given[0].shape[-1])[:-1]  # the last token predicts nothing
         owner = getattr(router, "gate", getattr(router, "wg", router))
         logits = linear(hidden, owner.weight, getattr(owner, "bias", None))
-        told[routers.index(router)].append(logits)
+        scored[routers.index(router)].append(logits)
 
     def choose(experts: Any, given: tuple[torch.Tensor, ...]) -> None:
         chosen[layers.index(experts)].append(given[1][:-1])
@@ -62,8 +69,8 @@ def expected_gradients(model: Model, settings: dict[str, float]) -> Tensors:
     for router, experts in zip(routers, layers, strict=True):
         router.register_forward_pre_hook(score)
         experts.register_forward_pre_hook(choose)
-    loss = oracle.ppo_loss(rows_of(0))
-    for router, parts, choices in zip(routers, told, chosen, strict=True):
+    loss = oracle.ppo_loss(told or rows_of(0))
+    for router, parts, choices in zip(routers, scored, chosen, strict=True):
         logits, ids = torch.cat(parts), torch.cat(choices).numpy()
         count = logits.shape[1]
         shares = torch.from_numpy(np.bincount(ids.reshape(-1), minlength=count) / ids.size)
@@ -141,6 +148,21 @@ def test_on_fsdp(
     arguments = {"model": str(model.directory), "out": str(tmp_path)}
     pool.run("gradients", world, **arguments, fsdp=fsdp, trainer={"experts": experts})
     check(tmp_path, expected)
+
+
+@pytest.mark.parametrize("case", [QWEN, DEEPSEEK], ids=lambda case: case.name)
+def test_shares_are_of_the_experts_that_rows_bring(
+    pool: Pool, known: Known, tmp_path: Path, case: Case
+) -> None:
+    """Where routing is replayed; probabilities are the trainer's own."""
+    model, own = known(case, EXPERTS)
+    shape = shape_of(model)
+    expected = expected_gradients(model, EXPERTS, with_experts(rows_of(0), shape))
+    given: dict[str, Any] = {"model": str(model.directory), "out": str(tmp_path), "shape": shape}
+    fsdp = {"routing_replay": "rollout", "expert": 2, "activation_checkpointing": True}
+    pool.run("gradients", 2, **given, fsdp=fsdp, trainer={"experts": EXPERTS})
+    check(tmp_path, expected)
+    assert gradient_difference(own, expected) > 100 * MAX_GRADIENT_DIFF
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=fast), 2])
