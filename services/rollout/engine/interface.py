@@ -492,7 +492,9 @@ def check_generation(
     if not 0 <= generation.dp_rank < dp_size:
         raise InvalidFieldError("dp_rank", f"this engine has ranks 0..{dp_size - 1}")
     length = len(generation.prompt_token_ids)
-    check_length(length, min(max_length, config.cache_tokens) - 1)
+    if config.cache_tokens < max_length:
+        check_length(length, config.cache_tokens - 1, "engine.max_cached_tokens")
+    check_length(length, max_length - 1)
     reserved = min(length + sampling.max_new_tokens, max_length)
     if reserved > config.cache_tokens:
         raise PromptTooLongError(
@@ -527,9 +529,9 @@ def _check_tokens(field: str, token_ids: Sequence[int], vocabulary_size: int) ->
         raise InvalidFieldError(field, f"must be in 0..{vocabulary_size - 1}")
 
 
-def check_length(length: int, limit: int) -> None:
-    """Raises PromptTooLongError."""
+def check_length(length: int, limit: int, setting: str = "engine.max_model_length") -> None:
+    """Raises PromptTooLongError, which names the setting that the limit is of."""
     if length > limit:
         raise PromptTooLongError(
-            f"{length} tokens exceed the limit of {limit}", length=length, limit=limit
+            f"{length} tokens exceed the limit of {limit} ({setting})", length=length, limit=limit
         )

@@ -1,4 +1,4 @@
-"""Settings of an engine that would do nothing are refused by their key."""
+"""Settings of an engine that would do nothing are refused by their key, and limits name theirs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from services.rollout.config import RolloutConfig
+from services.rollout.engine.config import EngineConfig
+from services.rollout.engine.interface import Generation, Sampling, check_generation
+from services.rollout.errors import PromptTooLongError
 from sluice.config import ConfigError, parse_config
 
 RUNNING: dict[str, Any] = {"url": "http://127.0.0.1:30000"}
@@ -59,3 +62,19 @@ def test_a_port_that_is_none_is_refused(port: int) -> None:
     values = {"store": "s", "roles": ["engine"], "engine": {"model": "m"}, "openai": {"port": port}}
     with pytest.raises(ConfigError, match=r"openai\.port"):
         parse_config(RolloutConfig, values)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_running": 1}, "16 tokens exceed the limit of 15 (engine.max_model_length)"),
+        ({"max_cached_tokens": 8}, "16 tokens exceed the limit of 7 (engine.max_cached_tokens)"),
+    ],
+)
+def test_a_prompt_that_is_too_long_names_the_setting(settings: dict[str, int], said: str) -> None:
+    config = parse_config(EngineConfig, {"max_model_length": 16, **settings})
+    sampling = Sampling(max_new_tokens=1)
+    generation = Generation(request_id="r", prompt_token_ids=[1] * 16, sampling=sampling)
+    with pytest.raises(PromptTooLongError) as caught:
+        check_generation(generation, 8, config.max_model_length, config)
+    assert str(caught.value) == said
