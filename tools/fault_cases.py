@@ -201,7 +201,7 @@ BEHIND = (
     Fault("engine-0", "transfer.received", 3, "behind-asynchronous"),
     Fault("engine-0", "engine.prepared", 3, "behind-asynchronous"),
     Fault("engine-1", "engine.swapped", 3, "behind-asynchronous"),
-    Fault("engine-1", "engine.prepared", 4, "behind-asynchronous", stops=True),
+    Fault("engine-1", "engine.prepared", 3, "behind-asynchronous", stops=True),
 )
 LOST_REPLIES = (
     Fault("trainer", "reply.UploadBatch", 2),
