@@ -120,6 +120,24 @@ def test_the_reference_chooses_for_itself(tmp_path: Path, lora: Any) -> None:
 
 
 @fast
+def test_adapters_train_by_the_experts_of_the_rows(tmp_path: Path) -> None:
+    """Those that begin at zero have the log-probs of the base that is forced to them."""
+    model = build(named("qwen3_moe"), tmp_path / "model")
+    rows = with_experts(rows_of(0), shape_of(model))
+    lora = {"rank": 2, "alpha": 4.0, "targets": ["q_proj"]}
+    backend = open_backend(model, tmp_path, reference={"routing_replay": "rollout"}, lora=lora)
+    oracle = ForcedOracle(model.load())
+    wanted = {row.sample_id: oracle.logprobs(row).detach() for row in rows}
+    gaps = []
+    for _ in range(2):
+        made = backend.forward_backward([rows], PPO, keep_outputs=True)
+        gaps.append(logprob_difference(dict(made.outputs), wanted))
+        backend.step(normalizer=NORMALIZER, learning_rate=0.1)
+    assert gaps[0] <= MAX_LOGPROB_DIFF
+    assert gaps[1] > 1e-4
+
+
+@fast
 def test_experts_of_narrow_products_are_taken_too(tmp_path: Path) -> None:
     """With autocast, to which other experts are further off than its rounding."""
     model = build(named("qwen3_moe"), tmp_path / "model")
