@@ -46,8 +46,9 @@ USUALLY_THERE = (
     *("torch", "transformers", "numpy", "pyarrow", "aiohttp", "rich", "psutil", "xxhash"),
     # and what torch and transformers bring
     *("jinja2", "packaging", "pyyaml", "safetensors", "tokenizers", "typing-extensions"),
+    "pillow",
 )
-MODULES = {"yaml": "pyyaml"}  # modules that are not called as their distribution
+MODULES = {"PIL": "pillow", "yaml": "pyyaml"}  # modules that are not called as their distribution
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64")
 LIMIT_MB = 20.0
 DOWNLOAD_SECONDS = 600

@@ -481,8 +481,8 @@ def _distributed_class(
 
         @classmethod
         def prepare_distribute_model(
-            cls, distributed_config: DistributedConfig, device_map: Any = None
-        ) -> tuple[DistributedConfig, Any, None]:
+            cls, distributed_config: DistributedConfig, device_map: Any = None, **_: object
+        ) -> tuple[DistributedConfig, Any, None]:  # 5.17 names a mesh of its own, too
             host = cut.settings.cpu_offload or device.type == "cpu"
             return distributed_config, None if host else device, None
 
