@@ -74,9 +74,12 @@ class ExpertLosses:
         self._scale = 0.0
         self.rows_T: torch.Tensor | None = None  # of the pass that runs
 
-    @property
-    def need_counts(self) -> bool:
-        """Whether a pass is to count first, with nothing but `counts`."""
+    def start_counting(self) -> bool:
+        """Return whether a pass is to count first, with nothing but `counts`.
+
+        They are empty then: a pass that failed leaves what it had counted.
+        """
+        self.counts.clear()
         return bool(self._settings.aux_loss_coefficient)
 
     def begin(

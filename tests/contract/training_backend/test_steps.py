@@ -19,6 +19,7 @@ from tests.contract.training_backend.cases import (
     Model,
     Oracle,
     StartBackend,
+    build_model,
     divergence_from_teacher,
     published,
     ragged_rows,
@@ -126,6 +127,23 @@ def test_discarded_gradients_leave_no_trace(
     backend.discard_gradients()
     for each in (backend, fresh):
         each.forward_backward([rows], PPO)
+        step(each)
+    left = published(backend, tmp_path / "left")
+    right = published(fresh, tmp_path / "right")
+    assert all(torch.equal(left[name], right[name]) for name in right)
+
+
+def test_a_pass_that_failed_leaves_no_trace(start_backend: StartBackend, tmp_path: Path) -> None:
+    """Nor in the shares that a loss of even use goes by, which a pass counts ahead."""
+    mixture = build_model(tmp_path / "mixture", "qwen3_moe", num_experts=8)
+    rows, experts = ragged_rows(), {"aux_loss_coefficient": 10.0}
+    foreign = rows[0]._replace(token_ids=torch.full_like(rows[0].token_ids, 10**6))
+    backend, fresh = (start_backend(mixture, experts=experts) for _ in range(2))
+    with pytest.raises(IndexError):
+        backend.forward_backward([rows[:2], [foreign]], PPO, normalizer=NORMALIZER)
+    backend.discard_gradients()
+    for each in (backend, fresh):
+        each.forward_backward([rows], PPO, normalizer=NORMALIZER)
         step(each)
     left = published(backend, tmp_path / "left")
     right = published(fresh, tmp_path / "right")

@@ -242,7 +242,7 @@ class FsdpBackend(TrainingBackend):
     ) -> None:
         if (losses := self._expert_losses) is None:
             return
-        if losses.need_counts:
+        if losses.start_counting():
             for rows, inputs in self._passes(self._policy, micro_batches, replay=replay):
                 with losses.counts.counting(inputs.layout.multiplicity if rows else None):
                     self._policy.root(inputs.layout, Asked(is_trunk=True), inputs.patches)

@@ -169,7 +169,7 @@ class MegatronBackend(TrainingBackend):
         batches: Sequence[PackedBatch],
         normalizer: float,
     ) -> None:
-        if losses.need_counts:
+        if losses.start_counting():
             self._passes.count(batches, losses.counts)
         scale = self._policy.config.grad_scale_func(torch.ones((), device=self._device))
         tokens = count_tokens(micro_batches) if self.mesh.reports else 0

@@ -191,7 +191,7 @@ class ReferenceBackend(TrainingBackend):
     ) -> None:
         if (losses := self._expert_losses) is None:
             return
-        if losses.need_counts:
+        if losses.start_counting():
             for _, features, inputs in self._passes(micro_batches, self._policy, replay=replay):
                 with losses.counts.counting(inputs.layout.multiplicity), self._precision():
                     self._policy.run(inputs.layout, features)
