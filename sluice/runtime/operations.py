@@ -74,10 +74,12 @@ def _status(error: BaseException) -> status_pb2.Status:
     return status_pb2.Status(code=grpc.StatusCode.INTERNAL.value[0], message=type(error).__name__)
 
 
-def _log_bug(task: asyncio.Task[Any]) -> None:
+def _log_failure(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        level = logging.INFO if isinstance(error, ServiceError) else logging.ERROR
-        logger.log(level, "operation %s failed", task.get_name(), exc_info=error)
+        if isinstance(error, ServiceError):
+            logger.info("operation %s: %s %s", task.get_name(), error.reason, error)
+        else:
+            logger.error("operation %s failed", task.get_name(), exc_info=error)
         forget_frames(error)  # the request is in them
 
 
@@ -138,7 +140,7 @@ class Operations(pb_grpc.OperationsServicer):
                 )
             task: asyncio.Task[pb_message.Message] = asyncio.ensure_future(run())
             task.set_name(name)
-            task.add_done_callback(_log_bug)
+            task.add_done_callback(_log_failure)
             operation = _Operation(name, self._count, progress, task)
             task.add_done_callback(lambda _: self._end(operation, task))
             known = self._operations.add(name, digest, operation)

@@ -183,6 +183,26 @@ async def test_beyond_so_many_that_run_none_is_begun_until_one_has_ended() -> No
     await run.operations.close()
 
 
+async def test_what_a_caller_is_told_is_a_line_of_the_log_and_a_fault_a_trace(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As of calls: ranks that are killed under a publication are no fault of the service's."""
+    caplog.set_level(logging.INFO)
+    operations = Operations()
+    for error in (QueueFullError("no room", limit=1, kind="ranks"), KeyError("a fault")):
+
+        async def run(error: Exception = error) -> empty_pb2.Empty:
+            raise error
+
+        name = operations.start("work", empty_pb2.Empty(), run, empty_pb2.Empty).name
+        while not operations.describe(name).done:
+            await asyncio.sleep(0)
+    told, fault = caplog.records
+    assert (told.levelno, told.exc_info) == (logging.INFO, None)
+    assert told.getMessage().endswith("QUEUE_FULL no room")
+    assert fault.levelno == logging.ERROR and fault.exc_info
+
+
 async def test_an_error_that_ends_several_lets_each_clean_up_and_holds_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
