@@ -49,7 +49,10 @@ USUALLY_THERE = (
     "pillow",
 )
 MODULES = {"PIL": "pillow", "yaml": "pyyaml"}  # modules that are not called as their distribution
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64")
+PLATFORMS = (  # pip knows no other names of one: protobuf's compiled part has the last alone
+    *("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64"),
+    "manylinux2014_x86_64",
+)
 LIMIT_MB = 20.0
 DOWNLOAD_SECONDS = 600
 
