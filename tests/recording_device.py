@@ -1,8 +1,9 @@
 """Capture and replay as an accelerator does them, on the host.
 
-What is recorded are operations with the tensors, and so the addresses, and the numbers of the host
-that they were given. A replay runs them again into the memory of the first time, whatever has
-become of what they were made of. What an accelerator cannot capture raises.
+What is recorded are operations with the addresses and the numbers of the host that they were
+given. A replay runs them again into the memory of the first time, whatever has become of what they
+were made of; memory from outside that nobody holds any more is somebody else's by then, and raises.
+So does what an accelerator cannot capture.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from sluice.platform import Platform
 
@@ -39,12 +41,29 @@ class Pool:
         self.recorders.add(recorder)
 
 
+class _Outside:
+    """A tensor whose memory was there before the capture, which does not hold it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._type, self._place = tensor.dtype, tensor.storage_offset()
+        self._shape, self._stride = tensor.shape, tensor.stride()
+
+    def tensor(self) -> torch.Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None:
+            raise CaptureError("a replay reads memory that is free")
+        empty = torch.empty(0, dtype=self._type)
+        return empty.set_(storage, self._place, self._shape, self._stride)
+
+
 class Recorder(TorchDispatchMode):
     """The operations of a block, in their order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self._inside: dict[int, torch.UntypedStorage] = {}  # made here, by address
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -57,15 +76,33 @@ class Recorder(TorchDispatchMode):
             raise CaptureError("an index of booleans while capturing")
         made = func(*args, **(kwargs or {}))
         if not _is_view(func, args, made):
-            self.calls.append((func, args, kwargs or {}, made))
+            given = _places((args, kwargs))
+            for each in tree_leaves(made):
+                if isinstance(each, torch.Tensor):
+                    storage = each.untyped_storage()
+                    if storage.data_ptr() not in given:
+                        self._inside[storage.data_ptr()] = storage
+            held = tree_map(self._held, (args, kwargs or {}, made))
+            self.calls.append((func, *held))
         return made
 
+    def _held(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        inside = value.untyped_storage().data_ptr() in self._inside
+        return value if inside else _Outside(value)
+
     def replay(self) -> None:
-        for func, args, kwargs, made in self.calls:
+        for func, *held in self.calls:
+            args, kwargs, made = tree_map(_present, tuple(held))
             again = func(*args, **kwargs)
             for memory, value in zip(tree_leaves(made), tree_leaves(again), strict=True):
                 if isinstance(memory, torch.Tensor) and memory is not value:
                     memory.copy_(value)
+
+
+def _present(value: Any) -> Any:
+    return value.tensor() if isinstance(value, _Outside) else value
 
 
 def _is_view(func: Any, args: Any, made: Any) -> bool:

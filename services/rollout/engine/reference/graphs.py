@@ -40,12 +40,17 @@ def obstacle(model: ServingModel | None) -> str:
 
 @dataclass(frozen=True)
 class _Graph:
-    """tokens, places: int64[lanes with padding], what a replay reads; logits: what it writes."""
+    """tokens, places: int64[lanes with padding], what a replay reads; logits: what it writes.
+
+    run: what was captured. It holds whatever else a replay reads: memory that was there before a
+    capture is not held by it, and would be somebody else's.
+    """
 
     tokens: torch.Tensor
     places: torch.Tensor
     logits: torch.Tensor
     replay: Callable[[], None]
+    run: Callable[[], torch.Tensor]
 
 
 class DecodeGraphs:
@@ -119,7 +124,7 @@ class DecodeGraphs:
 
         if not self._graphs:
             self._pool = platform.current().capture_pool()
-        graph = _Graph(tokens, places, *platform.current().capture(run, self._pool))
+        graph = _Graph(tokens, places, *platform.current().capture(run, self._pool), run)
         metrics.DECODE_PASSES.labels("captured").inc()
         self._graphs[key] = graph
         while len(self._graphs) > MOST:
