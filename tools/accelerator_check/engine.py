@@ -71,7 +71,7 @@ def run(work: StepWork) -> None:
     sizes = (
         {"prompt": 8, "median": 8, "longest": 16}
         if work.small
-        else {"prompt": 64, "median": 96, "longest": 256}
+        else {"prompt": 64, "median": 64, "longest": 160}
     )
     vocabulary = shape_of(work, "0.5b").vocabulary
     loads = [RequestLoad.draw(count, vocabulary, **sizes) for count in counts]

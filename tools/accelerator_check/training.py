@@ -1,9 +1,10 @@
-"""Training speed of both backends beside a bare PyTorch loop and the device's own peak.
+"""Training speed of the backends beside a bare PyTorch loop and the device's own peak.
 
 One step is two micro-batches of packed rows, forward and backward in bfloat16, and AdamW in
 float32. The bare loop is the transformers model with PyTorch's attention over a padded batch,
-here without padding as all rows are of one length, under autocast. All three do the same work:
-logits of response tokens alone.
+here without padding as all rows are of one length, under autocast. All do the same work, logits of
+response tokens alone, but for the head: its logits are rounded to bfloat16 in the bare loop, and
+float32 in the backends, of whose factors those of `reference` are too.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from tools.accelerator_check.work import StepWork
 MICRO_BATCHES = 2
 WARM_UP_STEPS = 2
 RATE = 1e-6
-BACKENDS = ("reference", "megatron")  # Megatron last: on a CPU it changes torch
+NAMED = 10  # operations of a step that take most of its time
+BACKENDS = ("reference", "fsdp", "megatron")  # Megatron last: on a CPU it changes torch
 
 
 def run(work: StepWork, size: str) -> None:
@@ -45,7 +47,8 @@ def run(work: StepWork, size: str) -> None:
     measured = matmul_tflops(256 if work.small else 8192)
     sheet = data_sheet_tflops()
     work.record(parameters=shape.parameters, matmul_tflops=measured, data_sheet_tflops=sheet)
-    speeds = {"bare": _guarded(work, "bare", shape, rows, partial(_bare, model, rows, steps))}
+    bare = partial(_bare, work, model, rows, steps)
+    speeds = {"bare": _guarded(work, "bare", shape, rows, bare)}
     for name in BACKENDS:
         measure = partial(_backend, work, name, model, rows, steps)
         speeds[name] = _guarded(work, name, shape, rows, measure)
@@ -114,10 +117,30 @@ def _backend(work: StepWork, name: str, model: Path, rows: list[Row], steps: int
             backend.forward_backward([rows] * MICRO_BATCHES, loss)
             backend.step(normalizer=normalizer, learning_rate=RATE)
 
-        return _timed(step, steps)
+        found = _timed(step, steps)
+        _note_operations(work, name, step)
+        return found
 
 
-def _bare(model: Path, rows: list[Row], steps: int) -> list[float]:
+def _note_operations(work: StepWork, name: str, step: Callable[[], None]) -> None:
+    """Where the time of a step goes: on the device, or on a CPU that is none beside a device."""
+    current = platform.current()
+    with current.profiler(stacks=False, memory=False) as profile:
+        step()
+        current.synchronize()
+    if not hasattr(profile, "key_averages"):  # the vendor's
+        return
+    which = "self_cpu_time_total"
+    averages = profile.key_averages()
+    work.note(f"{name}: {sum(getattr(each, which) for each in averages) / 1e3:.1f} ms on the host")
+    if current is not platform.CPU:
+        which = "self_device_time_total"
+    for each in sorted(averages, key=lambda each: -getattr(each, which))[:NAMED]:
+        took = getattr(each, which) / 1e3
+        work.note(f"{name}: {took:.1f} ms in {each.count} of {each.key[:100]}")
+
+
+def _bare(work: StepWork, model: Path, rows: list[Row], steps: int) -> list[float]:
     current = platform.current()
     device = current.device()
     policy = AutoModelForCausalLM.from_pretrained(
@@ -143,4 +166,6 @@ def _bare(model: Path, rows: list[Row], steps: int) -> list[float]:
         adam.step()
         adam.zero_grad()
 
-    return _timed(step, steps)
+    found = _timed(step, steps)
+    _note_operations(work, "bare", step)
+    return found

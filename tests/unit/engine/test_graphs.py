@@ -22,7 +22,7 @@ from services.rollout.engine.reference.loading import PreparedWeights
 from services.rollout.errors import UnsupportedModelError
 from sluice import platform
 from tests.contract.engine.cases import Model, build_model, request_of
-from tests.recording_device import CaptureError, CaptureError, Recorder, recording_device
+from tests.recording_device import CaptureError, Recorder, recording_device
 
 CreateCore = Callable[..., EngineCore]
 Drawn = dict[tuple[int, int], tuple[list[int], list[float], list[int]]]
