@@ -207,6 +207,13 @@ async def test_a_service_that_is_killed_as_it_starts_is_not_quoted_with_what_one
         await starting
 
 
+async def test_a_service_that_is_late_names_the_setting_it_was_waited_for_by(tmp_path):
+    supervisor = Supervisor(config(tmp_path, start_timeout_seconds=0.01))
+    late = r"router was not ready in 0\.01 s: .* \(start_timeout_seconds of the services file\)"
+    with pytest.raises(ServiceDiedError, match=late):
+        await supervisor.start()
+
+
 def test_a_killed_supervisor_leaves_no_service_behind_and_the_next_one_has_its_ports(tmp_path):
     path, ready = tmp_path / "services.yaml", tmp_path / "services.json"
     services = {"router": {"kind": "router", "replicas": 2}}

@@ -138,7 +138,9 @@ def test_experts_are_what_they_stand_for(
     assert all(".experts." in name for name in changed) is (layout is not FP8)
     save_file(numbers, exact / "model.safetensors", {"format": "pt"})
     module: Any = AutoModelForCausalLM.from_pretrained(exact, dtype=torch.float32)
-    expected, loader = dict(module.named_parameters()), VersionLoader(torch.float32, CPU)
+    kept = module.state_dict().keys()  # of buffers: biases that experts are chosen by
+    buffers = {name: each for name, each in module.named_buffers() if name in kept}
+    expected, loader = dict(module.named_parameters()) | buffers, VersionLoader(torch.float32, CPU)
     record = published.record
     first = loader.load(record.version, record.digest, published.directory)
     again = loader.load(record.version, record.digest, published.directory)  # by one with a model
