@@ -3,8 +3,8 @@
 One step is two micro-batches of packed rows, forward and backward in bfloat16, and AdamW in
 float32. The bare loop is the transformers model with PyTorch's attention over a padded batch,
 here without padding as all rows are of one length, under autocast. All do the same work, logits of
-response tokens alone, but for the head: its logits are rounded to bfloat16 in the bare loop, and
-float32 in the backends, of whose factors those of `reference` are too.
+response tokens alone, but for the head: its logits are rounded to bfloat16 in the bare loop and are
+float32 in the backends, of which `reference` has their factors in float32 too.
 """
 
 from __future__ import annotations
