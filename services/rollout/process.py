@@ -421,6 +421,7 @@ class RolloutProcess:
             profiles=config.profiles,
             vocabulary=vocabulary_digest(directory) if directory is not None else "",
             settings=config.engine.shaping,
+            records_experts=config.engine.routed_experts,
         )
         for service in engine.services():
             self.server.add(service.register, service.servicer, service.name)

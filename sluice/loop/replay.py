@@ -17,6 +17,7 @@ from sluice.loop.config import ReplayConfig, RunConfig
 from sluice.loop.ledger import Ledger, LedgerDamagedError, LedgerGroup, read_trained
 from sluice.loop.policy_run import PolicyRun
 from sluice.loop.report import RunReport
+from sluice.loop.routing_replay import check_recorded
 from sluice.loop.run_directory import (
     LEDGER,
     RunCheckpoint,
@@ -245,6 +246,7 @@ class ReplayRun(PolicyRun):
         return None if self._published else self._publish
 
     async def _check_services(self, trainer: trainer_pb.Trainer) -> None:
+        check_recorded(self.config.algorithm, trainer)
         if self._source is None:
             return
         for place in tokenizer_places(self._source.run):

@@ -15,6 +15,7 @@ from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.client import RemoteError
 from sluice.config import ConfigError
 from sluice.loop.config import RowsConfig, RowsRunConfig
+from sluice.loop.fit import check_rows_trainer
 from sluice.loop.ledger import LedgerGroup
 from sluice.loop.pairs import PairRows, ScoredPairRows
 from sluice.loop.report import RunReport
@@ -34,7 +35,6 @@ from sluice.loop.training import StepReport, measure_rows, train_step
 from sluice.place import within
 from sluice.samples.blob_store import open_blobs
 from sluice.samples.tokenizer import TextTokenizer
-from sluice.samples.vocabulary import check_same, vocabulary_digest
 
 if TYPE_CHECKING:
     from sluice.loop.run_archive import RunArchive  # nobody else needs obstore
@@ -83,19 +83,10 @@ class RowsRun(TrainerRun[RowsRunConfig]):
         self._published = False
 
     async def _check_services(self, trainer: trainer_pb.Trainer) -> None:
-        if trainer.head != self.config.head:
-            raise ConfigError(
-                f"trainer: the one at {self.config.trainer} has head: {trainer.head}, and "
-                f"`sluice {self.config.kind}` needs head: {self.config.head}"
-            )
+        check_rows_trainer(self.config, trainer, self.config.trainer)
         if trainer.head != "policy":
             own = within(self.config.store_place, CRITICS, trainer.name)
             self._weights_location = str(within(own, "weights"))
-        check_same(
-            f"tokenizer: {self.config.tokenizer}",
-            vocabulary_digest(self.config.tokenizer),
-            trainer.vocabulary,
-        )
 
     async def train(self) -> None:
         """All steps that are left, a last run checkpoint, and the weights published."""

@@ -22,15 +22,13 @@ from sluice.loop.config import STALENESS_IGNORED, TRUNCATED, RunConfig
 from sluice.loop.dispatcher import DispatcherConfig, RolloutDispatcher
 from sluice.loop.evaluation import EvaluationLane
 from sluice.loop.filters import GroupFilters
+from sluice.loop.fit import SaidServices, check_workers, checks_of
 from sluice.loop.fleet import (
     PAUSE_MODES,
     CommitReport,
     EngineFleet,
     FleetConfig,
-    check_deterministic,
-    check_min_new_tokens,
     engine_settings,
-    longest_sample,
 )
 from sluice.loop.ledger import LedgerGroup
 from sluice.loop.mixture import Mixture, digest_of, load_schedule, open_sources
@@ -51,13 +49,11 @@ from sluice.loop.training import (
     Critic,
     StepReport,
     Work,
-    check_lengths,
     check_step,
     lost_blob,
     wait_for_trainer,
 )
 from sluice.loop.workers import EpisodeWorkers, build_request, check_teachers, teacher_of
-from sluice.samples.vocabulary import check_same
 
 if TYPE_CHECKING:
     from sluice.loop.run_archive import RunArchive  # nobody else needs obstore
@@ -159,56 +155,21 @@ class TrainingRun(PolicyRun):
         await super().close()
 
     async def _check_services(self, trainer: trainer_pb.Trainer) -> None:
-        for address, vocabulary in (await self.workers.vocabularies()).items():
-            check_same(f"tokenizer: the episode worker {address}", vocabulary, trainer.vocabulary)
+        check_workers(await self.workers.vocabularies(), trainer)
         await self.workers.check(self.config.environments_by_key)
-        engines = await self.fleet.describe(self.config.service_timeout_seconds)
-        await self._check_lengths(trainer, longest_sample(engines))
-        self._check_reference(trainer)
-        if self.config.samples_least:
-            check_min_new_tokens(engines)
+        seconds = self.config.service_timeout_seconds
+        engines = await self.fleet.describe(seconds)
+        critic = None
+        if self.critic is not None:
+            critic = await wait_for_trainer(self.critic.client, seconds)
+        said = SaidServices(trainer=trainer, critic=critic, engines=engines)
+        for check in checks_of(self.config, said, self.report.note):
+            check()
         await self._teachers.check(self.trainer, self.report.note)
         if of_engines := engine_settings(engines):
             self._engine_settings = {ENGINES: of_engines}
         if self.config.weight_transport == "collective":
-            if trainer.HasField("sends_weights") and not trainer.sends_weights:
-                raise ConfigError(
-                    "weight_transport: collective, but the trainer sends no weights: set its "
-                    "transfer.enabled, or weight_transport: store"
-                )
             self._write_behind = trainer.write_behind
-        if self.config.deterministic:
-            if self._write_behind:
-                raise ConfigError(
-                    "deterministic: the trainer writes weights behind (transfer.write_behind), so "
-                    "that a crash may cost groups; set it to false, or weight_transport: store"
-                )
-            check_deterministic(engines)
-
-    def _check_reference(self, trainer: trainer_pb.Trainer) -> None:
-        """Raises ConfigError for a trainer whose reference cannot be a version of weights."""
-        if not self.config.algorithm.reference_every:
-            return
-        why = trainer.fixed_reference
-        if not trainer.HasField("fixed_reference"):
-            why = "it is of an earlier release"
-        if why:
-            raise ConfigError(f"algorithm.reference_every: the trainer's reference stays: {why}")
-
-    async def _check_lengths(self, trainer: trainer_pb.Trainer, longest: int) -> None:
-        """Notes trainers that may be given longer samples than they take. Raises ConfigError.
-
-        longest: tokens that engines let a sample have.
-        """
-        seconds = self.config.service_timeout_seconds
-        trainers = {"trainer": trainer}
-        if self.critic is not None:
-            trainers["critic"] = await wait_for_trainer(self.critic.client, seconds)
-        samplings = [self.config.training_sampling(share) for share in self._shares.values()]
-        response = max(sampling.max_new_tokens for sampling in samplings)
-        for who, described in trainers.items():
-            if why := check_lengths(who, described, longest, response):
-                self.report.note(why)
 
     async def _store_clients(self) -> dict[str, Client]:
         security = self.config.security

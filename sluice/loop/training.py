@@ -181,6 +181,12 @@ def is_lost(error: RemoteError) -> bool:
     return error.reason in _LOST or error.code is grpc.StatusCode.UNAVAILABLE
 
 
+def check_critic(trainer: pb.Trainer, where: str) -> None:
+    """Raises ConfigError for a trainer, at `where`, that has no value head."""
+    if trainer.head != "value":
+        raise ConfigError(f"critic: the trainer at {where} has no head: value")
+
+
 @dataclass(frozen=True)
 class SavingCheckpoint:
     """A checkpoint of an optimizer step that a trainer writes beside other work."""
@@ -217,8 +223,7 @@ class Critic:
     async def begin(self) -> None:
         """Goes on from what the trainer holds. Raises ConfigError if it has no value head."""
         trainer = await wait_for_trainer(self.client, self._wait_seconds)
-        if trainer.head != "value":
-            raise ConfigError(f"critic: the trainer at {self.client.address} has no head: value")
+        check_critic(trainer, self.client.address)
         self.optimizer_step = trainer.step
 
     async def load(self, checkpoint: str, step: int | None) -> None:

@@ -119,14 +119,19 @@ def test_a_killed_run_ends_with_the_same_weights(tmp_path: Path, mode: str) -> N
 
 
 @pytest.mark.long
-def test_a_run_whose_engine_records_nothing_ends_with_what_to_set(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["recorded", "rollout"])
+def test_a_run_that_has_no_experts_to_replay_is_told_as_it_begins(
+    tmp_path: Path, mode: str
+) -> None:
+    """Neither engines tell them, nor has it a pass that records them; nothing is sampled."""
     model = build_undecided(tmp_path)
-    stack = start(tmp_path / "stack", model, {}, reference={"routing_replay": "rollout"})
+    stack = start(tmp_path / "stack", model, {}, reference={"routing_replay": mode})
     try:
         training = stack.train("run", steps=1)
         output, _ = training.process.communicate(timeout=PATIENCE)
     finally:
         stop_stack(stack)
-    assert training.process.returncode != 0
-    assert "ROUTING_MISSING" in output
-    assert "set engine.routed_experts: true of its engine" in output
+    assert training.process.returncode == 2
+    assert "sluice: reference.routing_replay: the trainer takes" in output
+    assert ("engine.routed_experts: true" if mode == "rollout" else "old_logprobs: old") in output
+    assert training.groups("consumed") == training.groups("generated") == []

@@ -344,16 +344,19 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         profiles: Path,
         vocabulary: str = "",
         settings: Mapping[str, str] | None = None,
+        records_experts: bool = False,
     ) -> None:
         """`vocabulary`: digest of what token ids mean to whoever asks, empty where unknown.
 
-        `settings`: those that its numbers depend on, as it tells them.
+        `settings`: those that its numbers depend on, as it tells them. `records_experts`: whether
+        completions bring those of their tokens.
         """
         self._engine, self._generations, self._weights = engine, generations, weights
         self._waits, self._vocabulary = waits, vocabulary
         self._engine_id, self._backend, self._media = engine_id, backend, media
         self._profiles, self._requests = profiles, RequestLog()
         self._settings = dict(settings or {})
+        self._records_experts = records_experts
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         bounds = bounds_from_proto(request.versions)
@@ -511,6 +514,7 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
             transfer_group=self._weights.transfers.group,
             vocabulary=self._vocabulary,
             settings=self._settings,
+            records_experts=self._records_experts,
             base=None if status.base is None else weights_to_proto(status.base),
             adapters=[
                 weights_to_proto(weights, status.lines.get(weights.version, ""))

@@ -352,7 +352,7 @@ class RankLoad(_message.Message):
     def __init__(self, running_count: _Optional[int] = ..., waiting_count: _Optional[int] = ..., used_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class GetEngineResponse(_message.Message):
-    __slots__ = ("weights", "prepared_versions", "paused", "rank_loads", "max_running_count", "max_model_length", "backend", "engine_id", "last_pause", "last_preparation", "decoded_token_count", "prefilled_token_count", "deterministic", "transfer_rank_count", "transfer_group", "base", "adapters", "vocabulary", "asleep", "profile", "takes_min_new_tokens", "settings")
+    __slots__ = ("weights", "prepared_versions", "paused", "rank_loads", "max_running_count", "max_model_length", "backend", "engine_id", "last_pause", "last_preparation", "decoded_token_count", "prefilled_token_count", "deterministic", "transfer_rank_count", "transfer_group", "base", "adapters", "vocabulary", "asleep", "profile", "takes_min_new_tokens", "settings", "records_experts")
     class SettingsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -382,6 +382,7 @@ class GetEngineResponse(_message.Message):
     PROFILE_FIELD_NUMBER: _ClassVar[int]
     TAKES_MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     weights: _sample_pb2.WeightVersion
     prepared_versions: _containers.RepeatedScalarFieldContainer[int]
     paused: bool
@@ -404,7 +405,8 @@ class GetEngineResponse(_message.Message):
     profile: _profile_pb2.Profile
     takes_min_new_tokens: bool
     settings: _containers.ScalarMap[str, str]
-    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., prepared_versions: _Optional[_Iterable[int]] = ..., paused: bool = ..., rank_loads: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., max_running_count: _Optional[int] = ..., max_model_length: _Optional[int] = ..., backend: _Optional[str] = ..., engine_id: _Optional[str] = ..., last_pause: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_preparation: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decoded_token_count: _Optional[int] = ..., prefilled_token_count: _Optional[int] = ..., deterministic: bool = ..., transfer_rank_count: _Optional[int] = ..., transfer_group: _Optional[str] = ..., base: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[_sample_pb2.WeightVersion, _Mapping]]] = ..., vocabulary: _Optional[str] = ..., asleep: bool = ..., profile: _Optional[_Union[_profile_pb2.Profile, _Mapping]] = ..., takes_min_new_tokens: bool = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    records_experts: bool
+    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., prepared_versions: _Optional[_Iterable[int]] = ..., paused: bool = ..., rank_loads: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., max_running_count: _Optional[int] = ..., max_model_length: _Optional[int] = ..., backend: _Optional[str] = ..., engine_id: _Optional[str] = ..., last_pause: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_preparation: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decoded_token_count: _Optional[int] = ..., prefilled_token_count: _Optional[int] = ..., deterministic: bool = ..., transfer_rank_count: _Optional[int] = ..., transfer_group: _Optional[str] = ..., base: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[_sample_pb2.WeightVersion, _Mapping]]] = ..., vocabulary: _Optional[str] = ..., asleep: bool = ..., profile: _Optional[_Union[_profile_pb2.Profile, _Mapping]] = ..., takes_min_new_tokens: bool = ..., settings: _Optional[_Mapping[str, str]] = ..., records_experts: bool = ...) -> None: ...
 
 class ProfileRequest(_message.Message):
     __slots__ = ("pass_count", "options", "name", "request_id")
