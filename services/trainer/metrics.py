@@ -124,10 +124,18 @@ EXPERT_LOAD = Gauge(
 UNUSED_EXPERTS = Gauge(
     "sluice_trainer_unused_experts", "Experts of all layers that the last step sent no token to."
 )
+EXPERTS_LOSS = Gauge(
+    "sluice_trainer_experts_loss",
+    "What losses of routers come to in the last step, without coefficients, mean of all layers: "
+    "`aux` of even use, 1 where it is even, `z` of large logits.",
+    ["kind"],
+)
 OF_STEPS = {  # by what backends call them
     "expert_load_max": EXPERT_LOAD.labels("max"),
     "expert_load_mean": EXPERT_LOAD.labels("mean"),
     "experts_unused": UNUSED_EXPERTS,
+    "experts_aux_loss": EXPERTS_LOSS.labels("aux"),
+    "experts_z_loss": EXPERTS_LOSS.labels("z"),
 }
 LOSS = Gauge("sluice_trainer_loss", "Mean loss of the last pass.")
 MISMATCH = Gauge(
@@ -146,6 +154,8 @@ LOSS.set(math.nan)
 EXPERT_LOAD.labels("max").set(math.nan)
 EXPERT_LOAD.labels("mean").set(math.nan)
 UNUSED_EXPERTS.set(math.nan)
+EXPERTS_LOSS.labels("aux").set(math.nan)
+EXPERTS_LOSS.labels("z").set(math.nan)
 MISMATCH.set(math.nan)
 DELTA_DENSITY.set(math.nan)
 TRANSFER_RATE.set(math.nan)

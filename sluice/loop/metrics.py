@@ -111,6 +111,9 @@ ROW_KEYS = {
     "expert_load_mean": "The same, mean of all layers.",
     "experts_unused": "Of a mixture: experts of all layers that no token of a step went to, mean "
     "of the optimizer steps.",
+    "experts_aux_loss": "What the loss of even use comes to without its coefficient, mean of "
+    "layers: 1 where use is even; mean of the optimizer steps.",
+    "experts_z_loss": "The same of the loss of large logits.",
     "learning_rate": "Learning rate of the last optimizer step.",
     "critic_<metric>": "What the critic's loss and steps have: loss, clipped_value, return, "
     "grad_norm and so on.",

@@ -58,6 +58,7 @@ __all__ = [
     "resume",
     "roll_out",
     "save_midway",
+    "two_calls",
 ]
 attempt, resume, save_midway = jobs.attempt, jobs.resume, jobs.save_midway
 replay = jobs.replay
@@ -105,7 +106,10 @@ def count_on_copies(rank: int, world: int, arguments: dict[str, Any]) -> dict[st
 
 
 def gradients(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Of a batch, in one call; of rows that bring experts where their `shape` is given."""
+    """Of a batch, in one call; of rows that bring experts where their `shape` is given.
+
+    Then what the step tells.
+    """
     backend, out = open_backend(rank, world, arguments), Path(arguments["out"])
     rows = rows_of(0)
     if "shape" in arguments:
@@ -115,7 +119,23 @@ def gradients(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any
         backend.compute_logprobs(batches, model="policy", temperature=1.0)
     backend.forward_backward(batches, PPO, normalizer=NORMALIZER)
     export(backend, out / f"gradients-{rank}.safetensors", gradients=True)
-    return {}
+    return told_by_step(backend)
+
+
+def told_by_step(backend: TrainingBackend) -> dict[str, Any]:
+    """What a step tells, and the next, which nothing has gone before."""
+    first, behind = (backend.step(normalizer=NORMALIZER, learning_rate=0.0) for _ in range(2))
+    return {"metrics": first.metrics, "behind": behind.metrics}
+
+
+def two_calls(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Of other rows, the second counting for more of a step; passes before are forgotten."""
+    backend = open_backend(rank, world, arguments)
+    backend.forward_backward(batches_of(backend, rows_of(2)), PPO, normalizer=NORMALIZER)
+    backend.discard_gradients()
+    for step, weight in enumerate((1.0, 3.0)):
+        backend.forward_backward(batches_of(backend, rows_of(step)), PPO, normalizer=weight)
+    return told_by_step(backend)
 
 
 def gradients_of_copies(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +147,7 @@ def gradients_of_copies(rank: int, world: int, arguments: dict[str, Any]) -> dic
     if rank == 0:
         made = revert_weight_conversion(backend._policy.model, dict(backend._optimizer.views()))
         jobs.save(made, out / "gradients-0.safetensors")
-    return {}
+    return told_by_step(backend)
 
 
 def move_biases(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from tests.megatron.jobs import (
     save_midway,
     save_tensors,
 )
-from tests.models.jobs import counted, moved, one_key_less, roll_out_by
+from tests.models.jobs import counted, moved, one_key_less, roll_out_by, told_by_step
 
 assert megatron_backend
 __all__ = [
@@ -72,7 +72,7 @@ def move_biases(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, A
 
 
 def gradients(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Of a batch, in one call."""
+    """Of a batch, in one call; then what a step tells."""
     backend, out = open_backend(rank, world, arguments), Path(arguments["out"])
     try:
         batches = batches_of(rows_of(0), backend)
@@ -82,9 +82,11 @@ def gradients(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any
         backend._stepper.reduce(1.0)
         trained = [tensor for tensor in backend._policy.tensors if tensor.parameter.requires_grad]
         save_tensors(trained, out / f"gradients-{rank}.safetensors", main_gradient)
+        backend.discard_gradients()  # a step reduces once
+        backend.forward_backward(batches, PPO, normalizer=NORMALIZER)
+        return told_by_step(backend)
     finally:
         backend.close()
-    return {}
 
 
 def batches_of(rows: list[Row], backend: MegatronBackend) -> list[MicroBatch]:

@@ -1,4 +1,7 @@
-"""Gradients of losses of routers are those of plain transformers in float64, row by row."""
+"""Gradients of losses of routers are those of plain transformers in float64, row by row.
+
+What steps tell of them is what numpy makes of its logits.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +47,31 @@ def scores_of(router: Any, logits: torch.Tensor) -> torch.Tensor:
     return logits.sigmoid() / logits.sigmoid().sum(1, keepdim=True)
 
 
-def expected_gradients(
-    model: Model, settings: dict[str, float], told: list[Row] | None = None
-) -> Tensors:
-    """By stored names, of all rows in one loss; each row is read by itself.
+def values_of(logits: np.ndarray, probabilities: np.ndarray, ids: np.ndarray) -> dict[str, float]:
+    """What the losses of one layer come to, by which steps tell of them."""
+    tokens, count = logits.shape
+    shares = np.array([np.sum(ids == expert) for expert in range(count)]) / ids.size
+    largest = logits.max(axis=1)
+    size = largest + np.log(np.exp(logits - largest[:, None]).sum(axis=1))
+    return {
+        "experts_aux_loss": count * float(shares @ probabilities.sum(axis=0)) / tokens,
+        "experts_z_loss": float(np.mean(size**2)),
+    }
 
-    told: rows that bring the experts that their tokens go to.
+
+Values = dict[str, float]
+Expected = tuple[Tensors, Values]
+
+
+def expect(
+    model: Model,
+    settings: dict[str, float],
+    told: list[Row] | None = None,
+    step: int = 0,
+) -> Expected:
+    """Gradients by stored names, of all rows in one loss, and what steps tell of losses.
+
+    Each row is read by itself. told: rows that bring the experts that their tokens go to.
     """
     plain: Any = model.load().double()  # type: ignore[no-untyped-call]
     oracle, routers = (Oracle if told is None else ForcedOracle)(plain), routers_of(plain)
@@ -69,32 +91,39 @@ def expected_gradients(
     for router, experts in zip(routers, layers, strict=True):
         router.register_forward_pre_hook(score)
         experts.register_forward_pre_hook(choose)
-    loss = oracle.ppo_loss(told or rows_of(0))
+    loss = oracle.ppo_loss(told or rows_of(step))
+    values: list[Values] = []
     for router, parts, choices in zip(routers, scored, chosen, strict=True):
         logits, ids = torch.cat(parts), torch.cat(choices).numpy()
         count = logits.shape[1]
         shares = torch.from_numpy(np.bincount(ids.reshape(-1), minlength=count) / ids.size)
+        probabilities = scores_of(router, logits).detach().numpy()
+        values.append(values_of(logits.detach().numpy(), probabilities, ids))
         even = count * (shares * scores_of(router, logits).mean(0)).sum()
         small = logits.logsumexp(1).square().mean()
         loss = loss + NORMALIZER * settings.get("aux_loss_coefficient", 0.0) * even
         loss = loss + NORMALIZER * settings.get("z_loss_coefficient", 0.0) * small
     loss.backward()
     named = dict(plain.named_parameters())
-    return as_stored_names(plain, {n: p.grad for n, p in named.items() if p.grad is not None})
+    asked = [name.replace("_coefficient", "") for name in settings]
+    means = {f"experts_{n}": float(np.mean([v[f"experts_{n}"] for v in values])) for n in asked}
+    found = {n: p.grad for n, p in named.items() if p.grad is not None}
+    return as_stored_names(plain, found), means
 
 
 class Known:
     def __init__(self, root: Path) -> None:
         self._root, self._models = root, dict[str, Model]()
-        self._made: dict[str, Tensors] = {}
+        self._made: dict[str, Expected] = {}
 
-    def __call__(self, case: Case, settings: dict[str, float]) -> tuple[Model, Tensors]:
-        if case.name not in self._models:
-            self._models[case.name] = build(case, self._root / case.name)
-        name = f"{case.name} {sorted(settings)}"
+    def __call__(self, case: Case, settings: dict[str, float]) -> tuple[Model, Expected]:
+        model = f"{case.name}-{case.settings.get('num_hidden_layers')}"
+        if model not in self._models:
+            self._models[model] = build(case, self._root / model)
+        name = f"{model} {sorted(settings)}"
         if name not in self._made:
-            self._made[name] = expected_gradients(self._models[case.name], settings)
-        return self._models[case.name], self._made[name]
+            self._made[name] = expect(self._models[model], settings)
+        return self._models[model], self._made[name]
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +133,23 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Known]:
     yield Known(tmp_path_factory.mktemp("models"))
 
 
-def check(out: Path, expected: Tensors) -> None:
+def check(out: Path, answers: list[dict[str, Any]], whole: Expected) -> None:
+    expected, values = whole
+    for answer in answers:
+        check_told(answer, values)
     found = read_ranks(out, "gradients")
     idle = {name for name, tensor in expected.items() if not tensor.any()}
     assert all(".experts." in name and not found.pop(name).any() for name in idle)
     expected = {name: tensor for name, tensor in expected.items() if name not in idle}
     assert any("gate" in name or "router" in name for name in found)
     assert gradient_difference(found, expected) <= MAX_GRADIENT_DIFF
+
+
+def check_told(answer: dict[str, Any], values: Values) -> None:
+    """Coefficients are not in it."""
+    told = {name: v for name, v in answer["metrics"].items() if name.endswith("_loss")}
+    assert told == pytest.approx(values, rel=1e-5)
+    assert answer["behind"] == {}, "nothing is left for the next step"
 
 
 ON_FSDP = [
@@ -146,8 +185,38 @@ def test_on_fsdp(
 ) -> None:
     model, expected = known(case, experts)
     arguments = {"model": str(model.directory), "out": str(tmp_path)}
-    pool.run("gradients", world, **arguments, fsdp=fsdp, trainer={"experts": experts})
-    check(tmp_path, expected)
+    answers = pool.run("gradients", world, **arguments, fsdp=fsdp, trainer={"experts": experts})
+    check(tmp_path, answers, expected)
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=fast)])
+def test_calls_of_a_step_count_as_they_weigh(
+    pool: Pool, known: Known, tmp_path: Path, world: int
+) -> None:
+    """1 and 3 of 4."""
+    model, (_, first) = known(QWEN, EXPERTS)
+    _, second = expect(model, EXPERTS, step=1)
+    arguments = {"model": str(model.directory), "out": str(tmp_path)}
+    answers = pool.run("two_calls", world, **arguments, trainer={"experts": EXPERTS})
+    for answer in answers:
+        check_told(answer, {name: (first[name] + 3 * second[name]) / 4 for name in first})
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({"fsdp": {"activation_checkpointing": True}}, id="fsdp"),
+        pytest.param({"layout": {"distributed_optimizer": False}}, id="megatron"),
+    ],
+)
+def test_layers_that_stay_count_too(
+    pool: Pool, ranks: Pool, known: Known, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    model, (_, values) = known(QWEN, EXPERTS)
+    trainer = {"experts": EXPERTS, "trainable": {"allow": ["*.layers.3.*"]}}
+    arguments = {"model": str(model.directory), "out": str(tmp_path), "trainer": trainer}
+    (answer,) = (ranks if "layout" in layout else pool).run("gradients", 1, **arguments, **layout)
+    check_told(answer, values)
 
 
 @pytest.mark.parametrize("case", [QWEN, DEEPSEEK], ids=lambda case: case.name)
@@ -157,12 +226,12 @@ def test_shares_are_of_the_experts_that_rows_bring(
     """Where routing is replayed; probabilities are the trainer's own."""
     model, own = known(case, EXPERTS)
     shape = shape_of(model)
-    expected = expected_gradients(model, EXPERTS, with_experts(rows_of(0), shape))
+    expected = expect(model, EXPERTS, with_experts(rows_of(0), shape))
     given: dict[str, Any] = {"model": str(model.directory), "out": str(tmp_path), "shape": shape}
     fsdp = {"routing_replay": "rollout", "expert": 2, "activation_checkpointing": True}
-    pool.run("gradients", 2, **given, fsdp=fsdp, trainer={"experts": EXPERTS})
-    check(tmp_path, expected)
-    assert gradient_difference(own, expected) > 100 * MAX_GRADIENT_DIFF
+    answers = pool.run("gradients", 2, **given, fsdp=fsdp, trainer={"experts": EXPERTS})
+    check(tmp_path, answers, expected)
+    assert gradient_difference(own[0], expected[0]) > 100 * MAX_GRADIENT_DIFF
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=fast), 2])
@@ -172,8 +241,8 @@ def test_on_the_reference_backend(
 ) -> None:
     model, expected = known(case, EXPERTS)
     arguments = {"model": str(model.directory), "out": str(tmp_path)}
-    pool.run("gradients_of_copies", world, **arguments, trainer={"experts": EXPERTS})
-    check(tmp_path, expected)
+    answers = pool.run("gradients_of_copies", world, **arguments, trainer={"experts": EXPERTS})
+    check(tmp_path, answers, expected)
 
 
 UNKNOWN = ("gemma4_text", "jamba", "phimoe")  # tell probabilities, nothing, or mix otherwise
@@ -189,8 +258,8 @@ def test_of_every_family(pool: Pool, known: Known, tmp_path: Path, case: Case) -
         assert refused in answer["error_message"]
         return
     model, expected = known(case, EXPERTS)
-    pool.run("gradients", 1, **arguments, model=str(model.directory))
-    check(tmp_path, expected)
+    answers = pool.run("gradients", 1, **arguments, model=str(model.directory))
+    check(tmp_path, answers, expected)
 
 
 ON_MEGATRON = [
@@ -242,5 +311,5 @@ def test_on_megatron(
     model, expected = known(case, experts)
     layout = {"distributed_optimizer": False, **layout}
     arguments = {"model": str(model.directory), "out": str(tmp_path), "layout": layout}
-    ranks.run("gradients", world, **arguments, trainer={"experts": experts})
-    check(tmp_path, expected)
+    answers = ranks.run("gradients", world, **arguments, trainer={"experts": experts})
+    check(tmp_path, answers, expected)

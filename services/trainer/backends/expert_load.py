@@ -1,5 +1,7 @@
 """How evenly tokens go to the experts of each layer, counted over the passes of a step.
 
+What losses of routers come to is kept beside it (`expert_losses`).
+
 Counted is what layers of experts are given: a token for every row that it is read in, as rows that
 share a prompt each have it, and the last of a row, which predicts nothing, for none. So counts are
 the same however rows are packed, cut or spread over ranks.
@@ -38,7 +40,7 @@ class ExpertLoad:
     """What the passes of a step sent to the experts of each layer, on this rank.
 
     Of a model without experts it is empty. Adapters take turns, and each has passes and steps of
-    its own.
+    its own; losses of routers are of none.
     """
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
@@ -48,6 +50,8 @@ class ExpertLoad:
         self._counts: dict[str, torch.Tensor] = {}  # by adapter
         self._adapter = ""
         self._rows_T: torch.Tensor | None = None
+        self._names: tuple[str, ...] = ()  # of losses
+        self._losses, self._weight = torch.empty(0), 0.0
 
     def use(self, adapter: str) -> None:
         """From here on passes and steps are of this one; empty is the policy of the settings."""
@@ -65,6 +69,41 @@ class ExpertLoad:
         finally:
             self._rows_T = None
 
+    @property
+    def is_counting(self) -> bool:
+        """Whether a layer that runs now is one of those counted."""
+        return self._rows_T is not None
+
+    def tell_losses(self, names: Sequence[str]) -> None:
+        """Have steps tell what these come to."""
+        self._names = tuple(names)
+        self._clear_losses()
+
+    def begin_call(self, weight: float) -> None:
+        """What is added from here on is as much of a step as it weighs, of what all calls do."""
+        self._weight += weight
+
+    def add_losses(self, layer: int, values: Sequence[torch.Tensor]) -> None:
+        """Add what tokens of a call bring to the losses of a layer, times what the call weighs."""
+        self._losses[:, layer] += torch.stack(tuple(values)).detach()
+
+    def take_losses(
+        self, ranks: Collectives | None, *, is_counted: bool = True
+    ) -> dict[str, float]:
+        """Return what losses came to, mean of all layers, and begin anew; collective."""
+        sums, weight = self._losses, self._weight
+        self._clear_losses()
+        if not self._names:
+            return {}
+        if not is_counted:
+            sums = torch.zeros_like(sums)
+        if ranks is not None:
+            ranks.all_reduce(sums, "sum")
+        if not weight:
+            return {}
+        means = sums.cpu().double().mean(1) / weight
+        return dict(zip(self._names, means.tolist(), strict=True))
+
     def add(self, layer: int, chosen_TK: torch.Tensor) -> None:
         """Take which experts of a layer the tokens of the pass go to."""
         if (rows_T := self._rows_T) is None:
@@ -81,6 +120,7 @@ class ExpertLoad:
     def clear(self) -> None:
         """Forget the passes since the last step."""
         self._counts.pop(self._adapter, None)
+        self._clear_losses()
 
     def take(self, ranks: Collectives | None, *, is_counted: bool = True) -> list[list[int]]:
         """Return the counts of each layer over all ranks, and begin anew; collective.
@@ -90,7 +130,7 @@ class ExpertLoad:
         if not self.sizes:
             return []
         counts = self._flat()
-        self.clear()
+        self._counts.pop(self._adapter)
         if not is_counted:
             counts = torch.zeros_like(counts)
         if ranks is not None:
@@ -112,6 +152,10 @@ class ExpertLoad:
             direction = (tokens.sum() - len(tokens) * tokens).sign()
             bias = getattr(owner, name)
             bias.add_(direction.to(bias), alpha=rate)
+
+    def _clear_losses(self) -> None:
+        size = (len(self._names), len(self.sizes))
+        self._losses, self._weight = torch.zeros(size, device=self.device), 0.0
 
     def _of(self, layer: int) -> torch.Tensor:
         return self._flat().split(self.sizes)[layer]

@@ -4,7 +4,8 @@ Of all tokens of a call, on all ranks, each counted as in `expert_load`, and of 
 the sum over experts of (share of the choices that went to it) x (mean probability of it), which is
 1 where use is even (arXiv 2101.03961, over all tokens at once as in 2501.11873); and the mean
 square of the logarithm of the summed exponentials of logits (2202.08906). Shares are constants, of
-a pass that goes before. So neither depends on how rows are packed, or on ranks.
+a pass that goes before. So neither depends on how rows are packed, or on ranks. Steps tell what
+both come to, without their coefficients.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ SIGMOID = {
     *("hy_v3", "kimi_linear", "laguna", "lfm2_moe", "mimo_v2_flash", "minimax_m2", "nemotron_h"),
     "solar_open",
 }
+AUX, Z = "experts_aux_loss", "experts_z_loss"  # as steps tell them
 Probabilities = Callable[[torch.Tensor], torch.Tensor]  # of logits [T, E]
 
 
@@ -65,10 +67,17 @@ class ExpertLosses:
     """Has routers be given the gradients of their losses while a pass is `trained`."""
 
     def __init__(
-        self, settings: ExpertsConfig, counts: ExpertLoad, probabilities: Probabilities
+        self,
+        settings: ExpertsConfig,
+        counts: ExpertLoad,
+        told: ExpertLoad,
+        probabilities: Probabilities,
     ) -> None:
-        """`counts`: another one than what steps tell of, of the same layers."""
-        self._settings, self.counts = settings, counts
+        """`counts`: another one than what steps tell of, `told`, of the same layers."""
+        named = {AUX: settings.aux_loss_coefficient, Z: settings.z_loss_coefficient}
+        self._coefficients = {name: each for name, each in named.items() if each}
+        self.counts, self._told = counts, told
+        told.tell_losses([*self._coefficients])
         self._probabilities = probabilities
         self._shares: list[torch.Tensor] = []
         self._scale = 0.0
@@ -80,7 +89,7 @@ class ExpertLosses:
         They are empty then: a pass that failed leaves what it had counted.
         """
         self.counts.clear()
-        return bool(self._settings.aux_loss_coefficient)
+        return AUX in self._coefficients
 
     def begin(
         self, ranks: Collectives | None, tokens: int, normalizer: float, *, is_counted: bool = True
@@ -95,7 +104,8 @@ class ExpertLosses:
         if ranks is not None:
             ranks.all_reduce(total, "sum")
         self._scale = normalizer / max(1, int(total))
-        if self._settings.aux_loss_coefficient:
+        self._told.begin_call(normalizer)
+        if AUX in self._coefficients:
             counted = self.counts.take(ranks, is_counted=is_counted)
             self._shares = [
                 torch.tensor(layer, dtype=torch.float32, device=device) / max(1, sum(layer))
@@ -121,19 +131,32 @@ class ExpertLosses:
         carried: torch.Tensor,
         rows_T: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return what a layer goes on with, which brings the gradients of its losses."""
-        settings = self._settings
-        if rows_T is None or not torch.is_grad_enabled() or not carried.requires_grad:
+        """Return what a layer goes on with, which brings the gradients of its losses.
+
+        What they come to is told once, by the run of the layer that is counted.
+        """
+        has_gradient = torch.is_grad_enabled() and carried.requires_grad
+        if rows_T is None or not (has_gradient or self._told.is_counting):
             return carried
         logits_TE, weights_T = logits_TE.float().reshape(len(rows_T), -1), rows_T.float()
-        each_T = torch.zeros_like(weights_T)
-        if coefficient := settings.aux_loss_coefficient:
-            even_T = self._probabilities(logits_TE) @ self._shares[layer]
-            each_T = each_T + coefficient * logits_TE.shape[1] * even_T
-        if coefficient := settings.z_loss_coefficient:
-            each_T = each_T + coefficient * logits_TE.logsumexp(1).square()
-        made: torch.Tensor = _Carried.apply(carried, each_T @ weights_T * self._scale)
+        values = [
+            self._value_T(name, layer, logits_TE) @ weights_T * self._scale
+            for name in self._coefficients
+        ]
+        if self._told.is_counting:
+            self._told.add_losses(layer, values)
+        if not has_gradient:
+            return carried
+        terms = zip(self._coefficients.values(), values, strict=True)
+        loss = torch.stack([coefficient * value for coefficient, value in terms]).sum()
+        made: torch.Tensor = _Carried.apply(carried, loss)
         return made
+
+    def _value_T(self, name: str, layer: int, logits_TE: torch.Tensor) -> torch.Tensor:
+        """What each token brings to a loss, of which all have the mean."""
+        if name == Z:
+            return logits_TE.logsumexp(1).square()
+        return logits_TE.shape[1] * (self._probabilities(logits_TE) @ self._shares[layer])
 
 
 def count_tokens(micro_batches: Sequence[MicroBatch]) -> int:
@@ -158,15 +181,15 @@ def trained(
     return nullcontext() if losses is None else losses.trained(rows_T)
 
 
-def watch_logits(settings: ExpertsConfig, model: Any, device: torch.device) -> ExpertLosses | None:
+def watch_logits(settings: ExpertsConfig, model: Any, told: ExpertLoad) -> ExpertLosses | None:
     """Have the routers of a transformers model be given gradients; None where none are asked for.
 
-    A router tells its logits; the weights that it has given experts bring the gradients. Raises
-    UnknownRouterError.
+    A router tells its logits; the weights that it has given experts bring the gradients. `told`:
+    what steps tell of. Raises UnknownRouterError.
     """
     if not settings.losses:
         return None
-    counts = watch_experts(model, device)
+    counts = watch_experts(model, told.device)
     kind = model.config.get_text_config().model_type
     recorded = [
         found
@@ -175,15 +198,15 @@ def watch_logits(settings: ExpertsConfig, model: Any, device: torch.device) -> E
     ]
     if not counts.sizes or not recorded or kind not in SOFTMAX | SIGMOID:
         raise UnknownRouterError(next(iter(settings.losses)), kind)
-    losses = ExpertLosses(settings, counts, softmax if kind in SOFTMAX else sigmoids)
-    recorder, told = recorded[-1], dict[int, torch.Tensor]()
+    losses = ExpertLosses(settings, counts, told, softmax if kind in SOFTMAX else sigmoids)
+    recorder, logits = recorded[-1], dict[int, torch.Tensor]()
 
     def tell(layer: int, _: torch.nn.Module, __: Any, made: tuple[torch.Tensor, ...]) -> None:
-        told[layer] = made[recorder.index]
+        logits[layer] = made[recorder.index]
 
     def bring(layer: int, _: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> Any:
         hidden, chosen, weights = given
-        return hidden, chosen, losses.carry(layer, told.pop(layer), weights, losses.rows_T)
+        return hidden, chosen, losses.carry(layer, logits.pop(layer), weights, losses.rows_T)
 
     for layer, (owner, experts) in enumerate(layers_of(model)):
         (router,) = (m for m in owner.modules() if isinstance(m, recorder.target_class))

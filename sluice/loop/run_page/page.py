@@ -45,7 +45,16 @@ _PANELS = (
         "trust",
         ("rollout_mismatch", "ratio", "clipped_high", "clipped_low", "kl_old_k3", "staleness_mean"),
     ),
-    ("experts", ("expert_load_max", "expert_load_mean", "experts_unused")),
+    (
+        "experts",
+        (
+            "expert_load_max",
+            "expert_load_mean",
+            "experts_unused",
+            "experts_aux_loss",
+            "experts_z_loss",
+        ),
+    ),
     (
         "speed",
         (
@@ -77,6 +86,8 @@ _LABELS = {
     "expert_load_max": "busiest expert over the mean of its layer, worst layer",
     "expert_load_mean": "the same, mean of layers",
     "experts_unused": "that a step sends no token to",
+    "experts_aux_loss": "1 where use is even, mean of layers",
+    "experts_z_loss": "log of summed exponentials, squared",
 }
 _NOT_CURVES = {"step", "time", "optimizer_step", "weight_version", "epoch"}
 

@@ -24,6 +24,8 @@ SHOWN = {
     "expert_load_max": 'expert_load_ratio{kind="max"}',
     "expert_load_mean": 'expert_load_ratio{kind="mean"}',
     "experts_unused": "unused_experts",
+    "experts_aux_loss": 'experts_loss{kind="aux"}',
+    "experts_z_loss": 'experts_loss{kind="z"}',
 }
 
 
@@ -33,8 +35,11 @@ async def test_a_step_tells_how_evenly_experts_are_used(tmp_path: Path) -> None:
     Of the trainer one sees the last.
     """
     build_model(tmp_path / "model", "qwen3_moe", num_experts=8)
-    optim = {"learning_rate": 1e-12}
-    with running_trainer(tmp_path, tmp_path / "model", optim=optim) as trainer:
+    settings = {
+        "optim": {"learning_rate": 1e-12},
+        "experts": {"aux_loss_coefficient": 1e-3, "z_loss_coefficient": 1e-3},
+    }
+    with running_trainer(tmp_path, tmp_path / "model", **settings) as trainer:
         groups = [stored(BlobStore(trainer.store), index) for index in range(2)]
         async with trainer.client() as client:
             await until(client, lambda now: now.state == ACTIVE)

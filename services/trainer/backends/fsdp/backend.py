@@ -109,7 +109,7 @@ class FsdpBackend(TrainingBackend):
         self._expert_load = watch_experts(self._policy.model, self._device)
         if config.experts.bias_update_rate:
             watch_biases(self._expert_load, self._policy.model)
-        self._expert_losses = watch_logits(config.experts, self._policy.model, self._device)
+        self._expert_losses = watch_logits(config.experts, self._policy.model, self._expert_load)
         self._reference: ShardedModel | None = None
         self._reference_directory = ""  # of the settings
         self.operations = self._policy.operations
@@ -263,6 +263,7 @@ class FsdpBackend(TrainingBackend):
         if self._experts is not None:
             self._experts.collectives.end_step()
         counts = self._expert_load.take(self._ranks, is_counted=self._is_first)
+        losses = self._expert_load.take_losses(self._ranks, is_counted=self._is_first)
         optimizer = self._optimizer
         if isinstance(optimizer, lora.AdapterTraining):
             outcome = optimizer.step(normalizer, rate, optim)
@@ -270,7 +271,7 @@ class FsdpBackend(TrainingBackend):
             outcome = optimizer.step(normalizer, rate)
         if not outcome.skipped_reason:
             self._expert_load.even_out(counts, self._config.experts.bias_update_rate)
-        return replace(outcome, metrics=load_metrics(counts))
+        return replace(outcome, metrics=load_metrics(counts) | losses)
 
     @property
     def _is_first(self) -> bool:

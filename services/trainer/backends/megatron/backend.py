@@ -112,7 +112,7 @@ class MegatronBackend(TrainingBackend):
         self._expert_load = watch_routers(self._policy, self._device)
         if config.experts.bias_update_rate:
             watch_biases(self._expert_load, self._policy)
-        self._expert_losses = watch_logits(config.experts, self._policy, self._device)
+        self._expert_losses = watch_logits(config.experts, self._policy, self._expert_load)
         self._passes_of = {"": self._create_passes()}  # each with its own records of routing
         self._passes = self._passes_of[""]
 
@@ -181,6 +181,7 @@ class MegatronBackend(TrainingBackend):
         if self._passes.replay is not None:
             self._passes.replay.step()
         counts = self._expert_load.take(self._groups.world)
+        losses = self._expert_load.take_losses(self._groups.world)
         self._groups.end_step()
         if self._lora is not None:
             rate = self._config.optim.learning_rate if learning_rate is None else learning_rate
@@ -190,7 +191,7 @@ class MegatronBackend(TrainingBackend):
             self._policy.share_embedding()
         if not outcome.skipped_reason:
             self._expert_load.even_out(counts, self._config.experts.bias_update_rate)
-        return replace(outcome, metrics=load_metrics(counts))
+        return replace(outcome, metrics=load_metrics(counts) | losses)
 
     @property
     def _stepper(self) -> Stepper:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from services.trainer.backends.expert_load import ExpertLoad
 from services.trainer.backends.expert_losses import (
     ExpertLosses,
     UnknownRouterError,
@@ -42,8 +43,7 @@ class _Told:
         if not torch.is_grad_enabled():
             if rows_T is not None:
                 self.waiting.append(rows_T)
-            return None
-        if rows_T is None and self.waiting:
+        elif rows_T is None and self.waiting:
             rows_T = self.waiting.popleft()
         assert logits is not None
         probabilities, chosen = made
@@ -51,19 +51,19 @@ class _Told:
 
 
 def watch_logits(
-    settings: ExpertsConfig, policy: PolicyModel, device: torch.device
+    settings: ExpertsConfig, policy: PolicyModel, told: ExpertLoad
 ) -> ExpertLosses | None:
     """Have the routers of this stage be given gradients; None where none are asked for.
 
-    Raises UnknownRouterError.
+    `told`: what steps tell of. Raises UnknownRouterError.
     """
     if not settings.losses:
         return None
     source = policy.source
     if not source.shape.experts:
         raise UnknownRouterError(next(iter(settings.losses)), source.hf_config.model_type)
-    counts = watch_routers(policy, device)
-    losses = ExpertLosses(settings, counts, sigmoids if source.biased else softmax)
+    counts = watch_routers(policy, told.device)
+    losses = ExpertLosses(settings, counts, told, sigmoids if source.biased else softmax)
     for place, router in all_routers(policy):
         _Told(losses, place, router)
     return losses

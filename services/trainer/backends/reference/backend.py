@@ -77,7 +77,7 @@ class ReferenceBackend(TrainingBackend):
         self._expert_load = watch_experts(self._policy.model, self._device)
         if config.experts.bias_update_rate:
             watch_biases(self._expert_load, self._policy.model)
-        self._expert_losses = watch_logits(config.experts, self._policy.model, self._device)
+        self._expert_losses = watch_logits(config.experts, self._policy.model, self._expert_load)
         self.operations = self._policy.operations
         self._reference: ScoredModel | None = None
         self._reference_directory = ""  # of the settings
@@ -204,10 +204,11 @@ class ReferenceBackend(TrainingBackend):
         if self._replay is not None:
             self._replay.step()
         counts = self._expert_load.take(self._ranks)
+        losses = self._expert_load.take_losses(self._ranks)
         outcome = self._optimizer.step(normalizer, rate, self._reduce, optim=optim)
         if not outcome.skipped_reason:
             self._expert_load.even_out(counts, self._config.experts.bias_update_rate)
-        return replace(outcome, metrics=load_metrics(counts))
+        return replace(outcome, metrics=load_metrics(counts) | losses)
 
     @property
     def _optimizer(self) -> FlatOptimizer:
