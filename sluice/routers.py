@@ -1,5 +1,7 @@
 """Routers of transformers models: the experts that they choose are recorded, or told to them.
 
+And what they choose by beside their scores: biases that no gradient reaches.
+
 One thing is the same in all families: a router's last `topk`, of scores [tokens, experts], is its
 choice. What it makes of the choice (weights, normalised and scaled) stays its own code, and so do
 their gradients. So a router that is told what to choose is its own forward, whose last `topk`
@@ -9,13 +11,47 @@ answers that.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+BIASES = {"e_score_correction_bias", "expert_bias"}  # as transformers' routers call them
 _CHOICES = {torch.topk, torch.Tensor.topk}
 _LIMITS = {torch.masked_fill, torch.Tensor.masked_fill}
+
+
+@contextmanager
+def biases_unrounded() -> Iterator[None]:
+    """transformers reads biases of routers in float32 meanwhile, whatever it reads the rest in.
+
+    Of some families it rounds them, others it keeps as they are by itself.
+    """
+    from transformers import PreTrainedModel
+
+    before = PreTrainedModel._get_dtype_plan
+
+    def plan(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        return {**before(model, dtype), **dict.fromkeys(sorted(BIASES), torch.float32)}
+
+    PreTrainedModel._get_dtype_plan = plan
+    try:
+        yield
+    finally:
+        PreTrainedModel._get_dtype_plan = before
+
+
+def hold_biases(model: torch.nn.Module) -> None:
+    """Have all families hold biases of routers as most do: buffers, in float32.
+
+    Some have weights that take no gradient: cut over ranks, rounded as weights are.
+    """
+    for module in model.modules():
+        for name in BIASES & module._parameters.keys():
+            bias = module._parameters.pop(name)
+            assert bias is not None
+            module.register_buffer(name, bias.detach().float())
 
 
 class UnknownRoutersError(ValueError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +15,17 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from services.rollout.engine.reference.model import ServingModel
+from services.trainer.backend import Row
 from services.trainer.backends.expert_load import NoBiasError, watch_biases, watch_experts
+from sluice.routers import hold_biases
 from sluice.weights.convert.conversion import convert
 from sluice.weights.convert.options import ConvertOptions
 from tests.contract.training_backend.cases import SIZES, Model
 from tests.fsdp.jobs import rows_of
 from tests.models.families import CASES, Case, build
 from tests.models.proof import MAX_MISMATCH
-from tests.models.test_expert_load import DEEPSEEK, QWEN, SCATTERED, count_by_row
+from tests.models.test_expert_load import DEEPSEEK, QWEN, SCATTERED, Counts, count_by_row
 from tests.models.test_experts import MIXTURES
 from tests.rank_pool import Pool
 
@@ -34,17 +37,40 @@ GLM = replace(
     BY_NAME["glm4_moe"], settings={**BY_NAME["glm4_moe"].settings, "num_hidden_layers": 3}
 )
 MINIMAX = BY_NAME["minimax_m2"]  # no bias of its router, but of the block about it
+# that have theirs as weights, which transformers gives no gradient
+WEIGHTED = [BY_NAME[name] for name in ("ernie4_5_moe", "afmoe", "laguna")]
+BIASES = ("_correction_bias", ".expert_bias")
 
 
 def biases_of(directory: Path) -> dict[str, torch.Tensor]:
     """Those of a checkpoint, layer by layer."""
     found: dict[str, torch.Tensor] = {}
     for path in directory.glob("*.safetensors"):
-        found |= {n: t for n, t in load_file(path).items() if n.endswith("_correction_bias")}
+        found |= {n: t for n, t in load_file(path).items() if n.endswith(BIASES)}
     return {name: found[name] for name in sorted(found, key=lambda name: int(name.split(".")[2]))}
 
 
-def move_by_numpy(model: Model, root: Path, steps: int) -> dict[str, np.ndarray]:
+def count_chosen(model: Model, rows: list[Row]) -> Counts:
+    """What plain transformers gives its experts in float64, each row by itself."""
+    plain: Any = model.load().double()  # type: ignore[no-untyped-call]
+    layers = [m for name, m in plain.named_modules() if name.endswith(".experts")]
+    counts = [[0] * plain.config.num_experts for _ in layers]
+
+    def count(experts: Any, given: tuple[torch.Tensor, ...]) -> None:
+        for expert in given[1][:-1].reshape(-1).tolist():  # the last token predicts nothing
+            counts[layers.index(experts)][expert] += 1
+
+    for layer in layers:
+        layer.register_forward_pre_hook(count)
+    with torch.no_grad():
+        for row in rows:
+            plain(row.token_ids[None])
+    return counts
+
+
+def move_by_numpy(
+    model: Model, root: Path, steps: int, count: Callable[[Model, list[Row]], Counts]
+) -> dict[str, np.ndarray]:
     """Of weights that stay; each step's counts are of the biases that the one before left."""
     tensors = load_file(model.directory / "model.safetensors")
     names = [*biases_of(model.directory)]
@@ -52,7 +78,7 @@ def move_by_numpy(model: Model, root: Path, steps: int) -> dict[str, np.ndarray]
     model.load().save_pretrained(directory)
     for step in range(steps):
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-        counts = count_by_row(Model(directory), rows_of(step))
+        counts = count(Model(directory), rows_of(step))
         for name, layer in zip(names, counts, strict=True):
             tokens = np.array(layer, dtype=np.float64)
             move = np.float32(RATE) * np.sign(tokens.mean() - tokens).astype(np.float32)
@@ -70,7 +96,8 @@ class Known:
         if case.name not in self._made:
             root = self._root / case.name
             model = build(case, root / "model")
-            self._made[case.name] = model, move_by_numpy(model, root, 3)
+            count = count_chosen if case in WEIGHTED else count_by_row
+            self._made[case.name] = model, move_by_numpy(model, root, 3, count)
         return self._made[case.name]
 
 
@@ -97,6 +124,12 @@ ON_FSDP = [
     pytest.param(DEEPSEEK, 2, {"tensor": 2}, id="deepseek-TP2"),
     pytest.param(DEEPSEEK, 2, {"replicas": 2}, id="deepseek-HSDP2"),
     pytest.param(MINIMAX, 2, {}, id="minimax-2"),
+    *(pytest.param(case, 2, {}, id=f"{case.name}-2") for case in WEIGHTED),
+    *(pytest.param(case, 2, {"expert": 2}, id=f"{case.name}-EP2") for case in WEIGHTED),
+    pytest.param(WEIGHTED[0], 2, {"tensor": 2}, id="ernie4_5_moe-TP2"),
+    pytest.param(WEIGHTED[1], 1, {}, id="afmoe-1", marks=fast),
+    pytest.param(WEIGHTED[2], 2, {"tensor": 2}, id="laguna-TP2"),
+    pytest.param(WEIGHTED[2], 2, {"context": 2}, id="laguna-CP2"),
 ]
 
 
@@ -108,6 +141,26 @@ def test_on_fsdp(
     arguments = {"model": str(model.directory), "out": str(tmp_path), **EXPERTS}
     pool.run("move_biases", world, **arguments, fsdp=fsdp)
     check(tmp_path, model, expected)
+
+
+@pytest.mark.parametrize("case", WEIGHTED, ids=lambda case: case.name)
+def test_in_bfloat16_they_are_not_rounded(pool: Pool, tmp_path: Path, case: Case) -> None:
+    """Neither where a trainer computes and publishes in it, nor in an engine."""
+    model = build(case, tmp_path / "model")
+    trainer = {**EXPERTS["trainer"], "publish_dtype": "bfloat16"}
+    arguments = {"model": str(model.directory), "out": str(tmp_path), "trainer": trainer}
+    stored = biases_of(model.directory)
+    pool.run("move_biases", 2, **arguments, fsdp={"dtype": "bfloat16"}, steps=1)
+    found = biases_of(tmp_path / "published")
+    assert found.keys() == stored.keys() and found
+    for name, bias in found.items():
+        moves = torch.stack([stored[name] + step * RATE for step in (-1, 0, 1)])
+        assert bias.dtype == torch.float32 and (moves == bias).any(0).all()
+        assert not torch.equal(bias, stored[name])
+    save_file(read(tmp_path), model.directory / "model.safetensors", metadata={"format": "pt"})
+    serving = ServingModel(model.directory, torch.bfloat16, torch.device("cpu"))
+    held = [bias for name, bias in serving.module.named_buffers() if name.endswith(BIASES)]
+    assert [bias.tolist() for bias in held] == [bias.tolist() for bias in found.values()]
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=fast), 2])
@@ -197,9 +250,13 @@ def test_a_step_that_is_skipped_moves_none(
     check(tmp_path, model, {name: b.numpy() for name, b in biases_of(model.directory).items()})
 
 
-@fast
-def test_an_engine_chooses_by_them(pool: Pool, tmp_path: Path) -> None:
-    model = build(DEEPSEEK, tmp_path / "model")
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(DEEPSEEK, marks=fast), *(pytest.param(case) for case in WEIGHTED)],
+    ids=lambda case: case.name,
+)
+def test_an_engine_chooses_by_them(pool: Pool, tmp_path: Path, case: Case) -> None:
+    model = build(case, tmp_path / "model")
     arguments = {"model": str(model.directory), "out": str(tmp_path), **EXPERTS}
     (answer,) = pool.run("roll_out", 1, **arguments)
     assert answer["versions"] == [1, 2, 3]
@@ -213,6 +270,7 @@ def test_which_families_have_biases_that_move() -> None:
         config = AutoConfig.for_model(case.known, **{**SIZES, **case.settings})
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
+        hold_biases(model)
         load = watch_experts(model, torch.device("meta"))
         assert len(load.sizes) > 0, case.name
         with suppress(NoBiasError):
@@ -221,13 +279,12 @@ def test_which_families_have_biases_that_move() -> None:
     assert moving == {
         *("deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
         *("hy_v3", "kimi_linear", "lfm2_moe", "mimo_v2_flash", "minimax_m2", "nemotron_h"),
-        "solar_open",
+        *("solar_open", "ernie4_5_moe", "afmoe", "laguna"),
     }
 
 
 WITHOUT = [
     pytest.param(QWEN, {}, id="none"),
-    pytest.param(BY_NAME["ernie4_5_moe"], {}, id="weights"),
     pytest.param(BY_NAME["gpt_oss"], {"layout": {}}, id="megatron", marks=fast),
 ]
 

@@ -17,6 +17,9 @@ import transformers
 from torch.nn.functional import linear
 
 from services.trainer.backend import Row
+from services.trainer.backends.expert_load import watch_experts
+from services.trainer.backends.expert_losses import UnknownRouterError, watch_logits
+from services.trainer.config import ExpertsConfig
 from tests.contract.training_backend.cases import Model, Oracle
 from tests.fsdp.jobs import NORMALIZER, rows_of
 from tests.fsdp.oracle import Tensors, as_stored_names, gradient_difference, read_ranks
@@ -30,6 +33,7 @@ from tests.rank_pool import Pool
 fast = pytest.mark.fast
 BY_NAME = {case.name: case for case in CASES}
 SINKS = BY_NAME["gpt_oss"]
+(GEMMA,) = (case for case in MIXTURES if case.known == "gemma4_text")
 AUX, Z = 0.3, 0.05
 EXPERTS = {"aux_loss_coefficient": AUX, "z_loss_coefficient": Z}
 
@@ -37,7 +41,11 @@ EXPERTS = {"aux_loss_coefficient": AUX, "z_loss_coefficient": Z}
 def routers_of(plain: Any) -> list[Any]:
     """By depth; what they score experts by is a linear layer of theirs, or they are one."""
     kinds = ("TopKRouter", "TopkRouter", "TokenChoiceRouter", "V1Gate")
-    return [m for m in plain.modules() if type(m).__name__.endswith(kinds)]
+    found = [m for m in plain.modules() if type(m).__name__.endswith(kinds)]
+    linear = (".router", ".router.proj")  # of Jamba and Gemma 4
+    return found or [
+        m for n, m in plain.named_modules() if n.endswith(linear) and type(m) is torch.nn.Linear
+    ]
 
 
 def scores_of(router: Any, logits: torch.Tensor) -> torch.Tensor:
@@ -170,6 +178,12 @@ ON_FSDP = [
         DEEPSEEK, 2, {"routing_replay": "recorded"}, EXPERTS, id="deepseek-replay", marks=fast
     ),
     pytest.param(SINKS, 2, {}, EXPERTS, id="gpt_oss-2"),
+    pytest.param(GEMMA, 2, {"tensor": 2}, EXPERTS, id="gemma4-TP2"),
+    pytest.param(GEMMA, 2, {"context": 2}, EXPERTS, id="gemma4-CP2"),
+    pytest.param(BY_NAME["jamba"], 2, {"expert": 2}, EXPERTS, id="jamba-EP2"),
+    pytest.param(
+        BY_NAME["phimoe"], 2, {"context": 2, "activation_checkpointing": True}, EXPERTS, id="phimoe"
+    ),
 ]
 
 
@@ -245,21 +259,22 @@ def test_on_the_reference_backend(
     check(tmp_path, answers, expected)
 
 
-UNKNOWN = ("gemma4_text", "jamba", "phimoe")  # tell probabilities, nothing, or mix otherwise
-
-
 @pytest.mark.parametrize("case", MIXTURES, ids=lambda case: case.name)
 def test_of_every_family(pool: Pool, known: Known, tmp_path: Path, case: Case) -> None:
     arguments = {"out": str(tmp_path), "trainer": {"experts": EXPERTS}}
-    if case.known in UNKNOWN:
-        model = build(case, tmp_path / "model")
-        (answer,) = pool.run("attempt", 1, **arguments, model=str(model.directory))
-        refused = f"experts.aux_loss_coefficient is not for model_type {case.known}"
-        assert refused in answer["error_message"]
-        return
     model, expected = known(case, EXPERTS)
     answers = pool.run("gradients", 1, **arguments, model=str(model.directory))
     check(tmp_path, answers, expected)
+
+
+@fast
+def test_a_family_whose_routers_are_not_known_is_refused_by_name(known: Known) -> None:
+    plain: Any = known(QWEN, EXPERTS)[0].load()  # type: ignore[no-untyped-call]
+    plain.config.model_type = "another"
+    load = watch_experts(plain, torch.device("cpu"))
+    refused = "experts.z_loss_coefficient is not for model_type another, of whose routers"
+    with pytest.raises(UnknownRouterError, match=refused):
+        watch_logits(ExpertsConfig(z_loss_coefficient=Z), plain, load)
 
 
 ON_MEGATRON = [

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from sluice.algo.collectives import Collectives
+from sluice.routers import BIASES
 
-BIASES = {"e_score_correction_bias", "expert_bias"}  # as transformers' routers call them
 Bias = tuple[Any, str]  # the module that has it, and its name there
 # Tokens of the busiest expert of a layer by the mean of the layer: of the worst one, and the mean
 # of all. How many experts no token went to, of all layers.
@@ -31,8 +31,7 @@ class NoBiasError(ValueError):
     def __init__(self, model_type: str) -> None:
         super().__init__(
             f"experts.bias_update_rate is not for model_type {model_type}: its routers have no "
-            "bias beside their scores that is kept in float32, by which experts are chosen; leave "
-            "it out"
+            "bias beside their scores, by which experts are chosen; leave it out"
         )
 
 
@@ -187,8 +186,7 @@ def watch_experts(model: Any, device: torch.device) -> ExpertLoad:
 def watch_biases(load: ExpertLoad, model: Any) -> None:
     """Have `load` even out the experts of a transformers model. Raises NoBiasError.
 
-    Biases are buffers, whole on every rank and float32 wherever they go; of a family that has them
-    as weights they are not.
+    Biases are buffers (`hold_biases`), whole on every rank and float32 wherever they go.
     """
     layers = list(layers_of(model))
     for index, (owner, _) in enumerate(layers):

@@ -25,15 +25,17 @@ from sluice.algo.collectives import Collectives
 
 # By what their routers make of logits; of others the logits are not known.
 SOFTMAX = {
-    *("deepseek_v2", "ernie4_5_moe", "flex_olmo", "gpt_oss", "granitemoe", "granitemoehybrid"),
-    *("granitemoeshared", "hunyuan_v1_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text"),
-    *("qwen3_moe", "qwen3_next", "qwen3_vl_moe_text"),
+    *("deepseek_v2", "ernie4_5_moe", "flex_olmo", "gemma4_text", "gpt_oss", "granitemoe"),
+    *("granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "jamba", "mixtral", "olmoe"),
+    *("phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text"),
 }
 SIGMOID = {
     *("afmoe", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
     *("hy_v3", "kimi_linear", "laguna", "lfm2_moe", "mimo_v2_flash", "minimax_m2", "nemotron_h"),
     "solar_open",
 }
+# Layers whose products are the logits, where routers tell something else or are no more.
+LINEAR = {"gemma4_text": "router.proj", "jamba": "router"}
 AUX, Z = "experts_aux_loss", "experts_z_loss"  # as steps tell them
 Probabilities = Callable[[torch.Tensor], torch.Tensor]  # of logits [T, E]
 
@@ -191,25 +193,42 @@ def watch_logits(settings: ExpertsConfig, model: Any, told: ExpertLoad) -> Exper
         return None
     counts = watch_experts(model, told.device)
     kind = model.config.get_text_config().model_type
-    recorded = [
-        found
-        for module in model.modules()
-        if (found := (getattr(module, "_can_record_outputs", None) or {}).get("router_logits"))
-    ]
-    if not counts.sizes or not recorded or kind not in SOFTMAX | SIGMOID:
+    owners = [owner for owner, _ in layers_of(model)]
+    routers = list(_routers(model, kind, owners))
+    if not owners or len(routers) < len(owners) or kind not in SOFTMAX | SIGMOID:
         raise UnknownRouterError(next(iter(settings.losses)), kind)
     losses = ExpertLosses(settings, counts, told, softmax if kind in SOFTMAX else sigmoids)
-    recorder, logits = recorded[-1], dict[int, torch.Tensor]()
+    logits = dict[int, torch.Tensor]()
 
-    def tell(layer: int, _: torch.nn.Module, __: Any, made: tuple[torch.Tensor, ...]) -> None:
-        logits[layer] = made[recorder.index]
+    def tell(layer: int, index: int, _: torch.nn.Module, __: Any, made: Any) -> None:
+        logits[layer] = made if isinstance(made, torch.Tensor) else made[index]
 
     def bring(layer: int, _: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> Any:
         hidden, chosen, weights = given
         return hidden, chosen, losses.carry(layer, logits.pop(layer), weights, losses.rows_T)
 
-    for layer, (owner, experts) in enumerate(layers_of(model)):
-        (router,) = (m for m in owner.modules() if isinstance(m, recorder.target_class))
-        router.register_forward_hook(partial(tell, layer))
+    for layer, ((_, experts), (router, index)) in enumerate(
+        zip(layers_of(model), routers, strict=True)
+    ):
+        router.register_forward_hook(partial(tell, layer, index))
         experts.register_forward_pre_hook(partial(bring, layer))
     return losses
+
+
+def _routers(
+    model: torch.nn.Module, kind: str, owners: Sequence[torch.nn.Module]
+) -> Iterator[tuple[torch.nn.Module, int]]:
+    """What makes the logits of each layer, and which of what it makes they are."""
+    if kind in LINEAR:
+        for owner in owners:
+            yield owner.get_submodule(LINEAR[kind]), 0
+        return
+    recorded = [
+        found
+        for module in model.modules()
+        if (found := (getattr(module, "_can_record_outputs", None) or {}).get("router_logits"))
+    ]
+    for owner in owners if recorded else ():
+        recorder = recorded[-1]
+        (router,) = (m for m in owner.modules() if isinstance(m, recorder.target_class))
+        yield router, recorder.index

@@ -39,7 +39,7 @@ from sluice.imports import uncompiled, unsymbolic
 from sluice.model_types import read_config
 from sluice.operations import UNASKED, OperationError, OperationsConfig, Usage, capability_of
 from sluice.priority import lower_priority
-from sluice.routers import Routers, UnknownRoutersError
+from sluice.routers import Routers, UnknownRoutersError, biases_unrounded, hold_biases
 from sluice.vision import VisionTower, rotary_positions
 from sluice.weights.manifest import Manifest
 from sluice.weights.stored_experts import TRANSPOSED_TYPES, as_stored
@@ -106,7 +106,8 @@ class ServingModel:
             own = {"text_config": IMPLEMENTATION} if sees else IMPLEMENTATION
             # of layers that are not known here, some may count on the device that they are made on
             unsymbolically = nullcontext() if self._foreign else unsymbolic()
-            with unsymbolically, as_stored(directory, config.model_type):
+            stored = as_stored(directory, config.model_type)
+            with unsymbolically, stored, biases_unrounded():
                 auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
                 load = partial(auto.from_pretrained, directory)
                 if numbers is not None:  # which the class itself takes alone
@@ -129,6 +130,7 @@ class ServingModel:
             if report[what]:
                 name = str(min(report[what]))
                 raise UnfitWeightsError(f"{what} of the checkpoint: {name}", tensor=name)
+        hold_biases(model)
         self.operations = self._choose(model, asked, dtype, device)
         adapt(model, self.operations)
         metrics.OPERATIONS.clear()

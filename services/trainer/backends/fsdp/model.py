@@ -83,6 +83,7 @@ from sluice.fused_layers import adapt, choose_for, heads_of
 from sluice.imports import with_shards
 from sluice.model_types import read_config
 from sluice.operations import UNASKED, OperationsConfig, Usage
+from sluice.routers import hold_biases
 from sluice.samples.images import ImageRules
 from sluice.vision import Patches, VisionTower
 from sluice.weights.stored_experts import as_stored
@@ -368,6 +369,7 @@ class _Cut:
     root: PolicyRoot | None = None
 
     def __call__(self, model: Any) -> None:
+        hold_biases(model)
         if self.tensor is not None:
             cut_layers(model, self.tensor.mesh)
             check_rows(model, self.mesh[DATA].size())
