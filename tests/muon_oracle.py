@@ -50,7 +50,9 @@ class MuonOracle(Oracle):
             if p.ndim > 1 and p.requires_grad and not any(other in name for other in OTHERS)
         }
         rest = {n: p for n, p in named.items() if p.requires_grad and n not in self.hidden}
-        decaying = {name for name, p in rest.items() if p.ndim > 1 and not name.endswith("bias")}
+        decaying = {
+            name for name, p in rest.items() if p.ndim > 1 and not name.endswith(("bias", "A_log"))
+        }
         self.adam = torch.optim.AdamW(
             [
                 {"params": [p for name, p in rest.items() if name in decaying]},

@@ -44,7 +44,8 @@ Bamba, Mamba of Jamba, delta nets of Qwen3-Next, Qwen3.5 and Kimi Linear) or a c
 are given the rows of a pack side by side; the control, in which a state goes on over the rows, is a
 thousand times the bars off. Context ranks are refused to them. Trainers run transformers' own code
 of these layers, and its kernels (`mamba-ssm`, `causal-conv1d`, `flash-linear-attention`) where they
-are installed, which nothing here has measured.
+are installed, which nothing here has measured. Weight decay leaves out what their
+states go by (`A_log`, `D`, `dt_bias`), as their own training code does; convolutions decay.
 
 Kimi K2, Kimi Linear, Nemotron 3, MiMo and MiMo-V2-Flash name code of their own in their
 directories, which is never run: they run by transformers' own, Kimi K2 and MiMo by that of

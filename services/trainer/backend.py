@@ -122,8 +122,12 @@ def refuse_norm(norm: float, *, clips: bool) -> str:
 
 
 def decays(name: str, dimensions: int) -> bool:
-    """Tell whether weight decay is of a parameter; those of experts are stacked, biases too."""
-    return dimensions > 1 and not name.endswith("bias")
+    """Tell whether weight decay is of a parameter; those of experts are stacked, biases too.
+
+    Nor is it of the rates that states of recurrent layers go by, whatever shape a family gives
+    them: a rate of its own for each channel and state in Jamba's, of its own axes in Kimi Linear's.
+    """
+    return dimensions > 1 and not name.endswith(("bias", ".A_log"))
 
 
 class TrainingBackend(ABC):

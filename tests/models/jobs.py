@@ -48,6 +48,7 @@ __all__ = [
     "clean_up",
     "count_experts",
     "count_on_copies",
+    "decay",
     "gradients",
     "gradients_of_copies",
     "move_biases",
@@ -164,6 +165,19 @@ def move_biases_on_copies(rank: int, world: int, arguments: dict[str, Any]) -> d
         backend.forward_backward(jobs.micro_batches(rows_of(step), rank, world), PPO)
 
     return moved(backend, run, arguments)
+
+
+def decay(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A step of no gradient, and what is published behind it."""
+    return decayed(open_backend(rank, world, arguments), arguments)
+
+
+def decayed(backend: TrainingBackend, arguments: dict[str, Any]) -> dict[str, Any]:
+    out = Path(arguments["out"]) / "published"
+    out.mkdir(parents=True, exist_ok=True)
+    outcome = backend.step(normalizer=1.0, learning_rate=None)
+    backend.write_shards(out)
+    return {"skipped": outcome.skipped_reason}
 
 
 def moved(

@@ -29,13 +29,14 @@ from tests.megatron.jobs import (
     save_midway,
     save_tensors,
 )
-from tests.models.jobs import counted, moved, one_key_less, roll_out_by, told_by_step
+from tests.models.jobs import counted, decayed, moved, one_key_less, roll_out_by, told_by_step
 
 assert megatron_backend
 __all__ = [
     "clean_up",
     "continue_from",
     "count_experts",
+    "decay",
     "gradients",
     "move_biases",
     "open_error",
@@ -67,6 +68,15 @@ def move_biases(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, A
     backend = open_backend(rank, world, arguments)
     try:
         return moved(backend, partial(_run_step, backend), arguments)
+    finally:
+        backend.close()
+
+
+def decay(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A step of no gradient, and what is published behind it."""
+    backend = open_backend(rank, world, arguments)
+    try:
+        return decayed(backend, arguments)
     finally:
         backend.close()
 

@@ -187,11 +187,15 @@ class Oracle:
     adam: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
-        parameters = list(self.model.parameters())
+        named = dict(self.model.named_parameters())
+        decaying = {n for n, p in named.items() if p.ndim > 1 and not n.endswith(".A_log")}
         self.adam = torch.optim.AdamW(
             [
-                {"params": [p for p in parameters if p.ndim > 1]},
-                {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+                {"params": [p for name, p in named.items() if name in decaying]},
+                {
+                    "params": [p for name, p in named.items() if name not in decaying],
+                    "weight_decay": 0.0,
+                },
             ],
             lr=self.optim.learning_rate,
             betas=self.optim.betas,
