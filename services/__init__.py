@@ -5,4 +5,6 @@ numpy's OpenBLAS starts one a core as it is imported, and each spins for a tenth
 
 import os
 
+import sluice as sluice  # before anything imports gRPC
+
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

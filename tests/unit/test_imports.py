@@ -233,3 +233,36 @@ def test_services_start_no_threads_of_numpy_unless_they_are_asked_for(
         command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=True
     )
     assert int(done.stdout) == min(threads, len(os.sched_getaffinity(0)))
+
+
+STARTS = """
+import asyncio, grpc, uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+async def main():
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for _ in range(3):
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            process = await asyncio.create_subprocess_exec("true")
+            assert not await process.wait()
+    await server.stop(0)
+
+uvloop.run(main())
+"""
+HANDLERS = "fork_posix.cc"  # where gRPC's handlers say that they ran, or could not
+
+
+@pytest.mark.parametrize("first", ["import services", "import sluice.supervise"])
+def test_processes_are_started_without_handlers_of_grpc(first: str) -> None:
+    """Now and then one waits for ever in the new process, and what started it waits for that."""
+    others = {key: value for key, value in os.environ.items() if "FORK_SUPPORT" not in key}
+    command = [sys.executable, "-c", f"{first}\n{STARTS}"]
+    environment = others | {"GRPC_VERBOSITY": "INFO"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=True
+    )
+    assert HANDLERS not in done.stderr
