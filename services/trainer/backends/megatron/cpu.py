@@ -37,6 +37,7 @@ from sluice.platform import CUDA, PlatformError
 
 CPU_DEVICE = torch.device("cpu")
 PACKAGE = "megatron"
+JIT = f"{PACKAGE}.core.jit"
 FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")  # called with a literal device
 TYPE_NAMES = ("FloatTensor", "HalfTensor", "BFloat16Tensor")
 
@@ -55,7 +56,6 @@ def install() -> None:
         raise PlatformError("Megatron was imported before it could be adapted to the CPU")
     sys.meta_path.insert(0, _Finder())
     _answer_methods()
-    importlib.import_module("megatron.core.jit").disable_jit_fuser()
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     vars(random)["_lazy_call"] = lambda call, **_: call()  # imported by name
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
@@ -85,6 +85,8 @@ class _AdaptingLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
+        if module.__name__ == JIT:  # the first modules to ask it are imported with the package
+            module.disable_jit_fuser()
         if vars(module).get("torch") is torch:
             vars(module)["torch"] = _adapted_torch()
 
