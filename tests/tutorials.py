@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import warm
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[1]
@@ -35,9 +36,10 @@ def follow(name: str, folder: Path, seconds: float = PATIENCE) -> str:
     commands = folder / "bin"
     commands.mkdir()
     # the command as it is installed: without the folder on Python's path
-    entry = (
-        f"import sys; sys.path[0] = {str(ROOT)!r}; from sluice.cli import main; sys.exit(main())"
-    )
+    entry = f"import sys; sys.path[0] = {str(ROOT)!r}; "
+    if warm.has_begun():  # what it starts loads its libraries once
+        entry += "from tests import warm; warm.begin(); "
+    entry += "from sluice.cli import main; sys.exit(main())"
     (commands / "sluice").write_text(f'#!/bin/sh\nexec {sys.executable} -c "{entry}" "$@"\n')
     (commands / "sluice").chmod(0o755)
     path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])

@@ -124,7 +124,9 @@ class Order:
         """Whether it starts such processes itself."""
         if self.is_worker:
             return True
-        return self.module == "services.trainer" or self.command[2:4] == ["sluice.cli", "up"]
+        if self.module == "sluice.cli":
+            return "up" in self.command[3:4] or "--up" in self.command
+        return self.module == "services.trainer"
 
     @property
     def is_worker(self) -> bool:
@@ -374,8 +376,12 @@ def _is_nursery(process: psutil.Process) -> bool:
 
 def begin() -> None:
     """Have a nursery, unless this process came from one and has it still."""
-    if subprocess.Popen._execute_child is _execute:  # type: ignore[attr-defined]
+    if not has_begun():
         install(Nursery())
+
+
+def has_begun() -> bool:
+    return subprocess.Popen._execute_child is not _execute  # type: ignore[attr-defined]
 
 
 def install(nursery: Nursery) -> None:

@@ -22,7 +22,6 @@ import itertools
 import json
 import os
 import random
-import resource
 import signal
 import ssl
 import subprocess
@@ -41,7 +40,6 @@ from collections.abc import (
 )
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,7 +60,7 @@ from sluice.api.trainer.v1 import worker_service_pb2  # noqa: F401 - its descrip
 from sluice.loop.status import LOOP_ADDRESS
 from sluice.ports import reserve_port
 from sluice.runtime.channel import create_channel
-from sluice.runtime.processes import end_with_parent
+from sluice.runtime.processes import keep_processes
 from sluice.runtime.security import SecurityConfig, TlsConfig, channel_credentials
 from sluice.runtime.server import OPERATIONS_SERVICE, WAIT_SERVICE
 from sluice.runtime.store_checks import STORE_SERVICE
@@ -100,7 +98,8 @@ SERVICES = {  # what each process serves
     "loop": (),
 }
 UPLOADED = 5  # messages of a whole batch among the seeds of UploadBatch
-IN_FLIGHT = 32
+IN_FLIGHT = 32  # calls of a process
+AT_ONCE = 3  # processes: most of the time goes to calls that wait
 CALL_SECONDS = 1.0  # a call may wait for longer than that; the fuzz does not
 ANSWER_SECONDS = 120.0  # a service that does not answer for so long hangs
 START_SECONDS = 300.0
@@ -167,6 +166,7 @@ class Stack:
         try:
             self._wait(self.process, self.directory / "services.json", "up")
             with self._loop():
+                self._limit_memory()
                 yield self
         finally:
             _end(self.process)
@@ -235,7 +235,6 @@ class Stack:
             return subprocess.Popen(
                 [sys.executable, "-m", "sluice.cli", command, str(config)],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
-                preexec_fn=partial(_begin_child, os.getpid()),  # no other thread runs yet
                 stdout=log,
                 stderr=log,
             )
@@ -255,6 +254,14 @@ class Stack:
                 for index, child in enumerate(process.children(recursive=True)):
                     found[f"{name} child {index}"] = child
         return found
+
+    def _limit_memory(self) -> None:
+        """So that not the machine fails; what these processes start has the limit too."""
+        assert self.process is not None
+        supervisor = psutil.Process(self.process.pid)
+        for process in {supervisor, *self.processes().values(), *supervisor.children(True)}:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.rlimit(psutil.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
 
     def _prepare(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -332,7 +339,7 @@ class Fuzzer:
     seed: int
 
     async def run(self) -> None:
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(IN_FLIGHT))
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(AT_ONCE * IN_FLIGHT))
         places = self.stack.places
         before = {name: process.pid for name, process in self.stack.processes().items()}
         count = self.messages
@@ -358,16 +365,15 @@ class Fuzzer:
         return {name: p.memory_info().rss for name, p in self.stack.processes().items()}
 
     async def _all(self, places: Places) -> None:
-        for process in SERVICES:
-            others = () if process == "ranks" else EVERYWHERE
-            async with create_channel(self.stack.address(process), self.stack.security) as channel:
-                served = (*SERVICES[process], *others)
-                if others and (more := await _listed(channel) - set(served)):
-                    raise SystemExit(f"{process} serves {more} too: name it in SERVICES")
-                for service in served:
-                    for method in _methods(service):
-                        if self.only in f"{process} {method.full_name}":
-                            await self._fuzz(process, channel, method, places)
+        turns = asyncio.Semaphore(AT_ONCE)
+
+        async def fuzz(process: str) -> None:
+            async with turns:
+                await self._fuzz_process(process, places)
+
+        async with asyncio.TaskGroup() as group:
+            for process in SERVICES:
+                group.create_task(fuzz(process))
         if self.only in "engine openai":
             await self._fuzz_json("engine openai", "openai_url", BODIES)
         if self.only in "judge classify":
@@ -375,6 +381,17 @@ class Fuzzer:
         for process in SERVICES:
             if process != "ranks" and self.only in f"{process} metrics":
                 await self._fuzz_metrics(process)
+
+    async def _fuzz_process(self, process: str, places: Places) -> None:
+        others = () if process == "ranks" else EVERYWHERE
+        async with create_channel(self.stack.address(process), self.stack.security) as channel:
+            served = (*SERVICES[process], *others)
+            if others and (more := await _listed(channel) - set(served)):
+                raise SystemExit(f"{process} serves {more} too: name it in SERVICES")
+            for service in served:
+                for method in _methods(service):
+                    if self.only in f"{process} {method.full_name}":
+                        await self._fuzz(process, channel, method, places)
 
     async def _fuzz(
         self, process: str, channel: grpc.aio.Channel, method: Any, places: Places
@@ -562,12 +579,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _begin_child(parent: int) -> None:
-    """Limit memory, so that not the machine fails, and end when the fuzz does, however it ends."""
-    end_with_parent(parent, signal.SIGTERM)
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
-
-
 async def _each(messages: Sequence[T]) -> AsyncIterator[T]:
     for message in messages:
         yield message
@@ -615,4 +626,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    keep_processes(os.getppid())  # what it started ends with it, however it ends
     sys.exit(main())
