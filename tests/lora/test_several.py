@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -86,21 +87,47 @@ def train(
     return pool.run("several", world, lora=own.settings, users=told, **arguments)
 
 
-@pytest.mark.parametrize(("backend", "world", "layout"), PLACES)
-def test_each_is_what_peft_makes_of_it_alone(
+Together = Callable[[str, int, dict[str, Any]], tuple[list[dict[str, Any]], Path]]
+
+
+@pytest.fixture(scope="module")
+def together(
     pool: Pool,
     model: Path,
     alone: dict[str, ExpectedUser],
-    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Together:
+    """What all of them come to in one trainer, and where: each place is trained in once."""
+    made: dict[str, tuple[list[dict[str, Any]], Path]] = {}
+
+    def train_all(
+        backend: str, world: int, layout: dict[str, Any]
+    ) -> tuple[list[dict[str, Any]], Path]:
+        place = f"{backend} {world} {layout}"
+        if place not in made:
+            out = tmp_path_factory.mktemp("together")
+            made[place] = (
+                train(pool, model, alone, out, backend, world, USERS, layout=layout),
+                out,
+            )
+        return made[place]
+
+    return train_all
+
+
+@pytest.mark.parametrize(("backend", "world", "layout"), PLACES)
+def test_each_is_what_peft_makes_of_it_alone(
+    alone: dict[str, ExpectedUser],
+    together: Together,
     backend: str,
     world: int,
     layout: dict[str, Any],
 ) -> None:
-    answers = train(pool, model, alone, tmp_path, backend, world, USERS, layout=layout)
+    answers, of_all = together(backend, world, layout)
     assert all(answer["frozen"] for answer in answers)
     bases = []
     for name, expected in alone.items():
-        folder = tmp_path / (name or "own")
+        folder = of_all / (name or "own")
         for answer in answers:
             for found, should in zip(answer["steps"][name], expected.steps, strict=True):
                 assert found["loss"] == pytest.approx(should["loss"], rel=1e-4, abs=1e-4)
@@ -120,20 +147,20 @@ def test_each_is_to_the_bit_what_it_is_in_a_trainer_of_its_own(
     pool: Pool,
     model: Path,
     alone: dict[str, ExpectedUser],
+    together: Together,
     tmp_path: Path,
     backend: str,
     world: int,
     layout: dict[str, Any],
 ) -> None:
-    of_all = tmp_path / "together"
-    together = train(pool, model, alone, of_all, backend, world, USERS, layout=layout)
+    answers, of_all = together(backend, world, layout)
     for name in ("alice", "bob.7-b"):
         out = tmp_path / name
         single = {"": USERS[name]}
         adapter = alone[name].adapter
         more = {"adapter": adapter, "layout": layout}
         apart = train(pool, model, alone, out, backend, world, single, **more)
-        assert [a["steps"][""] for a in apart] == [a["steps"][name] for a in together]
+        assert [a["steps"][""] for a in apart] == [a["steps"][name] for a in answers]
         found = load_file(of_all / name / ADAPTER_FILE)
         for tensor_name, tensor in load_file(out / "own" / ADAPTER_FILE).items():
             assert torch.equal(found[tensor_name], tensor), tensor_name

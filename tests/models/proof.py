@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from _pytest.mark import ParameterSet
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -133,6 +135,23 @@ def short_name(world: int, layout: Mapping[str, Any]) -> str:
     if "tensor" in parts and layout.get("sequence_parallel"):
         parts["tensor"] += "+SP"
     return "x".join(parts.values()) or ("1" if world == 1 else f"DP{world}")
+
+
+def on_ranks(
+    cases: Iterable[Case], *, four: Container[str] = (), fast: Container[str] = ()
+) -> list[ParameterSet]:
+    """Every case on two ranks, those of `four` on four as well. The fast part are those of `fast`
+    on two."""
+    return [
+        pytest.param(
+            case,
+            world,
+            id=case.name if world == 2 else f"{case.name}-{world}",
+            marks=pytest.mark.fast if world == 2 and case.name in fast else (),
+        )
+        for case in cases
+        for world in ((2, 4) if case.name in four else (2,))
+    ]
 
 
 def prove(

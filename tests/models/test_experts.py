@@ -20,7 +20,14 @@ from tests.fsdp.oracle import (
     read_ranks,
 )
 from tests.models.families import CASES, Case, build
-from tests.models.proof import MAX_GRADIENT_DIFF, MAX_LOGPROB_DIFF, Proof, Summary, prove
+from tests.models.proof import (
+    MAX_GRADIENT_DIFF,
+    MAX_LOGPROB_DIFF,
+    Proof,
+    Summary,
+    on_ranks,
+    prove,
+)
 from tests.rank_pool import Pool
 
 fast = pytest.mark.fast
@@ -37,22 +44,17 @@ def quiet() -> None:
     transformers.logging.disable_progress_bar()
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, id=c.name, marks=fast if c.name in FAST else ()) for c in MIXTURES],
-)
+@pytest.mark.parametrize(("case", "world"), on_ranks(MIXTURES, four=ON_FOUR, fast=FAST))
 def test_a_family_trains_as_plain_transformers(
-    pool: Pool, tmp_path: Path, summary: Summary, case: Case
+    pool: Pool, tmp_path: Path, summary: Summary, case: Case, world: int
 ) -> None:
     model = build(case, tmp_path / "model")
-    expected = expect(model, STEPS)
-    for world in (2, 4) if case.name in ON_FOUR else (2,):
-        proof = prove(pool, case, model, expected, tmp_path / f"{world}", world, **EXPERT)
-        summary.proofs.append(replace(proof, layout="EP2" if world == 2 else "EP2 of 4"))
-        assert proof.logprob <= proof.logprob_limit
-        assert proof.gradient <= MAX_GRADIENT_DIFF
-        assert proof.norm <= 1e-3
-        assert proof.reloaded <= proof.logprob_limit
+    proof = prove(pool, case, model, expect(model, STEPS), tmp_path / "out", world, **EXPERT)
+    summary.proofs.append(replace(proof, layout="EP2" if world == 2 else "EP2 of 4"))
+    assert proof.logprob <= proof.logprob_limit
+    assert proof.gradient <= MAX_GRADIENT_DIFF
+    assert proof.norm <= 1e-3
+    assert proof.reloaded <= proof.logprob_limit
 
 
 def test_every_family_with_experts_is_proven() -> None:

@@ -29,6 +29,7 @@ from tests.models.proof import (
     MAX_MISMATCH,
     SEEING,
     Summary,
+    on_ranks,
     prove,
 )
 from tests.rank_pool import Pool
@@ -39,7 +40,7 @@ PROVEN = [case for case in CASES if case.known in FAMILIES]
 RECURRENT = [case for case in PROVEN if case.known in RECURRENT_TYPES]
 SPARSE = [case for case in PROVEN if "index_topk" in case.settings]
 CUT = [case for case in PROVEN if case not in RECURRENT]
-FAST_CONTEXT = {"gpt_oss": pytest.mark.fast}  # windows, sinks and experts
+FAST_CONTEXT = ("gpt_oss",)  # windows, sinks and experts
 AGAIN = ("nemotron_h", "falcon_h1", "jamba", "lfm2", "kimi_linear")
 ON_FOUR = (
     "llama-tied",
@@ -58,22 +59,17 @@ def quiet() -> None:
     transformers.logging.disable_progress_bar()
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, id=c.name, marks=pytest.mark.fast if c.name in FAST else ()) for c in PROVEN],
-)
+@pytest.mark.parametrize(("case", "world"), on_ranks(PROVEN, four=ON_FOUR, fast=FAST))
 def test_a_family_trains_as_plain_transformers(
-    pool: Pool, tmp_path: Path, summary: Summary, case: Case
+    pool: Pool, tmp_path: Path, summary: Summary, case: Case, world: int
 ) -> None:
     model = build(case, tmp_path / "model")
-    expected = expect(model, STEPS)
-    for world in (2, 4) if case.name in ON_FOUR else (2,):
-        proof = prove(pool, case, model, expected, tmp_path / f"{world}", world)
-        summary.proofs.append(proof)
-        assert proof.logprob <= proof.logprob_limit
-        assert proof.gradient <= MAX_GRADIENT_DIFF
-        assert proof.norm <= 1e-3
-        assert proof.reloaded <= proof.logprob_limit
+    proof = prove(pool, case, model, expect(model, STEPS), tmp_path / "out", world)
+    summary.proofs.append(proof)
+    assert proof.logprob <= proof.logprob_limit
+    assert proof.gradient <= MAX_GRADIENT_DIFF
+    assert proof.norm <= 1e-3
+    assert proof.reloaded <= proof.logprob_limit
 
 
 @pytest.mark.parametrize(
@@ -120,23 +116,17 @@ def test_layers_of_multi_token_prediction_go_through_bit_for_bit(
     assert answer["mismatch"] <= MAX_MISMATCH < answer["stale"] / 100
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, id=c.name, marks=FAST_CONTEXT.get(c.name, ())) for c in CUT]
-)
+@pytest.mark.parametrize(("case", "world"), on_ranks(CUT, four=ON_FOUR, fast=FAST_CONTEXT))
 def test_a_family_trains_on_context_ranks(
-    pool: Pool, tmp_path: Path, summary: Summary, case: Case
+    pool: Pool, tmp_path: Path, summary: Summary, case: Case, world: int
 ) -> None:
-    model = build(case, tmp_path / "model")
-    expected = expect(model, STEPS)
-    for world in (2, 4) if case.name in ON_FOUR else (2,):
-        out = tmp_path / f"{world}"
-        proof = prove(pool, case, model, expected, out, world, fsdp={"context": 2})
-        layout = "CP2" if world == 2 else "DP2xCP2"
-        summary.proofs.append(replace(proof, layout=layout))
-        assert proof.logprob <= proof.logprob_limit
-        assert proof.gradient <= MAX_GRADIENT_DIFF
-        assert proof.norm <= 1e-3
-        assert proof.reloaded <= proof.logprob_limit
+    model, fsdp = build(case, tmp_path / "model"), {"context": 2}
+    proof = prove(pool, case, model, expect(model, STEPS), tmp_path / "out", world, fsdp=fsdp)
+    summary.proofs.append(replace(proof, layout="CP2" if world == 2 else "DP2xCP2"))
+    assert proof.logprob <= proof.logprob_limit
+    assert proof.gradient <= MAX_GRADIENT_DIFF
+    assert proof.norm <= 1e-3
+    assert proof.reloaded <= proof.logprob_limit
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=lambda case: case.name)

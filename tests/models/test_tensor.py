@@ -12,12 +12,13 @@ import transformers
 from services.trainer.backends.families import FAMILIES, NO_PLAN, TENSOR_REFUSED
 from tests.fsdp.oracle import STEPS, expect
 from tests.models.families import CASES, Case, build
-from tests.models.proof import MAX_GRADIENT_DIFF, Proof, Summary, prove
+from tests.models.proof import MAX_GRADIENT_DIFF, Proof, Summary, on_ranks, prove
 from tests.rank_pool import Pool
 
 fast = pytest.mark.fast
 TENSOR: dict[str, Any] = {"fsdp": {"tensor": 2}}
-ON_TWO = ("llama-tied", "qwen3", "qwen3_moe", "glm4")
+FAST = ("qwen3_next",)
+ON_TWO = ("llama-tied", "qwen3", "qwen3_moe", "glm4", *FAST)
 WHOLE = ("glm4_moe", "mistral")  # their vocabularies: of others a rank has a half
 CUT = [
     replace(case, settings={**case.settings, "vocab_size": 53 if case.name in WHOLE else 54})
@@ -42,21 +43,22 @@ def quiet() -> None:
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, id=c.name, marks=fast if c.name == "qwen3_next" else ()) for c in CUT],
+    ("case", "world"),
+    [
+        *on_ranks([case for case in CUT if case.name in ON_TWO], fast=FAST),
+        *(pytest.param(case, 4, id=f"{case.name}-4") for case in CUT),
+    ],
 )
 def test_a_family_trains_as_plain_transformers(
-    pool: Pool, tmp_path: Path, summary: Summary, case: Case
+    pool: Pool, tmp_path: Path, summary: Summary, case: Case, world: int
 ) -> None:
     model = build(case, tmp_path / "model")
-    expected = expect(model, STEPS)
-    for world in (2, 4) if case.name in ON_TWO else (4,):
-        proof = prove(pool, case, model, expected, tmp_path / f"{world}", world, **TENSOR)
-        summary.proofs.append(replace(proof, layout="TP2" if world == 2 else "DP2xTP2"))
-        assert proof.logprob <= proof.logprob_limit
-        assert proof.gradient <= MAX_GRADIENT_DIFF
-        assert proof.norm <= 1e-3
-        assert proof.reloaded <= proof.logprob_limit
+    proof = prove(pool, case, model, expect(model, STEPS), tmp_path / "out", world, **TENSOR)
+    summary.proofs.append(replace(proof, layout="TP2" if world == 2 else "DP2xTP2"))
+    assert proof.logprob <= proof.logprob_limit
+    assert proof.gradient <= MAX_GRADIENT_DIFF
+    assert proof.norm <= 1e-3
+    assert proof.reloaded <= proof.logprob_limit
 
 
 @pytest.mark.parametrize("case", NORMED, ids=lambda case: case.name)

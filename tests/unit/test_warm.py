@@ -76,6 +76,21 @@ def test_a_worker_of_pytest_does_what_it_is_told() -> None:
     assert output.split() == [str(process.pid), "True", "__main__"]
 
 
+@pytest.mark.parametrize(
+    ("words", "starts"),
+    [
+        ("sluice.cli up services.yaml", True),
+        ("sluice.cli sft run.yaml --up services.yaml", True),
+        ("sluice.cli train run.yaml", False),
+        ("services.trainer --config trainer.yaml", True),
+        ("services.rollout --config rollout.yaml", False),
+    ],
+)
+def test_what_starts_services_has_a_nursery_of_its_own(words: str, starts: bool) -> None:
+    command = [sys.executable, "-m", *words.split()]
+    assert warm.Order(os.getpid(), command, {}, "/", False, []).has_children == starts
+
+
 def test_what_is_loaded_by_another_environment_begins_afresh() -> None:
     environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "3"}
     assert not loads_torch_first(env=environment)
