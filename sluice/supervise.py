@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import os
 import resource
 import signal
@@ -59,6 +58,7 @@ RESTART_PAUSES = Backoff(first=0.2, longest=5.0)
 DOWN_SECONDS = 600.0  # for all services of a directory to end
 LONGEST_PATH = 4096
 NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
+START_SECONDS = 30.0  # of a service; then the log says whom the start waits for, and why
 LASTING_SECONDS = 30.0  # a process that served for so long is not failing in a row
 
 
@@ -331,7 +331,7 @@ class Supervisor:
 
         seconds = self.config.start_timeout_seconds
         return await wait_until_ready(
-            service.name, checked, seconds, late, every=0.05, usual_seconds=math.inf
+            service.name, checked, seconds, late, every=0.05, usual_seconds=START_SECONDS
         )
 
     async def _keep_alive(self, service: _Service) -> None:

@@ -66,6 +66,15 @@ async def test_a_killed_service_comes_back_at_its_address(tmp_path):
     await supervisor.stop()
 
 
+async def test_a_start_that_takes_long_says_whom_it_waits_for(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("sluice.supervise.START_SECONDS", 0.01)
+    supervisor = Supervisor(config(tmp_path))
+    await supervisor.start()
+    await supervisor.stop()
+    log = tmp_path / "logs" / "router.log"
+    assert f"waiting for router: it did not open its port; see {log}" in caplog.messages
+
+
 async def test_a_service_that_is_stopped_right_after_its_start_is_replaced_at_its_address(tmp_path):
     liveness = {"interval_seconds": 0.1, "timeout_seconds": 0.5, "failures": 2}
     supervisor = Supervisor(config(tmp_path, liveness=liveness))
