@@ -6,13 +6,14 @@ Packages are imported when an implementation of theirs is first asked for.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
 import torch
-from torch.nn.functional import pad, silu
+from torch.nn.functional import pad, scaled_dot_product_attention, silu
 
 MASK_SIZE = 2048  # of the mask that npu_fusion_attention takes for all lengths
 MOST_ROWS = 1024  # that it takes at once
@@ -60,6 +61,8 @@ def attention_kernel(implementation: str) -> Attention | None:
     """Returns the kernel for packs; None where torch's attention runs, row by row or padded."""
     if implementation in ("flash_attn", "flash_attn_3"):
         return _FlashAttention(implementation)
+    if implementation == "torch_varlen":
+        return _torch_varlen
     return _npu_attention if implementation == "npu_fusion_attention" else None
 
 
@@ -99,6 +102,39 @@ class _FlashAttention:
         )
         output: torch.Tensor = made[0] if isinstance(made, tuple) else made  # the first ones of 3
         return output[..., :width]
+
+
+def _torch_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: PackRows,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """A window whose right is 0 is causal, from the lower right."""
+    query, key, value, width = _alike(query, key, value)
+    kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    # torch 2.11 takes heads that share keys as they come
+    options = {"enable_gqa": True} if "enable_gqa" in _parameters(kernel) else {}
+    output: torch.Tensor = kernel(
+        query,
+        key,
+        value,
+        rows.query_starts,
+        rows.key_starts,
+        max(rows.queries),
+        max(rows.keys),
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        **options,
+    )
+    return output[..., :width]
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def _npu_attention(
@@ -141,6 +177,31 @@ def _npu_attention(
 @cache
 def _npu_mask(device: torch.device) -> torch.Tensor:
     return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device).triu_(1)
+
+
+def attend_masked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | None,
+) -> torch.Tensor:
+    """PyTorch's attention of [N, heads, R, D] to [N, kv heads, K, D], what a mask shows of it.
+
+    Of its kernels those for devices take no mask where heads share keys: each has its own there.
+    Otherwise all scores would lie in memory.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and query.device.type != "cpu":
+        key, value = (heads.repeat_interleave(groups, 1) for heads in (key, value))
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
 
 
 def _alike(

@@ -156,6 +156,16 @@ OPERATIONS: Mapping[str, Sequence[Implementation]] = {
             largest_head=768,
             trains_only=True,
         ),
+        # of PyTorch itself, the kernel of flash-attn 2
+        Implementation(
+            name="torch_varlen",
+            device_types=_CUDA,
+            unasked=(),
+            package="torch.nn.attention.varlen",
+            dtypes=HALF,
+            capability=(8, 0),
+            largest_head=256,
+        ),
         Implementation(name="torch_sdpa"),
     ),
     "rms_norm": (
@@ -219,6 +229,7 @@ class OperationsConfig(Config):
         "flash_attn_3",
         "flash_attn",
         "npu_fusion_attention",
+        "torch_varlen",
         "torch_sdpa",
     ] = "auto"
     rms_norm: Literal[

@@ -46,6 +46,7 @@ def place_all(patch: pytest.MonkeyPatch) -> None:
         npu_swiglu=npu_swiglu,
     )
     place(patch, "transformer_engine")
+    patch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
 
 
 def attend_rows(
@@ -125,6 +126,28 @@ def flash_attn_varlen_func(
     return _flash(
         "flash_attn", q, k, v, cu_seqlens_q, cu_seqlens_k, longest, softmax_scale, window_size
     )
+
+
+def varlen_attn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: object = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """torch/nn/attention/varlen.py of PyTorch 2.12 and 2.13, read on 2026-11-29."""
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    assert window_size[1] == 0 and value.shape[-1] == key.shape[-1] <= 256
+    window = (-1, -1) if window_size[0] == -1 else window_size
+    longest = (max_q, max_k)
+    return _flash("torch_varlen", query, key, value, cu_seq_q, cu_seq_k, longest, scale, window)
 
 
 def flash_attn_3_varlen_func(

@@ -28,10 +28,11 @@ EntropyMode = Literal["off", "metric", "gradient"]
 
 CPU_BLOCK_BYTES = 2**20  # stays in a core's cache from the first touch to the last
 DEVICE_BLOCK_BYTES = 2**28  # few kernel launches, little beside the logits
+DEVICE_CHUNK_BYTES = 2**29  # likewise, and sums of the weight's gradient are few
 LOWEST_LOG_WEIGHT = -1e4  # exp of it is 0; keeps 0 x -inf out of the entropy of banned tokens
 LOWEST_MAX = -1e30  # of a shard where every token is padding or banned
-DEFAULT_CHUNK_ROWS = 512  # of linear_logprobs: enough for a full-speed matrix product
-SUB_BLOCKS = 16  # temporaries beside a chunk's logits are at most 2/16 of them
+DEFAULT_CHUNK_ROWS = 512  # of linear_logprobs: enough for a full-speed matrix product on a CPU
+SUB_BLOCKS = 16  # on a CPU temporaries beside a chunk's logits are at most 2/16 of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,7 @@ class _RowOptions:
     chunk_rows: int
     block_rows: int  # rows of elementwise work at a time: two buffers of them fit in a chunk
     vocab: VocabShard
+    sub_blocks: int  # that a chunk is worked through in, at least
     float32: bool = False  # logits of linear_logprobs, whatever they are products of
     cap: float | None = None  # logits x are cap * tanh(x / cap)
 
@@ -106,7 +108,7 @@ def linear_logprobs(
     *,
     temperature: float = 1.0,
     entropy: EntropyMode = "metric",
-    chunk_rows: int = DEFAULT_CHUNK_ROWS,
+    chunk_rows: int | None = None,
     vocab: VocabShard = WHOLE_VOCAB,
     float32: bool = False,
     cap: float | None = None,
@@ -115,6 +117,7 @@ def linear_logprobs(
 
     hidden_TH: float[T, H]. weight_VH: float[V, H], same dtype, no bias. The gradient of the weight
     is summed over chunks in float32 or better, as is that of the hidden states over ranks.
+    chunk_rows: None chooses for the device, as `chunk_rows_of` does.
     float32: the logits are not rounded to the dtype of their factors, which in bfloat16 puts the
     log-probs of a large model off by 1e-2 (arXiv 2506.13585, section 3.2).
     With `vocab.collectives` the weight is one shard of the vocabulary and the hidden states are
@@ -123,6 +126,9 @@ def linear_logprobs(
     """
     if hidden_TH.dtype != weight_VH.dtype:
         raise ValueError(f"hidden is {hidden_TH.dtype} but the weight {weight_VH.dtype}")
+    chunk_rows = (
+        chunk_rows_of(hidden_TH.device, len(weight_VH)) if chunk_rows is None else chunk_rows
+    )
     options = _check_options(
         temperature, entropy, chunk_rows, vocab, targets_T, len(weight_VH), hidden_TH.device
     )
@@ -163,7 +169,7 @@ def top_logprobs(
     *,
     bias_V: torch.Tensor | None = None,
     temperature: float = 1.0,
-    chunk_rows: int = DEFAULT_CHUNK_ROWS,
+    chunk_rows: int | None = None,
     vocab: VocabShard = WHOLE_VOCAB,
     float32: bool = False,
     cap: float | None = None,
@@ -174,6 +180,9 @@ def top_logprobs(
     of `count` numbers a place follow the all-reduces. Raises ValueError for more tokens than the
     vocabulary has, besides what `linear_logprobs` does.
     """
+    chunk_rows = (
+        chunk_rows_of(hidden_TH.device, len(weight_VH)) if chunk_rows is None else chunk_rows
+    )
     options = _check_options(
         temperature, "off", chunk_rows, vocab, targets_T, len(weight_VH), hidden_TH.device
     )
@@ -216,6 +225,16 @@ def float32_logits(hidden_TH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Te
     return out_TV
 
 
+def chunk_rows_of(device: torch.device, columns: int) -> int:
+    """Returns how many rows of logits `linear_logprobs` makes at a time, unasked.
+
+    Those of 512 MiB where each kernel is launched by a host, but no fewer than on a CPU.
+    """
+    if device.type == "cpu":
+        return DEFAULT_CHUNK_ROWS
+    return max(DEFAULT_CHUNK_ROWS, DEVICE_CHUNK_BYTES // (4 * max(1, columns)))
+
+
 def _check_options(
     temperature: float,
     entropy: EntropyMode,
@@ -246,6 +265,7 @@ def _check_options(
         entropy=entropy,
         chunk_rows=chunk_rows,
         block_rows=max(1, min(chunk_rows, fitting_rows) // 2),
+        sub_blocks=SUB_BLOCKS if device.type == "cpu" else 1,
         vocab=vocab,
     )
 
@@ -263,13 +283,19 @@ class _RowSums:
         self.sums_NT = torch.zeros(2 + count, rows, dtype=dtype, device=like_TV.device)
         self.options = options
 
-    def add_rows(self, start: int, logits_RV: torch.Tensor, targets_RK: torch.Tensor) -> None:
-        """Rows start..start+R of this shard, without padding columns."""
+    def add_rows(
+        self, start: int, logits_RV: torch.Tensor, targets_RK: torch.Tensor, *, owned: bool = False
+    ) -> None:
+        """Rows start..start+R of this shard, without padding columns.
+
+        owned: they are products that nobody else reads, and are overwritten.
+        """
         if logits_RV.shape[1] == 0:
             return
         stop = start + len(logits_RV)
         dtype, options = self.max_T.dtype, self.options
-        scaled_RV = logits_RV.to(dtype) if logits_RV.dtype != dtype else logits_RV.clone()
+        scaled_RV = logits_RV.to(dtype, copy=not owned)
+        finite = owned and scaled_RV is logits_RV  # products; what is narrower may have overflown
         if options.cap is not None:
             _bring_within(scaled_RV, options.cap)
         if options.temperature != 1:
@@ -282,7 +308,8 @@ class _RowSums:
         if options.entropy == "off":
             torch.sum(scaled_RV.exp_(), dim=1, out=self.sums_NT[0, start:stop])
             return
-        scaled_RV.clamp_(min=LOWEST_LOG_WEIGHT)
+        if not finite:
+            scaled_RV.clamp_(min=LOWEST_LOG_WEIGHT)
         weights_RV = scaled_RV.exp()
         torch.sum(weights_RV, dim=1, out=self.sums_NT[0, start:stop])
         torch.sum(weights_RV.mul_(scaled_RV), dim=1, out=self.sums_NT[1, start:stop])
@@ -335,29 +362,32 @@ class _RowGradients:
         """d(outputs)/d(logits) of these rows into `out_RV`, which may be `logits_RV` itself.
 
         d logp / dx = 1[target] - p and dH / dx = -p (log p + H), both over the temperature; of
-        capped logits times the slope of the cap.
+        capped logits times the slope of the cap. Logits as wide as what is summed are overwritten
+        where `out_RV` is narrower.
         """
         dtype = self.log_total.dtype
-        work_RV = out_RV if out_RV.dtype == dtype else torch.empty_like(out_RV, dtype=dtype)
-        work_RV.copy_(logits_RV)
+        work_RV = out_RV.copy_(logits_RV) if out_RV.dtype == dtype else logits_RV.to(dtype)
         slope_RV = None
         if options.cap is not None:
             slope_RV = 1 - _bring_within(work_RV, options.cap).div(options.cap).square_()
         if options.temperature != 1:
             work_RV.div_(options.temperature)
-        work_RV.sub_(self.max[rows, None]).sub_(self.log_total[rows, None])
         scaled_RK = self.logprobs[rows] / options.temperature
-        scaled_R = scaled_RK.sum(1)
+        scaled_R1 = scaled_RK.sum(1, keepdim=True)
+        local_RK, owned_RK = _local_targets(targets_RK, work_RV.shape[1], options.vocab)
         if options.entropy == "gradient":
-            entropy_R = self.entropies[rows, None] / options.temperature
+            entropy_R1 = self.entropies[rows, None] / options.temperature
+            work_RV.sub_(self.max[rows, None]).sub_(self.log_total[rows, None])
             work_RV.clamp_(min=LOWEST_LOG_WEIGHT)
             weights_RV = work_RV.exp()
-            work_RV.add_(self.entropy[rows, None]).mul_(entropy_R).add_(scaled_R[:, None])
+            work_RV.add_(self.entropy[rows, None]).mul_(entropy_R1).add_(scaled_R1)
             work_RV.mul_(weights_RV).neg_()
+        elif options.vocab.collectives is None:
+            work_RV = torch.softmax(work_RV, dim=1).mul_(-scaled_R1)
         else:
-            work_RV.exp_().mul_(-scaled_R[:, None])
+            work_RV.sub_(self.max[rows, None]).sub_(self.log_total[rows, None])
+            work_RV.exp_().mul_(-scaled_R1)
         if work_RV.shape[1]:
-            local_RK, owned_RK = _local_targets(targets_RK, work_RV.shape[1], options.vocab)
             work_RV.scatter_add_(1, local_RK, torch.where(owned_RK, scaled_RK, 0.0))
         if slope_RV is not None:
             work_RV.mul_(slope_RV)
@@ -448,7 +478,8 @@ class _LinearLogprobs(torch.autograd.Function):
             _make_logits(hidden_TH[rows], real_VH, logits_RV)
             for part in _sub_blocks(logits_RV, options):
                 at = rows.start + part.start
-                sums.add_rows(at, logits_RV[part], targets_TK[at : rows.start + part.stop])
+                targets_RK = targets_TK[at : rows.start + part.stop]
+                sums.add_rows(at, logits_RV[part], targets_RK, owned=True)
         logprobs_T, entropy_T, log_total_T = sums.finish(targets_T)
         ctx.save_for_backward(hidden_TH, weight_VH, targets_TK, entropy_T, sums.max_T, log_total_T)
         ctx.options = options
@@ -473,13 +504,17 @@ class _LinearLogprobs(torch.autograd.Function):
             _columns(grad_logprobs_T), grad_entropy_T, entropy_T, max_T, log_total_T
         )
         buffer_RV = _chunk_buffer(hidden_TH, real_VH, options)
+        narrow_RV = buffer_RV
+        if buffer_RV.dtype != real_VH.dtype:
+            narrow_RV = torch.empty_like(buffer_RV, dtype=real_VH.dtype)
         for rows in _row_blocks(len(hidden_TH), options.chunk_rows):
             chunk_RV = buffer_RV[: rows.stop - rows.start]
+            gradient_RV = narrow_RV[: rows.stop - rows.start]
             _make_logits(hidden_TH[rows], real_VH, chunk_RV)
             for part in _sub_blocks(chunk_RV, options):
                 whole = slice(rows.start + part.start, rows.start + part.stop)
-                gradients.write(whole, chunk_RV[part], targets_TK[whole], chunk_RV[part], options)
-            gradient_RV = chunk_RV.to(real_VH.dtype)
+                into_RV = gradient_RV[part]
+                gradients.write(whole, chunk_RV[part], targets_TK[whole], into_RV, options)
             if grad_hidden_TH is not None:
                 _multiply(gradient_RV, real_VH, grad_hidden_TH[rows])
             if grad_weight_VH is not None:
@@ -531,7 +566,7 @@ def _multiply(left_MK: torch.Tensor, right_KN: torch.Tensor, out_MN: torch.Tenso
 
 
 def _sub_blocks(chunk_RV: torch.Tensor, options: _RowOptions) -> list[slice]:
-    rows = min(options.block_rows, max(1, len(chunk_RV) // SUB_BLOCKS))
+    rows = min(options.block_rows, max(1, len(chunk_RV) // options.sub_blocks))
     return _row_blocks(len(chunk_RV), rows)
 
 

@@ -15,6 +15,7 @@ from megatron.core import utils as core_utils
 from megatron.core.extensions import transformer_engine as engine_layers
 from megatron.core.packed_seq_params import PackedSeqParams
 from packaging.version import Version
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.trainer.backend import LayoutError
 from services.trainer.backends.megatron import kernels, upstream
@@ -314,7 +315,9 @@ def test_attention_of_transformer_engine_is_given_the_pack(
         torch.testing.assert_close(found.float(), wanted.float(), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("implementation", ["flash_attn", "flash_attn_3", "npu_fusion_attention"])
+@pytest.mark.parametrize(
+    "implementation", ["flash_attn", "flash_attn_3", "npu_fusion_attention", "torch_varlen"]
+)
 def test_kernels_attend_packs_as_torch_does(
     monkeypatch: pytest.MonkeyPatch, implementation: str
 ) -> None:
@@ -332,6 +335,40 @@ def test_kernels_attend_packs_as_torch_does(
         outputs.append(attention(query, key, value, packed_seq_params=PackRuns(runs=runs)))
     assert CALLS[implementation] == 1
     torch.testing.assert_close(outputs[1].float(), outputs[0].float(), rtol=2e-2, atol=2e-2)
+
+
+class Written(TorchDispatchMode):
+    """Counts the numbers that operations write, views aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if not function.is_view and isinstance(made, torch.Tensor):
+            self.count += made.numel()
+        return made
+
+
+def test_many_rows_cost_a_gradient_no_more_than_few() -> None:
+    """A pack of equal length: that of a row is no tensor as long as the pack."""
+
+    def written(rows: int) -> int:
+        length = 512 // rows
+        ends = range(0, 512, length)
+        runs = tuple(KeyRange(at, at + length, at, at + length) for at in ends)
+        shapes = ((512, 1, 4, 8), (512, 1, 2, 8), (512, 1, 2, 8))
+        heads = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        config: Any = SimpleNamespace(attention_dropout=0.0, operations={"attention": "torch_sdpa"})
+        attention = PackAttention(config, softmax_scale=None)
+        with Written() as written:
+            attention(*heads, packed_seq_params=PackRuns(runs=runs)).sum().backward()
+        return written.count
+
+    assert written(128) < 1.5 * written(4)
 
 
 def test_norms_of_delta_nets_are_those_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from sluice import operations
 from sluice.fused_operations import (
     MOST_ROWS,
     PackRows,
+    attend_masked,
     attention_kernel,
     rms_norm,
     rotate,
@@ -28,7 +30,14 @@ from sluice.operations import (
     chosen,
 )
 from sluice.platform import CPU, CUDA, NPU
-from tests.fused_stand_ins import CALLS, attend_rows, half_turned, normed, place_all
+from tests.fused_stand_ins import (
+    CALLS,
+    attend_rows,
+    half_turned,
+    normed,
+    place_all,
+    varlen_attn,
+)
 
 EPSILON = 1e-6
 HOST = torch.device("cpu")
@@ -151,7 +160,7 @@ def test_gates_are_the_formula(implementation: str, dtype: torch.dtype) -> None:
     assert swiglu(implementation, gate[:0], up[:0]).shape == (0, 12)
 
 
-KERNELS = ["flash_attn", "flash_attn_3", "npu_fusion_attention"]
+KERNELS = ["flash_attn", "flash_attn_3", "npu_fusion_attention", "torch_varlen"]
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
@@ -189,6 +198,22 @@ def test_packs_are_attended_row_by_row(
         outputs.append(row[0].transpose(0, 1))
         first_query, first_key = first_query + count, first_key + seen
     torch.testing.assert_close(found.double(), torch.cat(outputs), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.usefixtures("packages")
+def test_torch_2_11_is_not_told_that_heads_share_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    def earlier(*given: Any, return_aux: None = None, **options: Any) -> torch.Tensor:
+        return varlen_attn(*given, enable_gqa=True, **options)
+
+    torch.manual_seed(0)
+    query = torch.randn(5, 4, 16, dtype=torch.bfloat16)
+    key, value = torch.randn(2, 5, 2, 16, dtype=torch.bfloat16)
+    kernel = attention_kernel("torch_varlen")
+    assert kernel is not None
+    wanted = kernel(query, key, value, PackRows([2, 3], [2, 3], HOST), 0.3, None)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", earlier)
+    found = kernel(query, key, value, PackRows([2, 3], [2, 3], HOST), 0.3, None)
+    assert torch.equal(found, wanted) and CALLS["torch_varlen"] == 2
 
 
 @pytest.mark.usefixtures("packages")
@@ -289,6 +314,10 @@ def test_what_is_installed_runs_on_the_device_it_is_for() -> None:
 def test_one_is_forced_or_forbidden_by_name() -> None:
     forced = OperationsConfig(attention="torch_sdpa", rms_norm="plain", adamw="torch_foreach")
     assert dense(forced, HOPPER) == ["torch_sdpa", "plain", "liger", "liger", "torch_foreach"]
+    of_torch = OperationsConfig(attention="torch_varlen")
+    assert dense(of_torch, HOPPER)[0] == "torch_varlen"
+    bare = OperationsConfig(without=("flash_attn_3", "flash_attn"))
+    assert dense(bare, HOPPER)[0] == "torch_sdpa"  # it is not taken unasked
     without = OperationsConfig(without=("flash_attn_3", "liger"))
     assert dense(without, HOPPER) == [
         "flash_attn",
@@ -356,3 +385,36 @@ def test_settings_and_table_have_the_same_names() -> None:
         assert allowed == tuple(dict.fromkeys(["auto", *(each.name for each in row)]))
     assert set(OperationsConfig.model_fields) == {*OPERATIONS, "without"}
     assert {"flash_attn", "plain"} < operations.NAMES
+
+
+class Attended(TorchFunctionMode):
+    """Sees how many heads PyTorch's attention is given, of queries and of keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads: list[tuple[int, int]] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            self.heads.append((args[0].shape[1], args[1].shape[1]))
+            if args[0].device.type == "meta":
+                return args[0]
+        return function(*args, **(kwargs or {}))
+
+
+def test_masks_are_given_to_devices_with_keys_of_their_own_for_each_head() -> None:
+    """PyTorch's kernels for CUDA take no mask otherwise; that for a CPU does, uncopied."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 5, 8) for heads in (6, 2, 2))
+    mask = torch.rand(5, 5) > 0.3
+    mask.fill_diagonal_(True)
+    with Attended() as host:
+        found = attend_masked(query, key, value, mask, 0.3)
+    wide_key, wide_value = (heads.double().repeat_interleave(3, 1) for heads in (key, value))
+    scores = (query.double() @ wide_key.transpose(2, 3) * 0.3).masked_fill(~mask, -torch.inf)
+    torch.testing.assert_close(found.double(), scores.softmax(-1) @ wide_value, rtol=0, atol=1e-6)
+    with Attended() as device:
+        attend_masked(query.to("meta"), key.to("meta"), value.to("meta"), mask.to("meta"), 0.3)
+    assert (host.heads, device.heads) == ([(6, 2)], [(6, 6)])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from services.trainer.backends.packing import LONG_TOKENS
+from sluice.fused_operations import attend_masked
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,7 @@ def attend_banded(
         if scores.by_hand:
             outputs.append(_attend_by_hand(*block, visible, scores))
             continue
-        gqa = block[0].shape[1] != block[1].shape[1]
-        options: Any = {"scale": scores.scaling, "enable_gqa": gqa}
-        outputs.append(scaled_dot_product_attention(*block, attn_mask=visible, **options))
+        outputs.append(attend_masked(*block, visible, scores.scaling))
     return torch.cat(outputs, dim=2)
 
 

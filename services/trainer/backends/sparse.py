@@ -11,10 +11,10 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from services.trainer.backends.packing import LONG_TOKENS, PackedLayout
 from sluice.algo.key_choice import choose_keys, rotate_pairs, seen_keys, weigh_heads
+from sluice.fused_operations import attend_masked
 
 INDEXER = ".self_attn.indexer."  # in the names of its weights, on every backend
 ATTENTION_TYPE = "indexed_attention"  # transformers' word, by which it hands on a mask
@@ -100,7 +100,7 @@ def attend_chosen(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     chosen: torch.Tensor,
-    options: Any,
+    scale: float | None,
 ) -> torch.Tensor:
     """Attend from [N, heads, R, D] to chosen ones of K keys, in blocks of queries.
 
@@ -111,7 +111,5 @@ def attend_chosen(
     for start in range(0, query.shape[2], LONG_TOKENS):
         rows = slice(start, start + LONG_TOKENS)
         seen = seen_keys(chosen, rows, total, shown)[:, None]
-        outputs.append(
-            scaled_dot_product_attention(query[:, :, rows], key, value, attn_mask=seen, **options)
-        )
+        outputs.append(attend_masked(query[:, :, rows], key, value, seen, scale))
     return torch.cat(outputs, dim=2)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sluice.algo import logprobs
 from sluice.algo.logprobs import VocabShard, linear_logprobs, token_logprobs
@@ -267,3 +268,32 @@ def test_a_wide_product_is_asked_for_in_words_that_torch_knows():
     logprobs._make_logits(hidden, weight, out)
     with pytest.raises(RuntimeError):
         logprobs._make_logits(hidden, weight, out.double())
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a host would launch on a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("entropy", ["metric", "gradient"])
+def test_a_device_is_told_of_many_logits_at_once(entropy):
+    """Of a vocabulary of Qwen's 14,336 rows: launched a few at a time the host sets the pace."""
+
+    def launched(rows):
+        hidden = torch.empty(rows, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(151_936, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.empty(rows, device="meta", dtype=torch.int64)
+        with Launches() as launches:
+            found = linear_logprobs(hidden, weight, targets, float32=True, entropy=entropy)
+            (found[0].sum() + (found[1].sum() if entropy == "gradient" else 0)).backward()
+        return launches.count
+
+    assert launched(14_336) < 6_000
+    assert launched(2_048) < 1_000

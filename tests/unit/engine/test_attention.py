@@ -92,7 +92,7 @@ async def test_a_mixture_of_experts_takes_new_versions_though_its_checkpoint_is_
         await engine.close()
 
 
-@pytest.mark.parametrize("implementation", ["flash_attn", "flash_attn_3"])
+@pytest.mark.parametrize("implementation", ["flash_attn", "flash_attn_3", "torch_varlen"])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("start", [0, 7])
 def test_a_kernel_attends_chunks_of_prompts_as_torch_does(

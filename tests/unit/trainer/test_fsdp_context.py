@@ -126,7 +126,9 @@ def test_parts_of_rows_see_what_whole_rows_do(
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["flash_attn", "flash_attn_3", "npu_fusion_attention"])
+@pytest.mark.parametrize(
+    "implementation", ["flash_attn", "flash_attn_3", "npu_fusion_attention", "torch_varlen"]
+)
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
 def test_a_kernel_takes_all_runs_of_a_rank_at_once(
     monkeypatch: pytest.MonkeyPatch, implementation: str, kind: str

@@ -180,7 +180,9 @@ def test_passes_have_every_row_once_and_never_a_long_prompt_twice(
         assert all(len(pack(part).token_ids) > PASS_TOKENS - 2 * len(part) for part in parts[:-1])
 
 
-@pytest.mark.parametrize("implementation", ["flash_attn", "flash_attn_3", "npu_fusion_attention"])
+@pytest.mark.parametrize(
+    "implementation", ["flash_attn", "flash_attn_3", "npu_fusion_attention", "torch_varlen"]
+)
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_kernel_attends_as_torch_does(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.trainer.backend import Mesh
 from services.trainer.backends.packing import NOTHING
@@ -19,6 +20,7 @@ from sluice.config import parse_config
 from sluice.weights.errors import InvalidAdapterError
 from tests.contract.training_backend.cases import (
     PPO,
+    SIZES,
     VOCABULARY,
     Model,
     Oracle,
@@ -28,6 +30,7 @@ from tests.contract.training_backend.cases import (
     relative_distance,
 )
 from tests.lazy_device import lazy_device
+from tools.accelerator_check.backends import even_rows
 
 BONUS = LossSpec(name="ppo_clip", clip_low=0.2, entropy_coefficient=0.05)
 
@@ -146,7 +149,7 @@ def test_the_head_is_float32_under_autocast_unless_told_not_to(
     most: float,
     logprobs: str,
 ) -> None:
-    """Against a float64 head over the same hidden states, with logits of a trained model's size."""
+    """Against a float64 head over the same factors, with logits of a trained model's size."""
     rows = ragged_rows()
     operations = {"logprobs": logprobs}
     backend = start(model, tmp_path, autocast=True, operations=operations, **settings)
@@ -156,12 +159,44 @@ def test_the_head_is_float32_under_autocast_unless_told_not_to(
         weight_VH.mul_(2)
         layout = backend._policy.pack(rows, NOTHING)
         hidden_TH = backend._policy.run(layout, NOTHING)
-    hidden_RH = hidden_TH.index_select(0, layout.predictors).double()
-    table_RV = (hidden_RH @ weight_VH.detach().double().T / 0.8).log_softmax(-1)
+    hidden_RH = hidden_TH.index_select(0, layout.predictors).bfloat16().double()
+    factor_VH = weight_VH.detach().bfloat16().double()
+    table_RV = (hidden_RH @ factor_VH.T / 0.8).log_softmax(-1)
     exact = table_RV.gather(1, layout.targets[:, None])[:, 0]
     found = backend.compute_logprobs([rows], model="policy", temperature=0.8)
     gap = (torch.cat([found[row.sample_id] for row in rows]) - exact).abs().mean()
     assert least <= float(gap) <= most
+
+
+class Products(TorchDispatchMode):
+    """Keeps how many rows of logits each product makes."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary, self.rows = vocabulary, list[int]()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if function.overloadpacket is torch.ops.aten.mm and made.shape[1] == self.vocabulary:
+            self.rows.append(len(made))
+        return made
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "rows"), [("whole", [720]), ("by_size", [720]), ("chunked", [512, 208])]
+)
+def test_wide_logits_of_narrow_factors_are_whole_where_that_is_asked_for(
+    model: Model, tmp_path: Path, logprobs: str, rows: list[int]
+) -> None:
+    backend = start(model, tmp_path, autocast=True, operations={"logprobs": logprobs})
+    vocabulary = SIZES["vocab_size"]
+    assert isinstance(vocabulary, int)
+    with Products(vocabulary) as products:
+        batch = even_rows(vocabulary, 6, 20, 120)
+        backend.compute_logprobs([batch], model="policy", temperature=1.0)
+    assert products.rows == rows
 
 
 def test_a_model_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:

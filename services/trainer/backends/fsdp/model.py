@@ -182,8 +182,10 @@ class PolicyRoot(torch.nn.Module):
             "cap": self._cap,
         }
         wider = self._float32_head and picked_RH.dtype != torch.float32
-        if bias_V is None and (wider or len(targets) * len(weight_VH) > self._most_logits):
-            return linear_logprobs(picked_RH, weight_VH, targets, float32=wider, **options)
+        whole = len(targets) * len(weight_VH) <= self._most_logits
+        if bias_V is None and (wider or not whole):
+            options |= {"float32": wider, "chunk_rows": max(1, len(targets)) if whole else None}
+            return linear_logprobs(picked_RH, weight_VH, targets, **options)
         if wider:
             assert bias_V is not None
             picked_RH, weight_VH, bias_V = picked_RH.float(), weight_VH.float(), bias_V.float()

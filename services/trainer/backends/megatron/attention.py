@@ -9,6 +9,7 @@ That one description covers a whole pack, the zig-zag and the contiguous layout.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,12 +93,16 @@ class PackAttention(MegatronModule):  # type: ignore[misc]
         chosen = self.chosen_keys(pack)
         if self.kernel is not None and not chosen:
             return self._attend_kernel(query, key, value, pack, self.kernel).flatten(2)
-        seen = chosen or (None,) * len(pack.runs)
-        parts = [
-            self._attend_run(query, key, value, run, keys)
-            for run, keys in zip(pack.runs, seen, strict=True)
-        ]
-        return torch.cat(parts).flatten(2)
+        own = [(run.start, run.stop) for run in pack.runs]
+        seen = [(run.first, run.last) for run in pack.runs]
+        runs = zip(
+            _stretches(query, own),
+            _stretches(key, seen),
+            _stretches(value, seen),
+            chosen or (None,) * len(own),
+            strict=True,
+        )
+        return torch.cat([self._attend_run(*run) for run in runs]).flatten(2)
 
     def chosen_keys(self, pack: PackRuns) -> ChosenKeys:
         """Returns the keys of each run that are attended to, where an indexer chooses them."""
@@ -108,15 +113,10 @@ class PackAttention(MegatronModule):  # type: ignore[misc]
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        run: KeyRange,
         chosen: torch.Tensor | None,
     ) -> torch.Tensor:
-        parts = (
-            query[run.start : run.stop].permute(1, 2, 0, 3),
-            key[run.first : run.last].permute(1, 2, 0, 3),
-            value[run.first : run.last].permute(1, 2, 0, 3),
-        )
-        return self._attend(*parts, chosen).permute(2, 0, 1, 3)
+        query, key, value = (heads.permute(1, 2, 0, 3) for heads in (query, key, value))
+        return self._attend(query, key, value, chosen).permute(2, 0, 1, 3)
 
     def _attend(
         self,
@@ -128,16 +128,16 @@ class PackAttention(MegatronModule):  # type: ignore[misc]
         """Of [1, heads, rows, dim], which stand at the end of as many keys or more."""
         rows, columns = query.shape[2], key.shape[2]
         square = rows == columns
-        options: Any = {"scale": self.scale, "enable_gqa": True}
         if chosen is not None:
-            return attend_chosen(query, key, value, None, chosen, options)
+            return attend_chosen(query, key, value, None, chosen, self.scale)
         return torch.nn.functional.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=None if square else causal_lower_right(rows, columns),
             is_causal=square,
-            **options,
+            scale=self.scale,
+            enable_gqa=True,
         )
 
     def _attend_kernel(
@@ -291,6 +291,18 @@ class EnginePackAttention(MegatronModule):  # type: ignore[misc]
             packed_seq_params=pack.engine,
         )
         return output.reshape(len(query), 1, -1)
+
+
+def _stretches(tensor: torch.Tensor, ends: Sequence[tuple[int, int]]) -> Sequence[torch.Tensor]:
+    """Cuts along the first dimension.
+
+    Where they are all of it, one behind the other, the gradient is their own put together; that of
+    a slice is as long as the whole.
+    """
+    starts, stops = zip(*ends, strict=True)
+    if (0, *stops) == (*starts, len(tensor)):
+        return tensor.split([stop - start for start, stop in ends])
+    return [tensor[start:stop] for start, stop in ends]
 
 
 def _key_index(runs: tuple[KeyRange, ...]) -> torch.Tensor:

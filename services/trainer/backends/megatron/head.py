@@ -182,11 +182,13 @@ class OutputHead:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         options: Any = {"temperature": temperature, "entropy": entropy, "vocab": self._shard()}
         wider = self._float32 and weight_VH.dtype != torch.float32
-        if len(hidden_LH) * len(weight_VH) <= self._most_logits and not wider:
+        whole = len(hidden_LH) * len(weight_VH) <= self._most_logits
+        if whole and not wider:
             whole_LH = copy_to_tensor_model_parallel_region(hidden_LH)  # its gradient is summed
             logits_LV = torch.nn.functional.linear(whole_LH, weight_VH)
             return token_logprobs(logits_LV, targets, reuse_logits=True, **options)
-        return linear_logprobs(hidden_LH, weight_VH, targets, float32=wider, **options)
+        options |= {"float32": wider, "chunk_rows": max(1, len(hidden_LH)) if whole else None}
+        return linear_logprobs(hidden_LH, weight_VH, targets, **options)
 
     def _weight(self) -> torch.Tensor:
         if getattr(self._owner, "share_embeddings_and_output_weights", False):

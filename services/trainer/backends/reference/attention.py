@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from services.trainer.backends.banded import Scores, attend_banded
 from services.trainer.backends.packing import LONG_TOKENS, PackedLayout, PromptBucket
 from services.trainer.backends.sparse import ChosenKeys, attend_chosen
-from sluice.fused_operations import Attention
+from sluice.fused_operations import Attention, attend_masked
 from sluice.imports import uncompiled
 
 with uncompiled():
@@ -84,19 +84,20 @@ def _attend_bucket(
     queries = gather(query, bucket.queries, bucket.query_length)
     keys = gather(key, bucket.keys, bucket.key_length)
     values = gather(value, bucket.keys, bucket.key_length)
-    options: Any = {"scale": scores.scaling, "enable_gqa": len(query) != len(key)}
     if not scores.plain:
         if bucket.mask is not None:
             raise NotImplementedError("windows, sinks and caps over rows that share their prompt")
         out = attend_banded(queries, keys, values, scores)
     elif chosen is not None:
-        out = attend_chosen(queries, keys, values, bucket.mask, chosen, options)
+        out = attend_chosen(queries, keys, values, bucket.mask, chosen, scores.scaling)
     elif bucket.mask is not None:
-        out = scaled_dot_product_attention(queries, keys, values, attn_mask=bucket.mask, **options)
+        out = attend_masked(queries, keys, values, bucket.mask, scores.scaling)
     elif bucket.query_length == bucket.key_length:
-        out = scaled_dot_product_attention(queries, keys, values, is_causal=True, **options)
+        gqa = len(query) != len(key)
+        options: Any = {"scale": scores.scaling, "enable_gqa": gqa, "is_causal": True}
+        out = scaled_dot_product_attention(queries, keys, values, **options)
     else:
-        out = _attend_tail(queries, keys, values, options)
+        out = _attend_tail(queries, keys, values, scores.scaling)
     flat = out.transpose(1, 2).flatten(0, 1)
     return flat if bucket.kept is None else flat.index_select(0, bucket.kept)
 
@@ -123,7 +124,7 @@ def _attend_kernel(
 
 
 def _attend_tail(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
     """Causal attention of [N, heads, R, D] that stand at the end of K > R keys and values.
 
@@ -138,12 +139,12 @@ def _attend_tail(
         stop = length - left
         start, seen = max(0, stop - block), total - left
         outputs.append(
-            scaled_dot_product_attention(
+            attend_masked(
                 query[:, :, start:stop],
                 key[:, :, :seen],
                 value[:, :, :seen],
-                attn_mask=mask[block - (stop - start) :, left:],
-                **options,
+                mask[block - (stop - start) :, left:],
+                scale,
             )
         )
     return torch.cat(outputs, dim=2)

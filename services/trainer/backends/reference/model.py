@@ -79,7 +79,9 @@ class ScoredModel:
     model: Any  # transformers.PreTrainedModel, whose types mypy does not see
     device: torch.device
     operations: Mapping[str, str]  # which implementation each has
-    float32_head: bool = True  # also where autocast makes the products of the model narrower
+    float32_head: bool = (
+        True  # logits, also where autocast makes what they are products of narrower
+    )
     tower: VisionTower | None = None
     shares_prompts: bool = True  # where no layer carries a state from token to token, or has sinks
 
@@ -180,9 +182,12 @@ class ScoredModel:
         picked_RH, weight_VH = self._factors(layout, features)
         options: Any = {"temperature": temperature, "entropy": entropy}
         targets = with_named(layout.targets, named_RK)
+        wider = self._is_wider(picked_RH)
         with torch.autocast(self.device.type, enabled=False):
             limit = operations.most_logits(self.operations["logprobs"])
-            if len(targets) * len(weight_VH) > limit:
+            whole = len(targets) * len(weight_VH) <= limit
+            if wider or not whole:
+                options |= {"float32": wider, "chunk_rows": max(1, len(targets)) if whole else None}
                 return linear_logprobs(picked_RH, weight_VH, targets, **options)
             logits_RV = linear(picked_RH, weight_VH)
             return token_logprobs(logits_RV, targets, reuse_logits=True, **options)
@@ -194,7 +199,12 @@ class ScoredModel:
         picked_RH, weight_VH = self._factors(layout, features)
         with torch.autocast(self.device.type, enabled=False):
             return top_logprobs(
-                picked_RH, weight_VH, layout.targets, count, temperature=temperature
+                picked_RH,
+                weight_VH,
+                layout.targets,
+                count,
+                temperature=temperature,
+                float32=self._is_wider(picked_RH),
             )
 
     def _factors(
@@ -205,9 +215,13 @@ class ScoredModel:
         weight_VH = self.model.get_output_embeddings().weight
         picked_RH = hidden_TH.index_select(0, layout.predictors)
         kind = self.device.type
-        narrow = torch.is_autocast_enabled(kind) and not self.float32_head
+        narrow = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if narrow else torch.float32
         return picked_RH.to(dtype), weight_VH.to(dtype)
+
+    def _is_wider(self, factor: torch.Tensor) -> bool:
+        """Whether logits are, than what they are products of."""
+        return self.float32_head and factor.dtype != torch.float32
 
     def run(self, layout: PackedLayout, features: Features) -> torch.Tensor:
         """Returns the last hidden states of the tokens of a pack that is on the device."""
