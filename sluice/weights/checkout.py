@@ -16,6 +16,7 @@ import numpy as np
 
 from sluice import faults
 from sluice.durable import clone_file, has_room_to_change, naming, write_all, write_new
+from sluice.priority import threads_beside
 from sluice.weights.checkpoint import (
     Extent,
     ShardCheck,
@@ -189,7 +190,6 @@ class Sources:
         raise ManifestError(f"version {self._chain[-1].version} has no base to be made of")
 
 
-BUILDERS = 2  # shards that are made at a time
 NOTHING: Mapping[str, ShardFile] = MappingProxyType({})
 
 
@@ -211,7 +211,7 @@ def check_out(
     prefix = directory.name + ".fetched-"
     with (
         tempfile.TemporaryDirectory(prefix=prefix, dir=directory.parent) as scratch,
-        ThreadPoolExecutor(BUILDERS, "weight-build") as pool,
+        ThreadPoolExecutor(threads_beside(), "weight-build") as pool,
     ):
         sources = Sources(store, version, local or {}, Path(scratch))
         manifest = sources.manifest

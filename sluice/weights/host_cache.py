@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO
 
 from sluice.durable import LockTimeoutError, try_lock
-from sluice.priority import lower_priority
-from sluice.weights.checkout import BUILDERS, ShardSource, Sources, build_shard, check_out
+from sluice.priority import lower_priority, threads_beside
+from sluice.weights.checkout import ShardSource, Sources, build_shard, check_out
 from sluice.weights.checkpoint import FileIdentity
 from sluice.weights.errors import (
     DamagedFileError,
@@ -79,7 +79,8 @@ class _VersionDraft:
         if found.base is not None:
             self._base = Sources(store, found.base, local, self._scratch)
         self._stopped = threading.Event()
-        self._building = threading.Semaphore(BUILDERS)
+        self._builders = threads_beside()  # of shards, at a time
+        self._building = threading.Semaphore(self._builders)
         self._made: dict[str, tuple[ShardFile, FileIdentity]] = {}
         self.failed = False  # then nothing of it is of use
         self._holding = holding.pop_all()
@@ -117,9 +118,9 @@ class _VersionDraft:
     def stop(self) -> None:
         """Return once nothing is written any more; with a file half made, none of it is of use."""
         self._stopped.set()
-        for _ in range(BUILDERS):
+        for _ in range(self._builders):
             self._building.acquire()
-        self._building.release(BUILDERS)  # who comes later sees that it has ended
+        self._building.release(self._builders)  # who comes later sees that it has ended
 
     def move(self, directory: Path) -> tuple[dict[int, Path], dict[str, ShardFile]]:
         """Move what is there to the empty `directory`: `local` and `made` of `check_out`.
@@ -159,7 +160,9 @@ class HostCache:
         self._root, self._store = root, store
         self._keep, self._seconds, self._draft_seconds = keep, fetch_seconds, draft_seconds
         self._closed = threading.Event()
-        self._builders = ThreadPoolExecutor(BUILDERS, "weight-ahead", initializer=lower_priority)
+        self._builders = ThreadPoolExecutor(
+            threads_beside(), "weight-ahead", initializer=lower_priority
+        )
         self._drafting = threading.Lock()
         self._draft: _VersionDraft | None = None
         self._ended = 0  # versions up to this one are not made ahead any more

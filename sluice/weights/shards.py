@@ -22,6 +22,7 @@ import xxhash
 
 from sluice import platform
 from sluice.durable import sync_path, write_pieces
+from sluice.priority import threads_beside
 from sluice.side_copies import Downloads
 from sluice.weights import delta as delta_module
 from sluice.weights.checkpoint import BITS, Extent, byte_order, checked_tensors, encode_header
@@ -126,7 +127,6 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 WHOLE_SHARE = 0.8  # of a shard's bytes: a delta that is not smaller is not worth its base
-WRITERS = 2  # shards that are written at a time
 CHUNK_BYTES = 8 << 20  # that are cast, digested and written at a time
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -205,7 +205,7 @@ def _layout(entries: Mapping[str, TensorEntry]) -> Layout:
 
 
 class PublishedShards:
-    """The shards of one rank, version after version, WRITERS of them written at a time.
+    """The shards of one rank, version after version, `threads_beside` of them written at a time.
 
     With `keep` their bytes stay on the host, once: deltas are made against them, transfers read
     them, and files are written from them afterwards. Else no more than a chunk of each is there at
@@ -220,8 +220,9 @@ class PublishedShards:
         self._behind = False  # files come after the version is finished
         self._unfinished: dict[str, _PublishedShard] = {}
         self._names: list[str] = []  # of the version in the making, in their order
-        self._pool = ThreadPoolExecutor(WRITERS, "weight-shards")
-        self._room = threading.Semaphore(WRITERS + 1)  # for tensors that wait to be written
+        writers = threads_beside()
+        self._pool = ThreadPoolExecutor(writers, "weight-shards")
+        self._room = threading.Semaphore(writers + 1)  # for tensors that wait to be written
         self._running: list[Future[ShardFile]] = []
         self._own = threading.local()  # of each writer: its buffers
         self._counting = threading.Lock()

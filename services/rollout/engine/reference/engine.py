@@ -36,7 +36,6 @@ from services.rollout.engine.reference.adapters import ServingAdapter
 from services.rollout.engine.reference.core import EngineCore, Outcome
 from services.rollout.engine.reference.graphs import obstacle
 from services.rollout.engine.reference.loading import (
-    READERS,
     PreparedWeights,
     VersionLoader,
     check_plain,
@@ -57,7 +56,7 @@ from services.rollout.errors import (
     UnsupportedModelError,
 )
 from sluice import platform
-from sluice.priority import lower_priority
+from sluice.priority import lower_priority, threads_beside
 from sluice.runtime.errors import ServiceError
 from sluice.runtime.idempotency import to_its_end
 from sluice.weights.manifest import Manifest, ShardFile
@@ -273,7 +272,9 @@ class ReferenceEngine(Engine):
         self._core = EngineCore(config)
         self._thread = DeviceThread(self._core, self._deliver, self._ended)
         self._loader = ThreadPoolExecutor(1, "engine-weights", initializer=yield_to_others)
-        self._stagers = ThreadPoolExecutor(READERS, "engine-stage", initializer=lower_priority)
+        self._stagers = ThreadPoolExecutor(
+            threads_beside(), "engine-stage", initializer=lower_priority
+        )
         # where a tensor lies may round a product otherwise
         shares = not config.deterministic
         self._versions = VersionLoader(

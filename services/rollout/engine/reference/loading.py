@@ -29,7 +29,7 @@ from services.rollout.errors import UnfitWeightsError
 from sluice import faults
 from sluice.durable import is_memory
 from sluice.operations import UNASKED, OperationsConfig
-from sluice.priority import lower_priority
+from sluice.priority import lower_priority, threads_beside
 from sluice.side_copies import Fills
 from sluice.weights.checkpoint import (
     check_companions,
@@ -43,8 +43,6 @@ from sluice.weights.dtypes import DTYPE_NAMES
 from sluice.weights.errors import InvalidCheckpointError
 from sluice.weights.manifest import Manifest, ShardFile, TensorEntry
 from sluice.weights.shards import load_verified, mapped_tensor
-
-READERS = 2  # shards that are read at a time
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,9 @@ class VersionLoader:
         self._dtype, self._device, self._asked = dtype, device, asked
         self._ready = ready
         self._shares = shares and device.type == "cpu"
-        self._pool = ThreadPoolExecutor(READERS, "engine-shards", initializer=lower_priority)
+        self._pool = ThreadPoolExecutor(
+            threads_beside(), "engine-shards", initializer=lower_priority
+        )
         self._spare = SpareMemory()
         self._staged: dict[str, _Staged] = {}
         self._taking = threading.Lock()
