@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,18 @@ def alone(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def backend_of(
-    name: str, model: Path, store: Path, *, half: bool, optim: OptimConfig, adapters: bool = False
+    name: str,
+    model: Path,
+    store: Path,
+    *,
+    half: bool,
+    optim: OptimConfig,
+    adapters: bool = False,
+    operations: Mapping[str, str] | None = None,
 ) -> Iterator[TrainingBackend]:
     """A backend in float32, or with `half` as it trains in bfloat16; inside `alone`.
 
-    adapters: it trains those, and not the model.
+    adapters: it trains those, and not the model. operations: that are asked for.
     """
     values: dict[str, Any] = {
         "model": str(model),
@@ -46,6 +53,8 @@ def backend_of(
         "optim": optim,
         "durable": False,
     }
+    if operations is not None:
+        values["operations"] = dict(operations)
     if adapters:
         values["lora"] = {"rank": 8}
     if name in ("megatron", "fsdp"):

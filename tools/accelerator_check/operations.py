@@ -14,13 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from services.trainer.backends.packing import pack
 from services.trainer.backends.reference.attention import attend
 from sluice import operations, platform
-from sluice.algo.logprobs import linear_logprobs, token_logprobs
+from sluice.algo.logprobs import linear_logprobs
 from sluice.fused_operations import attention_kernel, rms_norm, rotate, swiglu
 from sluice.operations import OPERATIONS, Usage
 from sluice.side_copies import to_device
@@ -36,11 +36,13 @@ Case = tuple[Tensors, Callable[[str, Tensors], torch.Tensor], Callable[[Tensors]
 
 
 def run(work: StepWork, operation: str) -> None:
-    """Record an error and microseconds of each; fail where one is wrong or none ran."""
+    """Record errors and microseconds of each; fail where one is wrong or none ran."""
     device = platform.current().device()
     torch.manual_seed(0)
-    inputs, compute, formula = CASES[operation](work.small)
-    wanted = formula(tuple(each.double() if each.is_floating_point() else each for each in inputs))
+    make, trained = CASES[operation]
+    inputs, compute, formula = make(work.small)
+    exact = tuple(each.double() if each.is_floating_point() else each for each in inputs)
+    wanted, *slopes = _with_gradients(formula, exact, trained)
     given = tuple(each.to(device) for each in inputs)
     asked = Usage(
         device_type=device.type,
@@ -55,20 +57,50 @@ def run(work: StepWork, operation: str) -> None:
         if reason := each.obstacle(asked):
             work.note(f"{each.name}: {reason}")
             continue
-        made = compute(each.name, given)
-        error = float((made.detach().double().cpu() - wanted).abs().max() / wanted.abs().max())
-        seconds = _seconds(partial(compute, each.name, given))
-        work.record(**{f"{each.name}_error": error, f"{each.name}_us": seconds * 1e6})
-        if not error <= GOAL:
-            work.fail(f"{each.name} is off by {error:.2g}, more than {GOAL:g}")
+        forward = partial(compute, each.name)
+        made, *gradients = _with_gradients(forward, given, trained)
+        errors = {"error": _error(made, wanted)}
+        seconds = {"us": _seconds(partial(forward, given))}
+        if trained:
+            pairs = zip(gradients, slopes, strict=True)
+            errors["gradient_error"] = max(_error(*pair) for pair in pairs)
+            seconds["both_us"] = _seconds(partial(_with_gradients, forward, given, trained))
+        work.record(
+            **{f"{each.name}_{key}": error for key, error in errors.items()},
+            **{f"{each.name}_{key}": took * 1e6 for key, took in seconds.items()},
+        )
+        for key, error in errors.items():
+            if not error <= GOAL:
+                work.fail(f"{each.name}: {key} {error:.2g} is more than {GOAL:g}")
         ran += 1
     work.record(ran=ran, chosen=operations.chosen(operation, device.type))
     if not ran:
         work.fail("nothing ran")
 
 
+def _with_gradients(
+    compute: Callable[[Tensors], torch.Tensor], given: Tensors, trained: int
+) -> Tensors:
+    """What is computed, and the gradients of the first `trained` inputs of a sum with weights."""
+    leaves = tuple(
+        each.detach().requires_grad_(place < trained) for place, each in enumerate(given)
+    )
+    made = compute(leaves)
+    if not trained:
+        return (made,)
+    # the same on every device: about even over what is summed, none like another
+    weights = torch.arange(made.numel(), device=made.device).mul_(7).remainder_(11).sub_(5)
+    upstream = weights.view(made.shape).to(made.dtype)
+    return made.detach(), *torch.autograd.grad(made, leaves[:trained], upstream)
+
+
+def _error(made: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of the largest value."""
+    return float((made.detach().double().cpu() - wanted).abs().max() / wanted.abs().max())
+
+
 def _seconds(compute: Callable[[], object]) -> float:
-    """The fastest of some rounds, forward alone."""
+    """The fastest of some rounds."""
     fastest = math.inf
     for _ in range(ROUNDS):
         platform.current().synchronize()
@@ -175,7 +207,7 @@ def _experts(small: bool) -> Case:
         made: torch.Tensor = experts(
             hidden, index.to(hidden.device), weights.to(hidden.device, hidden.dtype)
         )
-        return made.detach()
+        return made
 
     def compute(name: str, given: Tensors) -> torch.Tensor:
         return with_kind(name, given[0])
@@ -190,9 +222,9 @@ def _logprobs(small: bool) -> Case:
 
     def compute(name: str, given: Tensors) -> torch.Tensor:
         hidden, head, wanted = given
-        if hidden.shape[0] * head.shape[0] > operations.most_logits(name):
-            return linear_logprobs(hidden, head, wanted, float32=True, entropy="off")[0]
-        return token_logprobs(linear(hidden.float(), head.float()), wanted, entropy="off")[0]
+        whole = hidden.shape[0] * head.shape[0] <= operations.most_logits(name)
+        options: Any = {"float32": True, "chunk_rows": len(hidden) if whole else None}
+        return linear_logprobs(hidden, head, wanted, **options)[0]
 
     def formula(exact: Tensors) -> torch.Tensor:
         hidden, head, wanted = exact
@@ -225,12 +257,13 @@ def _adamw(small: bool) -> Case:
     return (_half(size, size), _half(size, size)), compute, formula
 
 
-CASES: dict[str, Callable[[bool], Case]] = {
-    "attention": _attention,
-    "rms_norm": _norm,
-    "rotary": _rotary,
-    "swiglu": _gate,
-    "experts": _experts,
-    "logprobs": _logprobs,
-    "adamw": _adamw,
+# and of how many inputs a gradient is asked for
+CASES: dict[str, tuple[Callable[[bool], Case], int]] = {
+    "attention": (_attention, 3),
+    "rms_norm": (_norm, 2),
+    "rotary": (_rotary, 2),
+    "swiglu": (_gate, 2),
+    "experts": (_experts, 1),
+    "logprobs": (_logprobs, 2),
+    "adamw": (_adamw, 0),
 }

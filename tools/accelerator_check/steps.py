@@ -48,14 +48,14 @@ STEPS = (  # the most telling first
     CheckStep("parity-megatron", "parity", 75, ("megatron",), MEGATRON),
     CheckStep("demo-reference", "demo", 90, ("reference",), (*DEMO, *REFERENCE)),
     CheckStep("demo-megatron", "demo", 100, ("megatron",), (*DEMO, *MEGATRON)),
-    CheckStep("training-1.5b", "training", 150, ("1.5b",), (*REFERENCE, *FSDP, *MEGATRON)),
-    CheckStep("training-0.5b", "training", 110, ("0.5b",), (*REFERENCE, *FSDP, *MEGATRON)),
+    CheckStep("training-1.5b", "training", 200, ("1.5b",), (*REFERENCE, *FSDP, *MEGATRON)),
+    CheckStep("training-0.5b", "training", 150, ("0.5b",), (*REFERENCE, *FSDP, *MEGATRON)),
     CheckStep("sync", "sync", 110, (), ENGINE),
     CheckStep("engine", "engine", 110, (), ENGINE),
     CheckStep("faults", "faults", 120, (), (*DEMO, *REFERENCE)),
     CheckStep("checkpoint", "checkpoint", 75, (), (*REFERENCE, *MEGATRON)),
     *(
-        CheckStep(f"operation-{name}", "operations", 30, (name,), REFERENCE)
+        CheckStep(f"operation-{name}", "operations", 45, (name,), REFERENCE)
         for name in ("attention", "rms_norm", "rotary", "swiglu", "experts", "logprobs", "adamw")
     ),
     CheckStep("parity-fsdp", "parity", 60, ("fsdp",), FSDP),

@@ -11,7 +11,7 @@ import contextlib
 import shutil
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ from tools.accelerator_check.models import random_model
 from tools.accelerator_check.peaks import copy_peaks
 from tools.accelerator_check.work import StepWork
 
-FILE = "model-00001-of-00001.safetensors"
+SHARD_BYTES = 64 << 20  # of a file, as ranks write them
 MAX_LENGTH = 128
 
 
@@ -103,9 +103,24 @@ def _publish(store: WeightStore, tensors: dict[str, torch.Tensor], model: Path) 
     shards = PublishedShards(keep=False, sync=False)
     staging = store.allocate(None)
     shards.begin(None)
-    shard = shards.write(staging.directory, FILE, tensors)
+    writing = [
+        shards.submit(staging.directory, f"model-{number:05d}.safetensors", part)
+        for number, part in enumerate(_parts(tensors))
+    ]
+    written = [wait() for wait in writing]
     shards.finish(staging.version)
-    return store.commit(staging, [shard], companion_files(model), 0)
+    return store.commit(staging, written, companion_files(model), 0)
+
+
+def _parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    part: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        part[name] = tensor
+        if sum(each.nbytes for each in part.values()) >= SHARD_BYTES:
+            yield part
+            part = {}
+    if part:
+        yield part
 
 
 @contextlib.asynccontextmanager

@@ -4,7 +4,7 @@ One step is two micro-batches of packed rows, forward and backward in bfloat16, 
 float32. The bare loop is the transformers model with PyTorch's attention over a padded batch,
 here without padding as all rows are of one length, under autocast. All do the same work, logits of
 response tokens alone, but for the head: its logits are rounded to bfloat16 in the bare loop and are
-float32 in the backends, of which `reference` has their factors in float32 too.
+float32 in the backends. Each backend runs once more with the attention of PyTorch over packs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from services.trainer.backend import Row
 from services.trainer.config import OptimConfig
 from sluice import platform
 from sluice.algo.spec import LossSpec
+from sluice.operations import OPERATIONS, Usage, capability_of
 from tools.accelerator_check.backends import alone, backend_of, even_rows
 from tools.accelerator_check.models import Qwen3Shape, random_model, shape_of
 from tools.accelerator_check.peaks import data_sheet_tflops, matmul_tflops
@@ -34,6 +35,7 @@ MICRO_BATCHES = 2
 WARM_UP_STEPS = 2
 RATE = 1e-6
 NAMED = 10  # operations of a step that take most of its time
+VARLEN = "torch_varlen"
 BACKENDS = ("reference", "fsdp", "megatron")  # Megatron last: on a CPU it changes torch
 
 
@@ -52,6 +54,11 @@ def run(work: StepWork, size: str) -> None:
     for name in BACKENDS:
         measure = partial(_backend, work, name, model, rows, steps)
         speeds[name] = _guarded(work, name, shape, rows, measure)
+        if not (reason := _varlen_obstacle(shape)):
+            asked = partial(measure, operations={"attention": VARLEN})
+            speeds[f"{name}_varlen"] = _guarded(work, f"{name}_varlen", shape, rows, asked)
+    if reason:
+        work.note(f"{VARLEN}: {reason}")
     best = max((speed for name, speed in speeds.items() if name != "bare"), default=math.nan)
     scored = sum(row.response_length for row in rows)
     flops_of_token = shape.training_flops(tokens, scored, length) / tokens
@@ -63,6 +70,19 @@ def run(work: StepWork, size: str) -> None:
         mfu=math.nan if on_cpu else best * flops_of_token / (peak * 1e12),
         mfu_of_measured=math.nan if on_cpu else best * flops_of_token / (measured * 1e12),
     )
+
+
+def _varlen_obstacle(shape: Qwen3Shape) -> str:
+    """Why PyTorch's own kernel, which nothing takes unasked, cannot run; empty if it can."""
+    (kernel,) = (each for each in OPERATIONS["attention"] if each.name == VARLEN)
+    kind = platform.current().device_type
+    usage = Usage(
+        device_type=kind,
+        dtype="bfloat16",
+        heads=(shape.head, shape.head),
+        capability=capability_of(kind),
+    )
+    return kernel.obstacle(usage)
 
 
 def _guarded(
@@ -105,12 +125,22 @@ def _timed(step: Callable[[], None], steps: int) -> list[float]:
     return seconds
 
 
-def _backend(work: StepWork, name: str, model: Path, rows: list[Row], steps: int) -> list[float]:
+def _backend(
+    work: StepWork,
+    name: str,
+    model: Path,
+    rows: list[Row],
+    steps: int,
+    *,
+    operations: Mapping[str, str] | None = None,
+) -> list[float]:
     loss, optim = LossSpec(name="sft"), OptimConfig(learning_rate=RATE)
     normalizer = float(MICRO_BATCHES * sum(row.response_length for row in rows))
     with (
         alone(work.directory),
-        backend_of(name, model, work.directory, half=True, optim=optim) as backend,
+        backend_of(
+            name, model, work.directory, half=True, optim=optim, operations=operations
+        ) as backend,
     ):
 
         def step() -> None:
@@ -118,7 +148,7 @@ def _backend(work: StepWork, name: str, model: Path, rows: list[Row], steps: int
             backend.step(normalizer=normalizer, learning_rate=RATE)
 
         found = _timed(step, steps)
-        _note_operations(work, name, step)
+        _note_operations(work, name if operations is None else f"{name}_varlen", step)
         return found
 
 
