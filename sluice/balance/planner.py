@@ -13,6 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from sluice.balance.layers import (
+    feed_forward_size,
+    layer_kinds,
+    other_weights,
+)
 from sluice.balance.planner_packing import (
     PackedBins,
     RowCosts,
@@ -104,12 +109,13 @@ class TransformerShape:
     head_count: int
     kv_head_count: int
     head_size: int
-    feed_forward_size: int  # of one dense layer, or of all experts one token visits
+    feed_forward_size: float  # or of all experts one token visits; mean of layers
     vocabulary_size: int
     gated: bool = True  # SwiGLU has three matrices, a plain MLP two
     window: int | None = None  # sliding-window layers see at most this many tokens
     windowed_layer_count: int = 0
-    linear_attention_layer_count: int = 0  # no quadratic term
+    linear_attention_layer_count: int = 0  # no quadratic term; nor is attention there
+    other_weights: int = 0  # of all layers, that are neither attention nor feed-forward
     tower: TowerShape | None = None  # of a model that sees
     latent: LatentShape | None = None  # of attention that head_size does not describe
 
@@ -120,7 +126,8 @@ class TransformerShape:
         if self.latent is not None:
             attention = self.latent.weights(self.hidden_size, self.head_count)
         feed_forward = self.hidden_size * self.feed_forward_size * (3 if self.gated else 2)
-        layers = self.layer_count * (attention + feed_forward)
+        attending = self.layer_count - self.linear_attention_layer_count
+        layers = attending * attention + self.layer_count * feed_forward + self.other_weights
         return 2.0 * (layers + self.hidden_size * self.vocabulary_size)
 
     @property
@@ -166,24 +173,31 @@ def shape_from_config(config: Mapping[str, Any]) -> TransformerShape:
     """
     tower = _tower_from_config(config.get("vision_config") or {})
     config = _by_usual_names(config.get("text_config", config))
-    layer_types = _layer_types(config)
+    kinds = layer_kinds(config)
     head_count = config["num_attention_heads"]
-    window = config.get("sliding_window") or None
+    without_keys = sum(kind in ("mixer", "none") for kind in kinds)
     return TransformerShape(
         hidden_size=config["hidden_size"],
-        layer_count=config.get("num_hidden_layers") or len(layer_types),
+        layer_count=len(kinds),
         head_count=head_count,
         kv_head_count=config.get("num_key_value_heads") or head_count,
         head_size=config.get("head_dim") or config["hidden_size"] // head_count,
-        feed_forward_size=_feed_forward_size(config),
+        feed_forward_size=feed_forward_size(config, kinds),
         vocabulary_size=config["vocab_size"],
-        gated=config.get("hidden_act", "silu") in ("silu", "swish", "gelu_pytorch_tanh"),
-        window=window,
-        windowed_layer_count=layer_types.count("sliding_attention") if window else 0,
-        linear_attention_layer_count=sum(kind in _WITHOUT_KEYS for kind in layer_types),
+        gated=_is_gated(config),
+        window=config.get("sliding_window") or None,
+        windowed_layer_count=kinds.count("window"),
+        linear_attention_layer_count=without_keys,
+        other_weights=other_weights(config, kinds),
         tower=tower,
         latent=_latent_from_config(config),
     )
+
+
+def _is_gated(config: Mapping[str, Any]) -> bool:
+    kind = config.get("hidden_act") or config.get("mlp_hidden_act") or "silu"
+    is_plain = config.get("model_type") == "starcoder2"
+    return kind in ("silu", "swish", "gelu_pytorch_tanh") and not is_plain
 
 
 def _latent_from_config(config: Mapping[str, Any]) -> LatentShape | None:
@@ -204,24 +218,13 @@ def _latent_from_config(config: Mapping[str, Any]) -> LatentShape | None:
     )
 
 
-# What a layer is called that attends to no keys; those of Nemotron-H are MLPs by themselves, too.
-_WITHOUT_KEYS = {"linear_attention", "mamba", "conv", "moe", "mlp"}
-
-
-def _layer_types(config: Mapping[str, Any]) -> list[str]:
-    """What each layer is, by the setting that tells."""
-    if pattern := config.get("hybrid_override_pattern"):  # Nemotron-H
-        return ["full_attention" if kind == "*" else "mamba" for kind in pattern]
-    kinds = config.get("layer_types") or config.get("layers_block_type")
-    return [*kinds] if kinds else ["full_attention"] * config["num_hidden_layers"]
-
-
 _OTHER_NAMES = {  # of GPT-2 and OPT, LFM2, Kimi Linear and LongCat-Flash
     "activation_function": "hidden_act",
     "block_ff_dim": "intermediate_size",
     "expert_ffn_hidden_size": "moe_intermediate_size",
     "ffn_dim": "intermediate_size",
     "ffn_hidden_size": "intermediate_size",
+    "moe_k": "num_experts_per_tok",
     "moe_topk": "num_experts_per_tok",
     "n_embd": "hidden_size",
     "n_head": "num_attention_heads",
@@ -261,22 +264,6 @@ def _tower_from_config(config: Mapping[str, Any]) -> TowerShape | None:
         )
     except KeyError:
         return None
-
-
-def _feed_forward_size(config: Mapping[str, Any]) -> int:
-    experts_per_token = _of_a_layer(config.get("num_experts_per_tok"))
-    if not experts_per_token:
-        return int(config["intermediate_size"])
-    expert_size = _of_a_layer(config.get("moe_intermediate_size")) or config["intermediate_size"]
-    shared = config.get("shared_expert_intermediate_size")
-    if shared is None:
-        shared = (config.get("n_shared_experts") or 0) * expert_size
-    return int(experts_per_token * expert_size + shared)
-
-
-def _of_a_layer(value: Any) -> Any:
-    """Of what Hunyuan-A13B says of every layer, that of the first."""
-    return value[0] if isinstance(value, list) and value else value
 
 
 def _causal_pairs(length: int, window: int | None = None) -> int:
