@@ -37,6 +37,7 @@ def test_rollouts_that_all_crash_end_the_run_with_the_reason(stack, tmp_path):
         "crashing",
         prompts={"file": str(prompts)},
         environment={"name": "grim"},
+        groups_per_step=2,  # each that crashes costs a process
         group_attempts=2,
         max_dropped_in_a_row=3,
         max_staleness=1,

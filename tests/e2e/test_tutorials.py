@@ -68,6 +68,7 @@ def test_agents_over_the_openai_port(tmp_path: Path) -> None:
     assert "services are down" in output
 
 
+@pytest.mark.long  # what it does is tested in test_sft.py, test_status.py and test_training.py
 def test_after_a_crash(tmp_path: Path) -> None:
     follow("recovery", tmp_path)
     run_dir = tmp_path / "runs" / "killed"

@@ -137,8 +137,7 @@ def test_experts_of_another_form_are_refused(pool: Pool, tmp_path: Path) -> None
         )
 
 
-@fast
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", [pytest.param("deepseek_v3", marks=fast), "gpt_oss"])
 def test_in_bfloat16_it_is_the_same_where_experts_are(
     pool: Pool, tmp_path: Path, name: str
 ) -> None:
