@@ -16,6 +16,7 @@ from sluice.imports import keep_loaded
 from sluice.runtime.errors import RemoteError
 from sluice.runtime.server import Server
 from sluice.runtime.waits import listed_in
+from sluice.runtime.wire import replay_of
 from sluice.samples.vocabulary import check_same, vocabulary_digest
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,12 @@ class GatewayProcess:
             raise ConfigError(
                 f"trainer: {self._address} trains the whole model, and models of a gateway are "
                 "adapters: set lora in the trainer's settings"
+            )
+        setting, _ = replay_of(trainer)
+        if setting:
+            raise ConfigError(
+                f"trainer: {self._address} takes experts again, and clients of Tinker bring none: "
+                f"set its {setting} to off"
             )
         check_same(f"model: {self._model}", vocabulary_digest(self._model), trainer.vocabulary)
 

@@ -6,27 +6,15 @@ recorded them for, would be refused in the first step, once engines have sampled
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.config import ConfigError
 from sluice.loop.config import AlgorithmConfig
 from sluice.loop.fleet import DescribedEngine
+from sluice.runtime.wire import replay_of
 
 RECORDED, ROLLOUT = "recorded", "rollout"
-_SETTING = "routing_replay"  # of the backend that a trainer has
-
-
-def replay_of(trainer: trainer_pb.Trainer) -> tuple[str, str]:
-    """The setting of a trainer that has experts taken again, and its value; empty where none has.
-
-    So it is of trainers of earlier releases, which do not tell their settings.
-    """
-    for name, value in trainer.settings.items():
-        if name.endswith(f".{_SETTING}") and (mode := json.loads(value)) != "off":
-            return name, mode
-    return "", ""
 
 
 def check_recorded(algorithm: AlgorithmConfig, trainer: trainer_pb.Trainer) -> None:

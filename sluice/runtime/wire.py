@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.converter.v1 import converter_service_pb2 as converter_pb
 from sluice.api.rollout.v1 import rollout_service_pb2 as rollout_pb
-from sluice.api.trainer.v1 import loss_pb2
+from sluice.api.trainer.v1 import loss_pb2, trainer_service_pb2
 from sluice.place import Place, directory_of
 from sluice.runtime.errors import InvalidFieldError
 from sluice.samples.blobs import BlobReference
@@ -338,6 +339,17 @@ def blob_to_proto(blob: BlobReference) -> sample_pb2.BlobReference:
 
 def blob_from_proto(message: sample_pb2.BlobReference) -> BlobReference:
     return BlobReference(digest=message.digest, size=message.size_bytes)
+
+
+def replay_of(trainer: trainer_service_pb2.Trainer) -> tuple[str, str]:
+    """The setting of a trainer that has experts taken again, and its value; empty where none has.
+
+    So it is of trainers of earlier releases, which do not tell their settings.
+    """
+    for name, value in trainer.settings.items():
+        if name.endswith(".routing_replay") and (mode := json.loads(value)) != "off":
+            return name, mode
+    return "", ""
 
 
 def evaluation_report(

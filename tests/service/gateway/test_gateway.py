@@ -35,6 +35,7 @@ from sluice.config import ConfigError
 from sluice.runtime.waits import listed_in
 from sluice.runtime.wire import seconds_of
 from sluice.weights.store import WeightStore
+from tests.contract.training_backend.cases import build_model
 from tests.patience import PATIENCE
 from tests.service.gateway.conftest import Http, Place, RunningGateway, headers_of
 from tests.service.trainer.harness import await_address, make_group, running_trainer
@@ -198,6 +199,23 @@ async def test_a_trainer_of_whole_models_is_refused(
         gateway = GatewayProcess(config)
         try:
             with pytest.raises(ConfigError, match=r"trains the whole model.*set lora"):
+                await gateway.start()
+        finally:
+            await gateway.close()
+
+
+@pytest.mark.parametrize("mode", ["recorded", "rollout"])
+async def test_a_trainer_that_takes_experts_again_is_refused(
+    place: Place, tmp_path: Path, mode: str
+) -> None:
+    """Every pass would be: rows of Tinker's clients bring none, and no pass records them."""
+    mixture = build_model(tmp_path / "mixture", "qwen3_moe").directory
+    settings = {"lora": {"rank": 2, "targets": ["q_proj"]}, "reference": {"routing_replay": mode}}
+    with running_trainer(tmp_path / "trainer", mixture, **settings) as told:
+        config = place.config.model_copy(update={"trainer": told.address})
+        gateway = GatewayProcess(config)
+        try:
+            with pytest.raises(ConfigError, match=r"set its reference\.routing_replay to off"):
                 await gateway.start()
         finally:
             await gateway.close()
