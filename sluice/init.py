@@ -12,7 +12,10 @@ from pydantic import Field
 from rich.console import Console
 
 from sluice.config import ConfigError, ProcessConfig, load_config, no_model_text, parse_config
-from sluice.loop.config import RunConfig
+from sluice.json_values import find
+from sluice.loop.config import PromptsConfig, RunConfig
+from sluice.loop.prompts import load_prompts
+from sluice.loop.row_files import read_rows
 from sluice.loop.screen import plain_text
 from sluice.stack import UpConfig
 from sluice.yaml_values import load_yaml
@@ -136,8 +139,24 @@ checkpoint_every: 50
 """,
     }
     parse_config(UpConfig, _loaded(texts["services.yaml"]))
-    parse_config(RunConfig, _loaded(texts["run.yaml"]))
+    run = parse_config(RunConfig, _loaded(texts["run.yaml"]))
+    if isinstance(run.prompts, PromptsConfig) and run.prompts.file is not None:
+        _check_rows(run, run.prompts, run.prompts.file)
     return texts
+
+
+def _check_rows(run: RunConfig, prompts: PromptsConfig, file: Path) -> None:
+    """Raise ConfigError for a file that no run with these settings could take."""
+    try:
+        load_prompts(prompts, run.seed, run.environment)
+        for where, row in read_rows(file, "prompts.file"):
+            if find(row, "answer") is None:
+                raise ConfigError(
+                    f"{where}: a row has no `answer`, which rewards compare; settings of the "
+                    "environment name another column: answer_key"
+                )
+    except ConfigError as error:
+        raise ConfigError(f"init: TASK: {error}") from None
 
 
 def _loaded(text: str) -> dict[str, Any]:

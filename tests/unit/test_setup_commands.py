@@ -149,7 +149,7 @@ def a_model(folder: Path, **config: object) -> Path:
 )
 def test_files_of_init_load_in_every_service(tmp_path: Path, flags: list[str]) -> None:
     model = a_model(tmp_path / "a: 'model' # {x}")
-    (tmp_path / "tasks.jsonl").write_text("{}\n")
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
     for index, task in enumerate(["chain_sum", str(tmp_path / "tasks.jsonl")]):
         output = tmp_path / f"out{index}"
         answer = sluice("init", model, task, "-o", output, *flags)
@@ -191,6 +191,29 @@ def test_a_mistake_writes_nothing(tmp_path: Path, config, task: str, flags, told
     model = a_model(tmp_path / "model", **config)
     answer = sluice("init", model, task, "-o", tmp_path / "out", *flags)
     assert (answer.code, len(answer.error.splitlines())) == (2, 1)
+    assert told in answer.error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ("", "has no rows"),
+        ("{", "tasks.jsonl:1: not JSON"),
+        (
+            '{"prompt": "1 + 1", "answer": "2"}\n{"question": "1 + 1", "answer": "2"}\n',
+            "tasks.jsonl:2: a row needs `prompt` or `messages`, and has `question`, `answer`",
+        ),
+        ('{"messages": [], "answer": "2"}', "tasks.jsonl:1: `messages` is empty"),
+        ('{"prompt": "1 + 1"}', "tasks.jsonl:1: a row has no `answer`, which rewards compare"),
+    ],
+)
+def test_rows_that_no_run_could_take_are_told(tmp_path: Path, rows: str, told: str) -> None:
+    model, tasks = a_model(tmp_path / "model"), tmp_path / "tasks.jsonl"
+    tasks.write_text(rows)
+    answer = sluice("init", model, tasks, "-o", tmp_path / "out")
+    assert (answer.code, len(answer.error.splitlines())) == (2, 1)
+    assert "init: TASK: " in answer.error
     assert told in answer.error
     assert not (tmp_path / "out").exists()
 
