@@ -23,7 +23,7 @@ import grpc
 import uvloop
 
 from services.trainer.config import TrainerConfig
-from services.trainer.rank import FAILURES
+from services.trainer.rank import FAILURES, is_refusal
 from sluice import logs, platform
 from sluice.address import check_address
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
@@ -73,14 +73,19 @@ def _follow(config: TrainerConfig, stream: ControllerStream) -> int:
         print(f"trainer rank: {error}", file=sys.stderr)
         _refuse(stream, error)
         return 2
+    launched = config.ranks.launch == "external"
     try:
         with uncollected():
             from services.trainer.rank.executor import Executor
 
-        launched = config.ranks.launch == "external"
         executor = Executor.load(config, stream.send, stream.meeting if launched else None)
     except FAILURES as error:
-        logger.error("the model cannot be loaded", exc_info=error)
+        told = is_refusal(error)  # the controller's log has it in a line
+        if told and launched:  # a log of its own
+            logger.error("the model cannot be loaded: %s: %s", type(error).__name__, error)
+        logger.log(
+            logging.DEBUG if told else logging.ERROR, "the model cannot be loaded", exc_info=error
+        )
         _refuse(stream, error)
         return 1
     keep_loaded()

@@ -8,12 +8,18 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
+from services.trainer.config import TrainerConfig
+from services.trainer.rank import is_refusal
+from sluice.config import parse_config
 from tests.patience import PATIENCE
 from tests.service.trainer.harness import FAILED, running_trainer, until
 
@@ -67,8 +73,14 @@ def drop_tensor(model: Path) -> None:
     ],
 )
 async def test_a_model_that_no_rank_can_load_says_why(
-    spoil: Any, settings: dict[str, Any], reason: str, model: Path, tmp_path: Path
+    spoil: Any,
+    settings: dict[str, Any],
+    reason: str,
+    model: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    """The caller, and the log in a line: nobody is to look for a fault where there is none."""
     spoiled = Path(shutil.copytree(model, tmp_path / "model"))
     spoil(spoiled)
     with running_trainer(tmp_path / "trainer", spoiled, **settings) as running:
@@ -76,6 +88,30 @@ async def test_a_model_that_no_rank_can_load_says_why(
             failed = await until(client, lambda now: now.state == FAILED)
             assert re.match(f"rank 0: {reason}", failed.failure)
             assert failed.restart_count == 0
+    log = capfd.readouterr().err
+    lines = [line for line in log.splitlines() if failed.failure.removeprefix("rank 0: ") in line]
+    assert len(lines) == 1
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    ("raise_it", "is_told"),
+    [
+        (lambda: parse_config(TrainerConfig, {}), True),
+        (lambda: Path("/nothing").read_bytes(), True),
+        (lambda: AutoConfig.for_model("qwen9"), True),
+        (lambda: torch.zeros(2).reshape(3), False),
+        (lambda: torch.zeros(2).numpy().reshape(3), False),
+        (lambda: {}["key"], False),
+    ],
+)
+def test_what_is_told_in_a_line_is_what_was_asked_for(
+    raise_it: Callable[[], object], is_told: bool
+) -> None:
+    """Any other failure keeps its trace."""
+    with pytest.raises(Exception) as caught:  # of any type
+        raise_it()
+    assert is_refusal(caught.value) is is_told
 
 
 def test_a_store_that_cannot_be_written_is_told_in_a_line(model: Path, tmp_path: Path) -> None:
