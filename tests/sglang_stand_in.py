@@ -36,11 +36,13 @@ FIELDS = {
 
 def write_program(folder: Path) -> Path:
     """Writes what `engine.sglang.python` is to name."""
-    program = folder / "stand-in"
+    program, package = folder / "stand-in", folder / "modules" / "sglang"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").touch()
     own = f'{sys.executable} "{Path(__file__)}"'
     program.write_text(
         f'#!/bin/sh\nif [ "$1" = -m ]; then shift 2; exec {own} "$@"; fi\n'
-        f'exec {sys.executable} "$@"\n'
+        f'PYTHONPATH="{package.parent}:$PYTHONPATH" exec {sys.executable} "$@"\n'
     )
     program.chmod(0o755)
     return program

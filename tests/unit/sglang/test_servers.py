@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from services.rollout.engine.config import EngineConfig
+from services.rollout.engine.sglang import servers as sglang_servers
 from services.rollout.engine.sglang.group import ServerGroup
 from services.rollout.engine.sglang.servers import Launch, ServerProcess
 from services.rollout.errors import EngineFailedError
@@ -22,6 +23,7 @@ from sluice.config import ConfigError, parse_config
 from tests.patience import PATIENCE, told_late
 
 # The first one that comes is healthy; the second ends once somebody has seen that.
+ASKED = 'import sys\nif sys.argv[1] == "-c": sys.exit()\n'  # whether it has SGLang
 ENCODER = """\
 import http.server, os, pathlib, sys, time
 here, port = pathlib.Path(__file__).parent, int(sys.argv[sys.argv.index("--port") + 1])
@@ -46,7 +48,7 @@ http.server.HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
 
 async def test_an_encoder_that_runs_is_ended_when_another_never_does(tmp_path: Path) -> None:
     program = tmp_path / "python"
-    program.write_text(f"#!{sys.executable}\n{ENCODER}")
+    program.write_text(f"#!{sys.executable}\n{ASKED}{ENCODER}")
     program.chmod(0o755)
     values = {"backend": "sglang", "sglang": {"python": str(program), "encoders": 2}}
     servers = ServerGroup(parse_config(EngineConfig, values))
@@ -60,7 +62,7 @@ async def test_an_encoder_that_runs_is_ended_when_another_never_does(tmp_path: P
 
 async def test_a_server_that_never_answers_is_ended_in_time(tmp_path: Path) -> None:
     program = tmp_path / "python"
-    program.write_text(f"#!{sys.executable}\nimport signal\nsignal.pause()\n")
+    program.write_text(f"#!{sys.executable}\n{ASKED}import signal\nsignal.pause()\n")
     program.chmod(0o755)
     (tmp_path / "config.json").write_text("{}")
     before = psutil.Process().children()
@@ -95,7 +97,7 @@ async def test_who_is_called_off_while_ending_a_server_leaves_it_to_the_next(
 ) -> None:
     """As when a process ends just when a node of its engine has gone."""
     program = tmp_path / "python"
-    program.write_text(f"#!{sys.executable}\n{SERVER}")
+    program.write_text(f"#!{sys.executable}\n{ASKED}{SERVER}")
     program.chmod(0o755)
     (tmp_path / "config.json").write_text("{}")
     values = {"backend": "sglang", "sglang": {"python": str(program)}}
@@ -148,6 +150,36 @@ async def test_a_server_that_cannot_be_started_leaves_no_key(
     with pytest.raises(FileNotFoundError):
         await server.spawn()
     assert not os.listdir(tmp_path)
+
+
+def test_another_interpreter_without_sglang_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    """By its own path of modules, to which `environment` may add; what does not say starts."""
+    named = {"python": sys.executable}
+    config = parse_config(EngineConfig, {"backend": "sglang", "sglang": named})
+    refused = rf"engine\.sglang\.python: {sys.executable} has no SGLang; name an interpreter"
+    with pytest.raises(ConfigError, match=refused):
+        ServerGroup(config)
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    found = {**named, "environment": {"PYTHONPATH": str(tmp_path)}}
+    ServerGroup(parse_config(EngineConfig, {"backend": "sglang", "sglang": found}))
+    other = tmp_path / "program"
+    other.write_text("#!/bin/sh\nexit 1\n")
+    other.chmod(0o755)
+    ServerGroup(parse_config(EngineConfig, {"backend": "sglang", "sglang": {"python": str(other)}}))
+
+
+def test_an_interpreter_that_does_not_answer_is_asked_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_servers, "PROBE_SECONDS", 0.1)
+    waiting = tmp_path / "program"
+    waiting.write_text("#!/bin/sh\nexec tail -f /dev/null\n")
+    waiting.chmod(0o755)
+    sglang = {"python": str(waiting)}
+    ServerGroup(parse_config(EngineConfig, {"backend": "sglang", "sglang": sglang}))
 
 
 def test_an_interpreter_without_sglang_is_refused_before_anything_starts(

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,9 @@ from sluice.durable import scratch
 from sluice.logs import has_file
 from sluice.runtime.recovery import NotReadyError, wait_until_ready
 
-MODULE = "sglang.launch_server"
+PACKAGE, MODULE = "sglang", "sglang.launch_server"
+PROBE_SECONDS = 10.0  # an interpreter starts in a tenth, or off a slow disk
+ABSENT = 86  # how it ends that has been asked for the package; nothing else ends so
 KEY_FLAG, CONFIG_FLAG = "--api-key", "--config"
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"  # what SGLang itself asks for, and our stand-ins too
 CPU_TOKENS = 65536  # of the cache, where nobody says otherwise: host memory is shared with others
@@ -75,10 +78,7 @@ def with_python(config: SglangConfig, words: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_python(config: SglangConfig) -> None:
-    """Raises ConfigError unless there is an interpreter to start servers with.
-
-    Of another interpreter than this one only a start tells whether it has SGLang.
-    """
+    """Raises ConfigError unless there is an interpreter to start servers with."""
     if config.url:
         return
     python = str(config.python or sys.executable)
@@ -87,11 +87,35 @@ def check_python(config: SglangConfig) -> None:
             f"engine.sglang.python: {python} is no program; "
             "`make sglang-cpu` makes build/sglang/bin/python"
         )
-    if config.python is None and importlib.util.find_spec(MODULE.partition(".")[0]) is None:
+    own = config.python is None
+    if _lacks_sglang() if own else _says_it_lacks_sglang(python, config.environment):
+        named = f"{python}, which runs this process," if own else python
         raise ConfigError(
-            f"engine.sglang.python: {python}, which runs this process, has no SGLang; name an "
-            "interpreter that has it (docs/sglang.md)"
+            f"engine.sglang.python: {named} has no SGLang; name an interpreter that has it "
+            "(docs/sglang.md)"
         )
+
+
+def _lacks_sglang() -> bool:
+    return importlib.util.find_spec(PACKAGE) is None
+
+
+def _says_it_lacks_sglang(python: str, environment: Mapping[str, str]) -> bool:
+    """Asks another interpreter, by what it can import; one that does not answer may have it."""
+    asked = (
+        f"import importlib.util as u; raise SystemExit({ABSENT} * (not u.find_spec('{PACKAGE}')))"
+    )
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        answer = subprocess.run(
+            [python, "-c", asked],
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PROBE_SECONDS,
+            check=False,
+        )
+        return answer.returncode == ABSENT
+    return False
 
 
 def engine_arguments(config: EngineConfig, device: str) -> dict[str, Any]:
