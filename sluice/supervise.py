@@ -111,6 +111,7 @@ class Supervisor:
         ]
         self._claim = ExitStack()  # of the directory, from start to stop
         self._remembered: dict[str, dict[str, int]] = {}  # ports of the supervisor before
+        self._up = False  # all of them were ready, and each is watched by itself
 
     @property
     def services_file(self) -> Path:
@@ -163,6 +164,7 @@ class Supervisor:
         except BaseException:
             await self.stop()
             raise
+        self._up = True
         self._write_services()
 
     async def watch(self) -> None:
@@ -315,15 +317,18 @@ class Supervisor:
                 await self._alive_until(service, registered)
 
     async def _alive_until(self, service: _Service, probe: Callable[[], Awaitable[T]]) -> T:
-        """Waits for `probe`. Raises ServiceDiedError after too long, or when the process ends."""
+        """Waits for `probe`. Raises ServiceDiedError after too long, or when the process ends.
+
+        Until all are up, when any does: `probe` may ask another one, and nobody restarts it yet.
+        """
 
         async def checked() -> T:
-            assert service.process is not None
-            if service.process.returncode is not None:
-                raise ServiceDiedError(
-                    f"{service.name} ended with {service.process.returncode} while starting: "
-                    f"{_last_line(service.log, service.log_start)} (log: {service.log})"
-                )
+            for each in (service,) if self._up else self._services:
+                if each.process is not None and each.process.returncode is not None:
+                    raise ServiceDiedError(
+                        f"{each.name} ended with {each.process.returncode} while starting: "
+                        f"{_last_line(each.log, each.log_start)} (log: {each.log})"
+                    )
             return await probe()
 
         def late(text: str) -> ServiceDiedError:

@@ -216,6 +216,25 @@ async def test_a_service_that_is_killed_as_it_starts_is_not_quoted_with_what_one
         await starting
 
 
+async def test_a_service_that_dies_as_others_start_is_named_at_once(tmp_path):
+    """Nobody restarts it yet, and the others wait for it."""
+    services = {
+        "router": {"kind": "router"},
+        "rollout": {"kind": "rollout", "config": {"roles": ["engine"]}},
+    }
+    supervisor = Supervisor(config(tmp_path, services=services))
+    router, rollout = supervisor._services
+    starting = asyncio.create_task(supervisor.start())
+    async with asyncio.timeout(PATIENCE):
+        while rollout.process is None:
+            await asyncio.sleep(0)
+    router.kill()
+    os.kill(rollout.process.pid, signal.SIGSTOP)  # it would take long
+    with pytest.raises(ServiceDiedError, match=r"router ended with -9 while starting"):
+        async with asyncio.timeout(PATIENCE):
+            await starting
+
+
 async def test_a_service_that_is_late_names_the_setting_it_was_waited_for_by(tmp_path):
     supervisor = Supervisor(config(tmp_path, start_timeout_seconds=0.01))
     late = r"router was not ready in 0\.01 s: .* \(start_timeout_seconds of the services file\)"
