@@ -15,6 +15,13 @@ from sluice.json_values import plain_number
 from sluice.samples.messages import data_url
 
 TEXTS = ("prompt", "chosen", "rejected", "answer")  # columns that are never an image
+FOREIGN = {  # what a file that is no JSONL begins with
+    b"\x1f\x8b": "is compressed by gzip: unpack it",
+    b"\x28\xb5\x2f\xfd": "is compressed by zstd: unpack it",
+    b"PAR1": "is Parquet: have its name end in .parquet",
+    b"\xff\xfe": "is UTF-16: write it as UTF-8",
+    b"\xfe\xff": "is UTF-16: write it as UTF-8",
+}
 DEEPEST = 24  # lists and objects in each other: a message that holds them ends at 100 of its own
 
 
@@ -47,6 +54,10 @@ def digest_of_rows(path: Path) -> str:
 def _read_jsonl(path: Path) -> list[tuple[str, Any]]:
     rows = []
     with path.open("rb") as lines:
+        begin = lines.peek(max(map(len, FOREIGN)))
+        for mark, what in FOREIGN.items():
+            if begin.startswith(mark):
+                raise PromptFileError(f"{path} {what}")
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

@@ -1,4 +1,5 @@
 import datetime
+import gzip
 import json
 import random
 import tempfile
@@ -219,6 +220,27 @@ def test_an_order_that_is_none_takes_no_memory():
 def test_a_malformed_line_is_named(tmp_path, text, message):
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
+    with pytest.raises(PromptFileError, match=message):
+        load_prompts(PromptsConfig(file=path), 0)
+
+
+def zstd(data: bytes) -> bytes:
+    return pyarrow.compress(data, codec="zstd", asbytes=True)
+
+
+@pytest.mark.parametrize(
+    ("pack", "message"),
+    [
+        (gzip.compress, r"prompts\.jsonl is compressed by gzip: unpack it"),
+        (zstd, r"prompts\.jsonl is compressed by zstd: unpack it"),
+        (lambda data: data.decode().encode("utf-16"), r"prompts\.jsonl is UTF-16: write it as"),
+        (lambda data: b"PAR1" + data, r"prompts\.jsonl is Parquet: have its name end in \.parquet"),
+    ],
+    ids=["gzip", "zstd", "utf-16", "parquet"],
+)
+def test_a_file_of_another_kind_is_told_by_its_kind(tmp_path, pack, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(pack(b'{"prompt": "a"}\n'))
     with pytest.raises(PromptFileError, match=message):
         load_prompts(PromptsConfig(file=path), 0)
 
