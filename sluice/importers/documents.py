@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from sluice.config import ConfigError, parse_config
 from sluice.importers.shell import read_script_file, with_sourced
+from sluice.imports import import_named
 from sluice.init import write_new
 from sluice.loop.config import RunConfig
 from sluice.stack import UpConfig
@@ -21,6 +23,16 @@ from sluice.yaml_values import load_yaml
 
 Values = list[str]
 UNKNOWN = "REPLACE-ME"
+REFUSED = ": is refused by "
+NO_MODEL = "is no model directory"
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {  # by kind, and what `sluice up` adds
+    "trainer": ("services.trainer.config:TrainerConfig", {"store": "store"}),
+    "rollout": (
+        "services.rollout.config:RolloutConfig",
+        {"store": "store", "router": "127.0.0.1:1", "engine_id": "engine"},
+    ),
+}
+_NEXT_KEY = re.compile(r"; (?=[a-z_]+(?:\.\w+)*: )")  # one line has what is wrong with all
 MOST_DEVICES = 1024  # of one host
 Put = Callable[["Imported", Values], None]
 
@@ -53,6 +65,11 @@ class Imported:
     rollout: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)  # of several flags together
     left: list[str] = field(default_factory=list)  # what could not be carried, for people
+    said: list[tuple[str, str]] = field(default_factory=list)  # what a flag becomes, and itself
+
+    def note(self, flag: Flag, said: str) -> None:
+        """Remember of which words of the script a key came."""
+        self.said.append((flag.ours, said))
 
     def document(self, name: str) -> dict[str, Any]:
         return {"run": self.run, "trainer": self.trainer, "rollout": self.rollout}[name]
@@ -211,12 +228,40 @@ def give_devices(
 
 
 def check_documents(into: Imported, services: dict[str, Any]) -> None:
-    """Say what keeps the files from loading."""
+    """Say what keeps the files from loading, and what their services would refuse."""
     try:
         parse_config(UpConfig, services)
         parse_config(RunConfig, into.run)
     except ConfigError as error:
         into.left.append(f"the files do not load as they are: {error}")
+    told = set[str]()  # once for a trainer and its critic
+    for name, entry in services["services"].items():
+        for fault in _faults(entry["kind"], entry.get("config", {})):
+            if fault not in told:
+                told.add(fault)
+                into.left.append(f"{_said_of(into, fault, name)}{REFUSED}{name}: {fault}")
+
+
+def _faults(kind: str, config: Mapping[str, Any]) -> list[str]:
+    """What a service says of its settings; but for models, which may be on another machine."""
+    if kind not in CONFIGS:
+        return []
+    cls, added = CONFIGS[kind]
+    try:
+        parse_config(import_named(cls), {**added, **config})
+    except ConfigError as error:
+        each = _NEXT_KEY.split(str(error))
+        return [fault for fault in each if NO_MODEL not in fault]
+    except OSError:
+        return []  # of a model that is not here
+    return []
+
+
+def _said_of(into: Imported, fault: str, name: str) -> str:
+    """The flags that a refused key came of, as the script has them."""
+    key = re.sub(r"(\.\d+)+$", "", fault.partition(":")[0])  # of a list the flag is the whole
+    found = [said for ours, said in into.said if re.search(rf"(?<![\w.]){re.escape(key)}\b", ours)]
+    return ", ".join(found) or f"{name} in services.yaml"
 
 
 class _Plain(yaml.SafeDumper):
@@ -224,6 +269,17 @@ class _Plain(yaml.SafeDumper):
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
+
+
+def with_line(told: str, script: str, text: str) -> str:
+    """What is refused, behind the line of the script that has it; of a sourced one, as it is."""
+    name, is_refused, _ = told.partition(REFUSED)
+    word = re.split(r"[ =]", name)[0]
+    for number, line in enumerate(text.splitlines() if is_refused else (), 1):
+        is_code = not line.lstrip().startswith("#")
+        if is_code and re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w.-])", line):
+            return f"{script}:{number}: {told}"
+    return told
 
 
 Importer = Callable[
@@ -245,10 +301,10 @@ def write_imported(command: str, importer: Importer, arguments: Sequence[str]) -
         usage = f"sluice {command} SCRIPT.sh [-o DIR]"
         raise ConfigError(f"{command} takes one SCRIPT.sh: {usage}")
     script = Path(places[0])
-    text = read_script_file(script, command)
-    text, missing = with_sourced(text, script.parent, os.environ, command)
+    own = read_script_file(script, command)
+    text, missing = with_sourced(own, script.parent, os.environ, command)
     run, services, left = importer(text, Path("runs") / script.stem, os.environ, script.parent)
-    left = [*missing, *left]
+    left = [*missing, *(with_line(line, script.name, own) for line in left)]
     head = f"# From {plain_lines(script.name)} by `sluice {command}`; what is left to do:\n"
     head += "".join(f"#   {plain_lines(line)}\n" for line in left)
     documents = {"services.yaml": services, "run.yaml": run}

@@ -102,6 +102,7 @@ def import_script(
             into.left.append(f"--{name}: is unknown")
             continue
         try:
+            into.note(flag, " ".join([f"--{name}", *values]))
             if flag.put is not None:
                 flag.put(into, values)
             elif name.startswith("sglang-") and flag.ours:

@@ -94,6 +94,7 @@ def import_script(
         elif value in _NULL:
             continue
         elif key.put is not None:
+            into.note(key, f"{name}={value}")
             try:
                 key.put(into, [value])
             except NotCarriedError as error:
