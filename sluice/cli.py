@@ -38,6 +38,7 @@ from sluice.loop.status import (
     no_target_text,
     placed,
 )
+from sluice.preflight.command import CHECK_USAGE, check
 from sluice.profile_command import PROFILE_USAGE, profile
 from sluice.protoset import PROTOSET_USAGE, write_protoset
 from sluice.run_commands import (
@@ -62,6 +63,7 @@ USAGE = {
     "demo": "sluice demo [--run-dir DIR] [--steps N] ...",
     "doctor": DOCTOR_USAGE,
     "init": INIT_USAGE,
+    "check": CHECK_USAGE,
     "import-slime": "sluice import-slime SCRIPT.sh [-o DIR]",
     "import-verl": "sluice import-verl SCRIPT.sh [-o DIR]",
     "up": "sluice up SERVICES.yaml [--on local|ray] [--address HOST:PORT] [--key value ...]",
@@ -88,6 +90,7 @@ SUMMARY = {
     "demo": "a tiny model learns by GRPO over all services, on this machine",
     "doctor": "what this machine lacks for a run, and the remedy",
     "init": "write a commented run.yaml and services.yaml for a model and a task",
+    "check": "what would make a run fail or do something else, before anything is started",
     "import-slime": "write run.yaml and services.yaml from a run script of slime",
     "import-verl": "write run.yaml and services.yaml from a run script of verl",
     "up": "start services, keep them alive until Ctrl-C; on Ray until `sluice down`",
@@ -334,6 +337,7 @@ async def completion(arguments: Sequence[str]) -> None:
     configs: dict[str, type[ProcessConfig] | None] = {
         **dict.fromkeys(USAGE),
         "up": UpConfig,
+        "check": RunConfig,
         "train": RunConfig,
         "eval": ScoredRunConfig,
         "sft": SftConfig,
@@ -348,6 +352,7 @@ async def completion(arguments: Sequence[str]) -> None:
     }
     more = {
         "up": ("--on", "--address"),
+        "check": ("--up", "--as", "--rows"),
         "train": ("--up",),
         "sft": ("--up",),
         "dpo": ("--up",),
@@ -380,6 +385,7 @@ def main() -> int:
     commands = {
         "doctor": doctor,
         "init": init,
+        "check": check,
         "import-slime": import_slime,
         "import-verl": import_verl,
         "completion": completion,

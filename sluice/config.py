@@ -224,36 +224,58 @@ def load_config(cls: type[C], argv: Sequence[str] | None = None, usage: str = ""
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     values = read_yaml(_take_config_path(arguments))
-    _check_environment(cls, os.environ)
+    check_environment(cls, os.environ)
+    return _build(cls, sources_of(cls, values, arguments, usage))
+
+
+def sources_of(
+    cls: type[ProcessConfig], values: Mapping[str, Any], arguments: Sequence[str], usage: str
+) -> Sources:
+    """Flags, then the environment, then the values of a file."""
 
     def sources(settings: type[BaseSettings], _: Any, environment: Any) -> tuple[Any, ...]:
+        if not arguments:  # a parser of all flags takes a third of a second to make
+            return environment, _YamlSource(settings, dict(values))
         flags: CliSettingsSource[Any] = CliSettingsSource(
             settings,
-            cli_parse_args=arguments,
+            cli_parse_args=list(arguments),
             cli_implicit_flags=True,
             cli_hide_none_type=True,
             root_parser=_flag_parser(cls, usage),
         )
-        return flags, environment, _YamlSource(settings, values)
+        return flags, environment, _YamlSource(settings, dict(values))
 
-    return _build(cls, sources)
+    return sources
+
+
+def values_alone(_: type[BaseSettings], initial: Any, environment: Any) -> tuple[Any, ...]:
+    """The sources of `parse_config`."""
+    return (initial,)
 
 
 def parse_config(cls: type[C], values: Mapping[str, Any]) -> C:
     """Build `cls` from values alone, neither environment nor flags."""
-    return _build(cls, lambda settings, initial, environment: (initial,), values)
+    return _build(cls, values_alone, values)
 
 
 def _build(cls: type[C], sources: Sources, values: Mapping[str, Any] | None = None) -> C:
-    """Build `cls` from its sources: functions of the class, of `values` and of the environment."""
-    token = _sources.set(sources)
     try:
-        built = _sourced(cls)(**(values or {}))
+        return build(cls, sources, values)
     except ValidationError as error:
         variables = os.environ if values is None else {}
         raise ConfigError(describe(error, cls, cls.former_keys, variables)) from None
     except SettingsError as error:
         raise ConfigError(str(error)) from None
+
+
+def build(cls: type[C], sources: Sources, values: Mapping[str, Any] | None = None) -> C:
+    """Build `cls` from its sources: functions of the class, of `values` and of the environment.
+
+    Raises ValidationError and SettingsError.
+    """
+    token = _sources.set(sources)
+    try:
+        built = _sourced(cls)(**(values or {}))
     finally:
         _sources.reset(token)
     settings = {name: getattr(built, name) for name in cls.model_fields}
@@ -286,6 +308,16 @@ def describe(
     environment: Mapping[str, str] | None = None,
 ) -> str:
     """What is wrong with each setting of a `cls`, by its dotted path, and by its variable."""
+    return "; ".join(faults_of(error, cls, former_keys, environment))
+
+
+def faults_of(
+    error: ValidationError,
+    cls: type[BaseModel],
+    former_keys: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> list[str]:
+    """What `describe` says, setting by setting."""
     lines: list[str] = []
     shown = set[str]()  # lists of known keys, once each
     for item in error.errors():
@@ -304,7 +336,7 @@ def describe(
             source = f" of the environment variable {variable}" if is_from_there else ""
             message += f" (got {_clipped(repr(item['input']))}{source})"
         lines.append(f"{_clipped(path)}: {message}" if path else message)
-    return "; ".join(lines)
+    return lines
 
 
 def _clipped(text: str) -> str:
@@ -338,8 +370,8 @@ def _take_config_path(arguments: list[str]) -> str | Path:
     return os.devnull
 
 
-def _check_environment(cls: type[ProcessConfig], environment: Mapping[str, str]) -> None:
-    """A mistyped variable would be ignored in silence; refuse it."""
+def check_environment(cls: type[ProcessConfig], environment: Mapping[str, str]) -> None:
+    """Refuse a mistyped variable, which would be ignored in silence. Raises ConfigError."""
     for name, value in environment.items():
         if not name.startswith(ENV_PREFIX) or name in RESERVED_ENV or not value:
             continue

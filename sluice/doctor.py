@@ -10,33 +10,32 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import psutil
 from packaging.requirements import Requirement
 from pydantic import Field
-from rich.console import Console
-from rich.text import Text
 
 from sluice import platform
 from sluice.address import join_address, plain_host
 from sluice.config import ENV_PREFIX, RESERVED_ENV, ProcessConfig, load_config
-from sluice.loop.screen import plain_text
+from sluice.finding import OK, WARNING, WRONG, Finding, UnfitError, show
 from sluice.operations import OPERATIONS, chosen
 from sluice.platform import PlatformError
 
 DOCTOR_USAGE = "sluice doctor [--store DIR] [--port N] ..."
 OPEN_PORTS = (
-    ("`sluice doctor`, for a moment", "`--host` (loopback), `--port` or a free one", "nothing"),
+    (
+        "`sluice doctor`, and `sluice check`, for a moment",
+        "`--host` (loopback), `--port` or a free one; ports that services name",
+        "nothing",
+    ),
 )
 LEAST_FILES = 4096
 LEAST_DISK_BYTES = 10 << 30
 LEAST_MEMORY_BYTES = 2 << 30
 CLOCK_SECONDS = 2.0
-OK, WARNING, WRONG = "ok", "warning", "wrong"
-_STYLES = {OK: "green", WARNING: "yellow", WRONG: "bold red"}
 
 
 class DoctorConfig(ProcessConfig):
@@ -49,34 +48,10 @@ class DoctorConfig(ProcessConfig):
     port: int = Field(0, ge=0, le=65535, description="That a service is to have; 0 is any.")
 
 
-class UnfitError(Exception):
-    """Something that a run needs is missing; what, was said before."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What was looked at, how it is, and what to do if that is not ok."""
-
-    subject: str
-    state: str
-    text: str
-    remedy: str = ""
-
-
 async def doctor(arguments: Sequence[str]) -> None:
     """Print findings, a line each. Raises UnfitError if one is wrong."""
     config = load_config(DoctorConfig, list(arguments), DOCTOR_USAGE)
-    console, wrong = Console(), list[str]()
-    for finding in examine(config):
-        line = Text.assemble(
-            (f"{finding.state:8}", _STYLES[finding.state]),
-            f" {finding.subject:12} {plain_text(finding.text, 400)}",
-        )
-        console.print(line, soft_wrap=True)
-        if finding.remedy and finding.state != OK:
-            console.print(Text(f"{'':22}-> {finding.remedy}"), soft_wrap=True)
-        if finding.state == WRONG:
-            wrong.append(finding.subject)
+    wrong = show(examine(config))
     if wrong:
         raise UnfitError(f"doctor: not fit for a run: {', '.join(wrong)}")
 
@@ -89,8 +64,8 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
     yield _device()
     yield _memory()
     yield _open_files()
-    yield _port(config.host, config.port)
-    yield from _store(config.store)
+    yield look_at_port(config.host, config.port)
+    yield from look_at_store(config.store)
 
 
 def _python() -> Finding:
@@ -187,7 +162,8 @@ def _open_files() -> Finding:
     return Finding("open files", OK, f"at most {soft}")
 
 
-def _port(host: str, port: int) -> Finding:
+def look_at_port(host: str, port: int) -> Finding:
+    """Whether a server can be there; port 0 is any."""
     host = plain_host(host)
     name = join_address(host, port) if port else host
     try:
@@ -205,7 +181,7 @@ def _port(host: str, port: int) -> Finding:
     return Finding("ports", OK, f"{name} can be listened on, and reached")
 
 
-def _store(store: Path) -> Iterator[Finding]:
+def look_at_store(store: Path) -> Iterator[Finding]:
     """What a store does with files: whole writes, renames, locks, links; disk and clock."""
     if not os.path.isdir(store):  # false for names that cannot be, too
         remedy = "make it, or give another --store"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -192,8 +192,13 @@ def _teachers(config: RunConfig) -> dict[str, TeacherConfig]:
 
 
 def _named(key: str, service: str, services: Path | None) -> str:
-    known = {} if services is None else read_services(services)
-    if services is None or service not in known:
+    check_named(key, service, {} if services is None else read_services(services))
+    assert services is not None, "or nothing is known"
+    return by_name(services, service)
+
+
+def check_named(key: str, service: str, known: Collection[str]) -> None:
+    """Raises ConfigError where the setting `key` names a service that is not there."""
+    if service not in known:
         told = ", ".join(sorted(known)) or "none"
         raise ConfigError(f"{key}: no service is called {service}; known: {told}")
-    return by_name(services, service)

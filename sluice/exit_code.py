@@ -15,8 +15,8 @@ from sluice import logs
 from sluice.client import RemoteError
 from sluice.config import ConfigError
 from sluice.convert_command import CheckpointError
-from sluice.doctor import UnfitError
 from sluice.durable import DirectoryError
+from sluice.finding import UnfitError
 from sluice.loop.evaluation import EvaluationError
 from sluice.loop.fleet import NoEngineError
 from sluice.loop.mixture import ScheduleError

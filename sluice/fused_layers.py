@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sluice.fused_operations import rms_norm, rotate, swiglu
+from sluice.model_types import layer_configs
 from sluice.operations import OperationsConfig, Usage, choose
 
 # Their names begin so. Norms multiply by a weight that is stored as it is.
@@ -79,13 +80,6 @@ def heads_of(config: Any) -> tuple[int, int]:
     own = [getattr(layer, "head_dim", None) for layer in layer_configs(text)]
     size = max(each or text.hidden_size // heads for each in own)
     return size, getattr(text, "v_head_dim", None) or size
-
-
-def layer_configs(text: Any) -> list[Any]:
-    """Returns the configuration of each layer where they differ in their sizes, else the one."""
-    if not getattr(text, "is_heterogeneous", False):
-        return [text]
-    return [text.per_layer_config[index] for index in range(text.num_hidden_layers)]
 
 
 def used_by(text: torch.nn.Module) -> set[str]:

@@ -5,8 +5,9 @@ Importing this costs nothing of transformers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -15,6 +16,42 @@ SAME_AS = {
     "kimi_k2": "deepseek_v3",  # Kimi K2
     "mimo": "qwen2",  # MiMo-7B: its layer of multi-token prediction is not part of the stack
 }
+
+
+# Model types whose towers take `ImageRules.patches`, and whose text takes three positions a token;
+# transformers' classes of the towers.
+TOWERS = {
+    "qwen2_5_vl": "Qwen2_5_VisionTransformerPretrainedModel",
+    "qwen3_5": "Qwen3_5VisionModel",
+    "qwen3_5_moe": "Qwen3_5MoeVisionModel",
+    "qwen3_vl": "Qwen3VLVisionModel",
+    "qwen3_vl_moe": "Qwen3VLMoeVisionModel",
+}
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_COUNTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+
+
+def check_chosen(config: Mapping[str, Any]) -> None:
+    """Raises ValueError for a config.json that sends tokens to more experts than a layer has.
+
+    What cannot be chosen ends the first pass of whoever computes by it.
+    """
+    text = config.get("text_config") or config  # of a model that sees
+    if not isinstance(text, Mapping):
+        return
+    counts, chosen = (
+        next((text[key] for key in keys if text.get(key)), 0)
+        for keys in (EXPERT_COUNTS, CHOSEN_COUNTS)
+    )
+    if isinstance(counts, int) and isinstance(chosen, int) and 0 < counts < chosen:
+        raise ValueError(f"config.json has tokens go to {chosen} experts, and a layer has {counts}")
+
+
+def layer_configs(text: Any) -> list[Any]:
+    """Returns the configuration of each layer where they differ in their sizes, else the one."""
+    if not getattr(text, "is_heterogeneous", False):
+        return [text]
+    return [text.per_layer_config[index] for index in range(text.num_hidden_layers)]
 
 
 def known_type(model_type: str) -> str:

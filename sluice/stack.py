@@ -171,6 +171,21 @@ class UpConfig(ProcessConfig):
         return services
 
 
+def router_name(config: UpConfig) -> str:
+    """The name of the router that rollout services and gateways are given. Raises ConfigError."""
+    for name, entry in config.services.items():
+        if entry.kind == "router":
+            return entry.name_of(name, 0)
+    raise ConfigError("services: a rollout service, or a gateway, needs a router")
+
+
+def trainer_name(config: UpConfig) -> str:
+    """The name of the trainer that a gateway is given. Raises ConfigError."""
+    if (name := policy_trainer(config)) is None:
+        raise ConfigError("services: a gateway needs a trainer")
+    return config.services[name].name_of(name, 0)
+
+
 def check_fits_here(name: str, entry: ServiceEntry) -> None:
     """Raises ConfigError for a service that this machine has not the room for, or is not."""
     needs, cpus = entry.resources, os.cpu_count() or 1
@@ -273,7 +288,12 @@ def with_sglang(config: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
 
 def read_store(path: Path) -> Place:
     """The shared store of the trainer in a services.json."""
-    stores = {entry["store"] for entry in read_entries(path).values() if entry["kind"] == "trainer"}
+    return store_of(path, read_entries(path))
+
+
+def store_of(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> Place:
+    """That of the trainer among the entries of a services.json. Raises ConfigError."""
+    stores = {entry["store"] for entry in entries.values() if entry["kind"] == "trainer"}
     if len(stores) != 1:
         raise ConfigError(f"store: the trainers of {path} have {len(stores)}; name one")
     return place_of(stores.pop())
@@ -281,5 +301,10 @@ def read_store(path: Path) -> Place:
 
 def read_weights(path: Path) -> str:
     """Where versions of weights are by a services.json; empty: in the store."""
-    entries = read_entries(path).values()
-    return next((str(e.get("weights", "")) for e in entries if e["kind"] == "trainer"), "")
+    return weights_of(read_entries(path))
+
+
+def weights_of(entries: Mapping[str, Mapping[str, Any]]) -> str:
+    """Where versions of weights are by the entries of one; empty: in the store."""
+    found = entries.values()
+    return next((str(e.get("weights", "")) for e in found if e["kind"] == "trainer"), "")

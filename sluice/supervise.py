@@ -46,8 +46,9 @@ from sluice.stack import (
     filled_in,
     http_section,
     node_name,
-    policy_trainer,
+    router_name,
     services_entry,
+    trainer_name,
     with_sglang,
 )
 
@@ -274,18 +275,14 @@ class Supervisor:
         return join_address(str(server.get("host", LOOPBACK)), int(port))
 
     def _router_address(self) -> str:
-        for service in self._services:
-            if service.kind == "router":
-                return str(service.addresses["address"])
-        raise ConfigError("services: a rollout service, or a gateway, needs a router")
+        return self._address_of(router_name(self.config))
 
     def _trainer_address(self) -> str:
         """Of the trainer of the policy."""
-        name = policy_trainer(self.config)
-        for service in self._services:
-            if name is not None and service.entry is self.config.services[name]:
-                return str(service.addresses["address"])
-        raise ConfigError("services: a gateway needs a trainer")
+        return self._address_of(trainer_name(self.config))
+
+    def _address_of(self, name: str) -> str:
+        return next(str(s.addresses["address"]) for s in self._services if s.name == name)
 
     async def _opened(self, service: _Service) -> None:
         """Waits until a service has opened its ports."""

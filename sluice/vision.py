@@ -15,18 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from sluice.model_types import TOWERS
 from sluice.samples.images import CHANNELS, ImageRules
 from sluice.samples.sample import MediaSpan
 
-# Model types whose towers take `ImageRules.patches`, and whose text takes three positions a token;
-# transformers' classes of the towers.
-FAMILIES = {
-    "qwen2_5_vl": "Qwen2_5_VisionTransformerPretrainedModel",
-    "qwen3_5": "Qwen3_5VisionModel",
-    "qwen3_5_moe": "Qwen3_5MoeVisionModel",
-    "qwen3_vl": "Qwen3VLVisionModel",
-    "qwen3_vl_moe": "Qwen3VLMoeVisionModel",
-}
+FAMILIES = TOWERS
 TEXT = -1  # a token that shows no image
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 from services.trainer.config import MAX_GRAD_NORM
+from services.trainer.mesh import LayoutError as LayoutError
+from services.trainer.mesh import Mesh as Mesh
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
 from sluice.algo.logprobs import TopLogprobs
@@ -61,27 +63,6 @@ class Row(NamedTuple):
 
 
 MicroBatch = Sequence[Row]  # may be empty: a dummy of zero weight, run for its collectives
-
-
-class LayoutError(ValueError):
-    """A world, or a model, does not divide into the parallel sizes asked for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mesh:
-    """Where this rank stands. Ranks of one `data_rank` hold the same rows."""
-
-    rank: int
-    world_size: int
-    data_rank: int = 0
-    data_size: int = 1
-    tensor_size: int = 1
-    pipeline_size: int = 1
-    context_size: int = 1
-    expert_size: int = 1
-    virtual_pipeline_size: int = 1
-    replicas: int = 1  # of the model, each cut over data ranks
-    reports: bool = True  # exactly one rank of each data_rank answers with rows and sums
 
 
 @dataclass(frozen=True, kw_only=True)

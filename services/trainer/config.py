@@ -18,6 +18,7 @@ from services.trainer.backends.reference.config import ReferenceConfig
 from sluice.address import plain_host, split_address
 from sluice.algo.surrogate import LossHead
 from sluice.config import PLAIN_NAME, Config, ProcessConfig, no_model_text
+from sluice.model_types import check_chosen
 from sluice.operations import OperationsConfig
 from sluice.place import (
     Place,
@@ -866,6 +867,7 @@ class TrainerConfig(ProcessConfig):
             raise ValueError(f"{path} is not JSON: {error}") from None
         if not isinstance(document, dict):
             raise ValueError(f"{path} is no JSON object")
+        check_chosen(document)
         return value
 
 

@@ -21,8 +21,9 @@ from services.trainer.controller.state import PassScalars, PolicyState
 from services.trainer.controller.trainer import Trainer
 from services.trainer.controller.transfer import Target
 from services.trainer.controller.uploads import ColumnUpdate, ReferencedColumns
+from services.trainer.description import LOSSES, describe_settings
 from services.trainer.errors import AdaptersUnsupportedError, WrongHeadError
-from sluice.algo.plugins import SHIPPED, is_shipped
+from sluice.algo.plugins import is_shipped
 from sluice.algo.spec import LossSpec
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.trainer.v1 import loss_pb2
@@ -54,12 +55,6 @@ from sluice.samples.sample import MOST_TOP, TEMPERATURES, is_temperature
 MAX_PROFILED_STEPS = 100
 ALLOCATION_SECONDS = 0.5  # that an answer waits for the number of a version
 MAX_RESPONSE_BYTES = 1 << 20  # of one message of a stream, unless a row alone is larger
-VALUE_LOSSES = ("value", "linear_value")
-LOSSES: dict[Head, tuple[str, ...]] = {
-    "policy": tuple(name for name in SHIPPED["loss"] if name not in VALUE_LOSSES),
-    "value": VALUE_LOSSES,
-    "reward": VALUE_LOSSES,
-}
 OVERSIZE = {
     pb.OVERSIZE_POLICY_UNSPECIFIED: None,
     pb.OVERSIZE_POLICY_ERROR: OversizePolicy.ERROR,
@@ -672,7 +667,8 @@ def plan_to_proto(dry: DryPlan) -> pb.PlanBatchResponse:
 
 def describe(trainer: Trainer) -> pb.Trainer:
     state, ranks = trainer.state, trainer.ranks
-    described = pb.Trainer(
+    described = describe_settings(trainer.config, trainer.vocabulary)
+    of_now = pb.Trainer(
         state=ranks.state,
         step=state.step,
         part_ids=list(state.ledger.parts),
@@ -680,30 +676,17 @@ def describe(trainer: Trainer) -> pb.Trainer:
         ranks=[link.to_proto() for link in ranks.links],
         restart_count=ranks.restart_count,
         failure=ranks.failure,
-        losses=LOSSES[trainer.config.head],
-        advantage_estimators=SHIPPED["advantage"],
-        corrections=SHIPPED["correction"],
-        kl_estimators=SHIPPED["kl"],
-        user_modules=trainer.config.user_modules,
         batches=[batch.name for batch in state.batches.all()],
-        backend=trainer.config.backend,
         skipped_count=state.skipped_count,
         consecutive_skipped_count=state.skips_in_a_row,
         gradients_incomplete=bool(state.ledger.broken),
         checkpoint=state.checkpoint,
-        head=trainer.config.head,
-        name=trainer.config.name,
-        vocabulary=trainer.vocabulary,
         asleep=state.asleep is not None,
-        write_behind=trainer.config.transfer.write_behind,
-        sends_weights=trainer.config.transfer.enabled,
         promised_version=trainer.publisher.promised,
         max_row_tokens=trainer.max_row_tokens,
-        trains_adapters=trainer.config.lora is not None,
-        fixed_reference=trainer.config.fixed_reference,
-        settings=trainer.config.shaping,
         adapters=[describe_adapter(policy) for policy in state.adapters.values()],
     )
+    described.MergeFrom(of_now)
     if state.weights is not None:
         described.weights.version = state.weights.version
         described.weights.digest = state.weights.digest

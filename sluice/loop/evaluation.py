@@ -8,7 +8,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,6 +97,13 @@ class PrintedScores:
         return None
 
 
+def open_dataset(config: RunConfig, name: str) -> PromptSource:
+    """Opens the tasks of a data set. Raises ConfigError for prompts that cannot be read."""
+    assert config.evaluation is not None, "it has data sets"
+    data, where = config.evaluation.datasets[name], f"evaluation.datasets.{name}.prompts"
+    return load_prompts(data.prompts, config.seed, config.environment_of(data), where)
+
+
 class EvaluationLane:
     """The evaluations of a run; at most one at a time.
 
@@ -118,15 +125,7 @@ class EvaluationLane:
         self._attempt = attempt
         self._evaluation = config.evaluation
         datasets = {} if self._evaluation is None else self._evaluation.datasets
-        self._sources: Mapping[str, PromptSource] = {
-            name: load_prompts(
-                data.prompts,
-                config.seed,
-                config.environment_of(data),
-                f"evaluation.datasets.{name}.prompts",
-            )
-            for name, data in datasets.items()
-        }
+        self._sources = {name: open_dataset(config, name) for name in datasets}
         self._running: asyncio.Task[None] | None = None
 
     @property

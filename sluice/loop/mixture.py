@@ -66,15 +66,13 @@ def open_sources(config: RunConfig) -> dict[str, PromptSource]:
 
     Raises ConfigError for a missing, PromptFileError for a malformed file.
     """
-    return {
-        name: load_prompts(
-            share.prompts,
-            config.seed,
-            share.environment,
-            f"environments.{name}.prompts" if name else "prompts",
-        )
-        for name, share in config.shares.items()
-    }
+    return {name: open_source(config, name) for name in config.shares}
+
+
+def open_source(config: RunConfig, name: str) -> PromptSource:
+    """Opens the tasks of an environment by name. Raises as `open_sources`."""
+    share, where = config.shares[name], f"environments.{name}.prompts" if name else "prompts"
+    return load_prompts(share.prompts, config.seed, share.environment, where)
 
 
 def load_schedule(config: RunConfig) -> Schedule | None:

@@ -56,7 +56,10 @@ class PromptSource:
 
     def place(self, position: int) -> str:
         """Says where the task of group number `position` is from: file and row, or its index."""
-        index = self._index(position)
+        return self.name(self._index(position))
+
+    def name(self, index: int) -> str:
+        """Says where a task of `tasks` is from."""
         return f"{self._file}, row {self._numbers[index]}" if self._file else f"task {index}"
 
     def _index(self, position: int) -> int:

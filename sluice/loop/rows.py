@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -113,6 +113,11 @@ class TrainingRows(ABC):
             raise ConfigError(f"template: {error}") from None
 
     @property
+    def count(self) -> int:
+        """Rows of the file."""
+        return len(self._rows)
+
+    @property
     def steps_per_epoch(self) -> int:
         return -(-len(self._rows) // self._rows_per_step)
 
@@ -133,6 +138,17 @@ class TrainingRows(ABC):
             sample_count=len(samples),
             trained_tokens=sum(int(np.sum(sample.columns["loss_mask"])) for sample in samples),
         )
+
+    def lengths(self, count: int) -> Iterator[tuple[str, int | str]]:
+        """Tokenises the first rows: where each stands, and the tokens of its longest sequence, or
+        why nothing can be learned of it."""
+        for index in range(min(count, len(self._rows))):
+            try:
+                samples = self._samples(0, index)
+            except PromptFileError as error:
+                yield self._rows[index][0], str(error)
+                continue
+            yield self._rows[index][0], max((len(each.token_ids) for each in samples), default=0)
 
     def place(self, sample_id: str) -> str:
         """Where in the file the row of a sample stands."""

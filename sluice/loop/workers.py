@@ -127,7 +127,7 @@ def _request(
     takes_more: bool = False,
 ) -> pb.RolloutRequest:
     request = pb.RolloutRequest(
-        environment=_spec(environment),
+        environment=spec_of(environment),
         sampling=engine_pb.SamplingParams(**sampling.model_dump()),
         sample_count=len(groups[0].seeds),
         group_timeout=duration_of(group_timeout_seconds),
@@ -140,7 +140,7 @@ def _request(
     return request
 
 
-def _spec(environment: EnvironmentConfig) -> pb.EnvironmentSpec:
+def spec_of(environment: EnvironmentConfig) -> pb.EnvironmentSpec:
     spec = pb.EnvironmentSpec(name=environment.name)
     spec.settings.update(environment.settings)
     spec.settings_order = _order_of(environment.settings)
@@ -186,6 +186,11 @@ def check_teachers(config: RunConfig, share: EnvironmentShare, source: PromptSou
     alike = isinstance(source.tasks, range)  # no row, so none that names another
     for task in source.tasks[:1] if alike else source.tasks:
         teacher_of(config, share, task)
+
+
+def refused(key: str, message: str) -> ConfigError:
+    """What a worker says of an environment, by the setting `key` that gives it."""
+    return ConfigError(key + message.removeprefix("environment"))
 
 
 class WorkerLostError(Exception):
@@ -282,11 +287,10 @@ class EpisodeWorkers:
     async def _open(self, address: str, environments: Mapping[str, EnvironmentConfig]) -> None:
         for key, environment in environments.items():
             try:
-                await self._clients[address].check_environment(_spec(environment))
+                await self._clients[address].check_environment(spec_of(environment))
             except RemoteError as error:
                 if error.code is grpc.StatusCode.INVALID_ARGUMENT:
-                    wrong = error.message.removeprefix("environment")
-                    raise ConfigError(f"{key}{wrong}") from None
+                    raise refused(key, error.message) from None
                 if not is_passing(error):
                     raise
                 logger.warning("episode worker %s did not open %s: %s", address, key, error)

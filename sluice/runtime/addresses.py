@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,11 +34,16 @@ def by_name(path: Path, name: str) -> str:
 def address_of(path: Path, name: str) -> str:
     """Address in a services.json of a service, or of the only one of a kind."""
     addresses = read_services(path)
-    if name not in addresses:
-        raise ConfigError(
-            f"services: {path} has no {name}, or several; known: {', '.join(sorted(addresses))}"
-        )
+    check_known(path, name, addresses)
     return addresses[name]
+
+
+def check_known(path: Path, name: str, known: Collection[str]) -> None:
+    """Raises ConfigError for a name that is none of those of a services.json."""
+    if name not in known:
+        raise ConfigError(
+            f"services: {path} has no {name}, or several; known: {', '.join(sorted(known))}"
+        )
 
 
 def url_of(path: Path, name: str, key: str) -> str:
@@ -52,9 +57,17 @@ def url_of(path: Path, name: str, key: str) -> str:
 def read_services(path: Path) -> dict[str, str]:
     """Addresses in a services.json by name, and by kind where one entry is of it."""
     entries = read_entries(path)
+    return {name: entries[own]["address"] for name, own in names_of(entries).items()}
+
+
+def names_of(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Names of the entries of a services.json, their own by all that each may be called.
+
+    That is its own, and its kind where no other entry is of it.
+    """
     kinds = [entry["kind"] for entry in entries.values()]
-    single = {e["kind"]: e["address"] for e in entries.values() if kinds.count(e["kind"]) == 1}
-    return single | {name: entry["address"] for name, entry in entries.items()}
+    single = {e["kind"]: name for name, e in entries.items() if kinds.count(e["kind"]) == 1}
+    return single | {name: name for name in entries}
 
 
 def read_entries(path: Path) -> dict[str, dict[str, Any]]:

@@ -28,9 +28,9 @@ from services.trainer.backends.megatron.attention import (
 from services.trainer.backends.megatron.batch import pack_batch
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.delta_net import GatedNorm
+from services.trainer.backends.megatron.fit import UnsupportedFeatureError
 from services.trainer.backends.megatron.kernels import choose_operations, core_options
 from services.trainer.backends.megatron.model_config import (
-    UnsupportedFeatureError,
     read_model,
     transformer_config,
 )

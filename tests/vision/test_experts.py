@@ -373,7 +373,8 @@ def test_routers_that_do_not_normalise_are_refused_where_they_would_not(tmp_path
     """transformers normalises whatever config.json says."""
     model = build_model(tmp_path / "model", FAMILY, norm_topk_prob=False)
     upstream.load()  # before anything imports Megatron
-    from services.trainer.backends.megatron.model_config import UnsupportedFeatureError, read_model
+    from services.trainer.backends.megatron.fit import UnsupportedFeatureError
+    from services.trainer.backends.megatron.model_config import read_model
 
     with pytest.raises(UnsupportedFeatureError, match="norm_topk_prob is false"):
         read_model(model.directory)

@@ -175,7 +175,7 @@ class GroupRunner:
         with self._waits.waiting(f"task of group {group.group_id}", on=[settings.environment]):
             task = await self._runner.make_task(group.task)
         images = SampleImages(self._images, owner_of(settings.request_id))
-        passage = await self._tokenise(task, images)
+        passage = await tokenise(self._tokenizer, images, task)
         prompt = SamplingPrompt(
             group_id=group.group_id,
             token_ids=tuple(passage.token_ids),
@@ -314,23 +314,22 @@ class GroupRunner:
             columns |= _top_of(scores, count, sample, pool)
         return replace(sample, columns=columns)
 
-    async def _tokenise(self, task: Task, images: SampleImages) -> Passage:
-        """Raises TaskError for a task of two prompts, and for messages that are no chat."""
-        if task.messages and task.prompt:
-            raise TaskError("prompt", "stands beside messages: a task has one of the two")
-        if task.messages:
-            return await encode_prompt(
-                self._tokenizer, images, task.messages, task.tools, task.template
-            )
-        encode = partial(self._tokenizer.encode, task.prompt, special=True)
-        return self._images.expand(await off_loop(len(task.prompt), encode), ())
-
     async def _responses(self, deltas: Sequence[Delta]) -> list[Response]:
         texts = [""] * len(deltas)
         if self._runner.needs_text:
             ids = [delta.token_ids for delta in deltas]
             texts = await off_loop(sum(map(len, ids)), partial(self._tokenizer.decode, ids))
         return [response_of(delta, text) for delta, text in zip(deltas, texts, strict=True)]
+
+
+async def tokenise(tokenizer: TextTokenizer, images: SampleImages, task: Task) -> Passage:
+    """Raises TaskError for a task of two prompts, and for messages that are no chat."""
+    if task.messages and task.prompt:
+        raise TaskError("prompt", "stands beside messages: a task has one of the two")
+    if task.messages:
+        return await encode_prompt(tokenizer, images, task.messages, task.tools, task.template)
+    encode = partial(tokenizer.encode, task.prompt, special=True)
+    return images.images.expand(await off_loop(len(task.prompt), encode), ())
 
 
 def _top_of(

@@ -74,6 +74,32 @@ class _OpeningRollout:
     group_count: int
 
 
+async def open_environment(
+    environments: Environments, spec: pb.EnvironmentSpec, groups: Sequence[GroupSpec], waits: Waits
+) -> tuple[Runner, dict[str, InvalidFieldError]]:
+    """Returns what is wrong with tasks too, by group: others are of use without those.
+
+    Raises InvalidFieldError for a name or a setting, and what the code of users raises.
+    """
+    refused = dict[str, InvalidFieldError]()
+    try:
+        values = values_from_proto(spec.settings, spec.settings_order, "environment.settings_order")
+        runner = await environments.create_runner(spec.name, values)
+        for index, group in enumerate(groups):
+            try:
+                runner.check(group.task)
+            except TaskError as error:
+                field = f"groups[{index}].{error.key}"
+                refused[group.group_id] = InvalidFieldError(field, str(error))
+        with waits.waiting("settings of an environment", on=[spec.name]):
+            await runner.open()
+    except UnknownEnvironmentError as error:
+        raise InvalidFieldError("environment.name", str(error)) from None
+    except SettingError as error:
+        raise InvalidFieldError(f"environment.settings.{error.key}", str(error)) from None
+    return runner, refused
+
+
 class Rollouts:
     """Owns every rollout of the process."""
 
@@ -126,7 +152,7 @@ class Rollouts:
 
     async def check_environment(self, spec: pb.EnvironmentSpec) -> None:
         """Open an environment by its settings. Raises InvalidFieldError, and what it raises."""
-        await self._create_runner(spec, [])
+        await open_environment(self._environments, spec, [], self._waits)
 
     async def drain(self, seconds: float) -> None:
         """Let rollouts settle for so long, then send their listeners to another worker."""
@@ -165,7 +191,9 @@ class Rollouts:
     ) -> Rollout:
         settings = settings_from_proto(request)
         groups = await asyncio.to_thread(groups_from_proto, request)  # there may be thousands
-        runner, refused = await self._create_runner(request.environment, groups)
+        runner, refused = await open_environment(
+            self._environments, request.environment, groups, self._waits
+        )
         progress = await self._spool.open(request.request_id, body)
         check_same_body(request.request_id, body, progress.body)
         counters = [metrics.GROUPS] + [metrics.EVALUATED_GROUPS] * (evaluation is not None)
@@ -190,30 +218,6 @@ class Rollouts:
             if group.group_id not in settled
         )
         return rollout
-
-    async def _create_runner(
-        self, spec: pb.EnvironmentSpec, groups: list[GroupSpec]
-    ) -> tuple[Runner, dict[str, InvalidFieldError]]:
-        """Returns what is wrong with tasks too, by group: others are of use without those."""
-        refused = dict[str, InvalidFieldError]()
-        try:
-            values = values_from_proto(
-                spec.settings, spec.settings_order, "environment.settings_order"
-            )
-            runner = await self._environments.create_runner(spec.name, values)
-            for index, group in enumerate(groups):
-                try:
-                    runner.check(group.task)
-                except TaskError as error:
-                    field = f"groups[{index}].{error.key}"
-                    refused[group.group_id] = InvalidFieldError(field, str(error))
-            with self._waits.waiting("settings of an environment", on=[spec.name]):
-                await runner.open()
-        except UnknownEnvironmentError as error:
-            raise InvalidFieldError("environment.name", str(error)) from None
-        except SettingError as error:
-            raise InvalidFieldError(f"environment.settings.{error.key}", str(error)) from None
-        return runner, refused
 
     def _slots(self, evaluation: EvaluationSettings | None) -> tuple[asyncio.Semaphore, ...]:
         """Returns what a group must acquire to run; the request's own limit first."""
@@ -368,6 +372,25 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
         return pb.ListEnvironmentsResponse(environments=environments, vocabulary=self._vocabulary)
 
 
+def create_environments(config: RolloutConfig, tokenizer: TextTokenizer) -> Environments:
+    """Those that requests may name. Raises ConfigError."""
+    episodes = config.episodes
+    try:
+        return Environments(
+            episodes.environments,
+            episodes.graders,
+            tokenizer,
+            Allowed(
+                episodes.user_modules,
+                episodes.reward_urls,
+                config.services,
+                episodes.tokenizer_roots,
+            ),
+        )
+    except ValueError as error:
+        raise ConfigError(f"episodes.environments: {error}") from None
+
+
 class EpisodeWorker:
     """Owns environments, leases, channels to engines and the rollouts."""
 
@@ -378,20 +401,7 @@ class EpisodeWorker:
         blobs = open_blobs(config.store, config.store_cache, sync=config.store_sync)
         self._spool = Spool(blobs, _open_journals(config, blobs))
         episodes = config.episodes
-        try:
-            self._environments = Environments(
-                episodes.environments,
-                episodes.graders,
-                self.tokenizer,
-                Allowed(
-                    episodes.user_modules,
-                    episodes.reward_urls,
-                    config.services,
-                    episodes.tokenizer_roots,
-                ),
-            )
-        except ValueError as error:
-            raise ConfigError(f"episodes.environments: {error}") from None
+        self._environments = create_environments(config, self.tokenizer)
         self.images = Images.of_model(config.tokenizer_directory, blobs, config.images)
         self.engines = EngineAccess(
             config.server.security, MediaReader(blobs), self.images.processor

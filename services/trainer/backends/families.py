@@ -7,11 +7,11 @@ writes what it measured.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from sluice.model_types import known_type
+from sluice.model_types import EXPERT_COUNTS, TOWERS, known_type
 
 # shared: a prompt of several rows stands in a pack once. rows: every row stands whole, as windows,
 # sinks and recurrent layers need it.
@@ -90,6 +90,22 @@ FAMILIES: dict[str, Layout] = {
     "solar_open": "shared",
     "starcoder2": "shared",
 }
+# Families that the reference backend trains, besides those of `model_types.TOWERS`.
+# Their attention is the plain one, of queries, keys, values and a scale; of glm_moe_dsa, to keys
+# that it has chosen; of gpt_oss, with windows and sinks.
+REFERENCE = (
+    "deepseek_v3",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "gpt_oss",
+    "llama",
+    "minimax_m2",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)
 IMAGES = "it reads images, which nothing here shows it; docs/vision.md has the families that are"
 REFUSED: dict[str, str] = {
     "bloom": "it takes positions from a mask of padding, so rows of a pack see each other",
@@ -103,7 +119,6 @@ REFUSED: dict[str, str] = {
 }
 MEASURED_ROPE = {"dynamic", "longrope"}
 LEARNED_POSITIONS = {"gpt2": ("n_positions", 1024), "opt": ("max_position_embeddings", 2048)}
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 NO_PLAN = "transformers ships no plan to cut its layers by"
 SEES = "it reads images, by a tower that is not cut over tensor ranks"
@@ -153,6 +168,16 @@ def layout_of(config: Mapping[str, Any], *, unproven: bool = False) -> Layout:
     return "rows" if _has_window(config) else FAMILIES.get(model_type, "rows")
 
 
+def check_reference(model_type: str) -> None:
+    """Raise ValueError for a family that the reference backend does not train."""
+    known = (*REFERENCE, *TOWERS)
+    if model_type not in known:
+        raise ValueError(
+            f"model_type {model_type} is unknown here; known: {', '.join(known)}. "
+            "Others are trained with `backend: fsdp` or `megatron`: docs/models.md"
+        )
+
+
 def check_tensor(model_type: str) -> None:
     """Raise UnknownFamilyError where layers of a family that is trained cannot be cut."""
     if model_type in TENSOR_REFUSED:
@@ -197,6 +222,21 @@ def check_context(config: Mapping[str, Any]) -> None:
             f"fsdp.context above 1 with rope_type {kind}: its angles go by the longest row, of "
             "which a rank has a part"
         )
+
+
+def check_dropout(config: Mapping[str, Any]) -> None:
+    """Raise ValueError where layers that are run again would drop others out."""
+    for name, value in _flat(config):
+        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float) and value:
+            raise ValueError(f"fsdp.activation_checkpointing with {name} above 0 in config.json")
+
+
+def _flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Settings of a model and of its parts."""
+    for name, value in settings.items():
+        if name.endswith("_config") and isinstance(value, Mapping):
+            yield from _flat(value)
+        yield name, value
 
 
 def check_lengths(config: Mapping[str, Any], longest: int | None) -> None:

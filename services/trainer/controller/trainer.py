@@ -31,9 +31,10 @@ from services.trainer.controller.rank_group import Launcher, RankGroup
 from services.trainer.controller.sleep import TrainerSleep
 from services.trainer.controller.state import TrainerState, Turns
 from services.trainer.controller.uploads import TrainerBatches
+from services.trainer.description import longest_row
 from services.trainer.rows import read_shape
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
-from sluice.balance.planner import GroupTooLargeError, OversizePolicy
+from sluice.balance.planner import GroupTooLargeError
 from sluice.runtime.errors import InvalidFieldError
 from sluice.runtime.waits import Waits
 from sluice.samples.vocabulary import vocabulary_digest
@@ -81,10 +82,8 @@ class Trainer:
     @property
     def max_row_tokens(self) -> int:
         """Return how long a row may be; 0 where any is taken, or before the mesh is known."""
-        limits = self.batches.limits
         is_known = self.ranks.state == trainer_pb.Trainer.STATE_ACTIVE
-        cuts = limits.oversize is OversizePolicy.TRUNCATE
-        return (limits.longest or 0) if is_known and not cuts else 0
+        return longest_row(self.batches.limits) if is_known else 0
 
     async def start(self, controller: str) -> None:
         """Launch the ranks and wait until they are active or have failed."""

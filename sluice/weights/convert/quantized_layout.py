@@ -289,6 +289,17 @@ def is_quantized(tensors: Mapping[str, str]) -> bool:
     )
 
 
+def check_stated(config: Mapping[str, object], tensors: Mapping[str, str]) -> None:
+    """Raise InvalidCheckpointError for quantised tensors that a config.json does not tell of.
+
+    tensors: dtypes by name.
+    """
+    if is_quantized(tensors) and layout_of(config) is None:
+        raise InvalidCheckpointError(
+            "it has quantised weights, and a config.json that knows of none"
+        )
+
+
 def modules_kept(tensors: Mapping[str, Described]) -> list[str]:
     """Name the modules whose matrices are not quantised, of tensors by name: dtype and shape."""
     return sorted(

@@ -38,9 +38,8 @@ from sluice.weights.checkpoint import (
 )
 from sluice.weights.convert.hf import read_config
 from sluice.weights.convert.quantization import restored
-from sluice.weights.convert.quantized_layout import layout_of
+from sluice.weights.convert.quantized_layout import check_stated, layout_of
 from sluice.weights.dtypes import DTYPE_NAMES
-from sluice.weights.errors import InvalidCheckpointError
 from sluice.weights.manifest import Manifest, ShardFile, TensorEntry
 from sluice.weights.shards import load_verified, mapped_tensor
 
@@ -109,11 +108,10 @@ def _restored(
     tensors: Mapping[str, torch.Tensor], directory: Path, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """Returns quantised tensors as numbers. Raises WeightStoreError or OSError."""
-    layout = layout_of(read_config(directory))
-    if layout is None:
-        raise InvalidCheckpointError(
-            "it has quantised weights, and a config.json that knows of none"
-        )
+    config = read_config(directory)
+    check_stated(config, {name: DTYPE_NAMES[tensor.dtype] for name, tensor in tensors.items()})
+    layout = layout_of(config)
+    assert layout is not None, "checked above"
     return dict(restored(tensors, layout, dtype))
 
 

@@ -24,6 +24,7 @@ from services.rollout.engine.reference.attention import (
     Shown,
     Sight,
 )
+from services.rollout.engine.reference.fit import check_rope, read_model_config
 from services.rollout.engine.reference.foreign import (
     WholeRows,
     foreign_attention,
@@ -36,7 +37,6 @@ from sluice.algo.logprobs import float32_logits
 from sluice.fused_layers import adapt, choose_for, heads_of
 from sluice.fused_operations import attention_kernel
 from sluice.imports import uncompiled, unsymbolic
-from sluice.model_types import read_config
 from sluice.operations import UNASKED, OperationError, OperationsConfig, Usage, capability_of
 from sluice.priority import lower_priority
 from sluice.routers import Routers, UnknownRoutersError, biases_unrounded, hold_biases
@@ -55,23 +55,6 @@ with uncompiled():
     from transformers.utils import logging as transformers_logging
 
 FEATURE_TOKENS = 1 << 16  # of images seen last, whose features are kept
-
-
-def _check_rope(config: PretrainedConfig) -> None:
-    """Raises UnsupportedModelError for angles that change with the length of a row.
-
-    Those of longrope are others for all tokens of a row that outgrows the first training, and for
-    all rows of a pass: what is cached of it, and its neighbours, would be wrong.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    for part in (rope, *rope.values()):
-        if isinstance(part, Mapping) and part.get("rope_type") == "longrope":
-            raise UnsupportedModelError(
-                "rope_type longrope (rope_scaling) has other angles for all tokens of a row that "
-                f"is longer than {part.get('original_max_position_embeddings')}: this engine does "
-                "not serve it, another backend may",
-                rope_type="longrope",
-            )
 
 
 class Shaped(Protocol):
@@ -98,7 +81,7 @@ class ServingModel:
         names, where it has them quantized.
         """
         config = read_model_config(directory)
-        _check_rope(config.get_text_config())
+        check_rope(config.get_text_config())
         self._foreign = foreign_reason(config.get_text_config())
         transformers_logging.disable_progress_bar()  # a server's log is no terminal
         try:
@@ -412,17 +395,6 @@ def _widen(head: torch.nn.Linear) -> None:
 
 
 Owner = tuple[torch.nn.Module, str]
-
-
-def read_model_config(directory: Path) -> PretrainedConfig:
-    """Reads config.json of a model directory; raises UnfitWeightsError."""
-    try:
-        config = read_config(directory)
-    except (ValueError, OSError, KeyError) as error:
-        raise UnfitWeightsError(f"{directory.name!r} has no usable config: {error}") from error
-    if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config  # weights are numbers here
-    return config
 
 
 def _cache_shape(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> CacheShape:

@@ -14,7 +14,7 @@ import logging
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -117,6 +117,23 @@ class AdapterFolders:
             self._root.cleanup()
 
 
+def lora_fault(spec: AdapterSpec, rank: int, targets: Collection[str]) -> str:
+    """What of an adapter a server for this rank, 0 for none, and these targets does not take."""
+    if not rank:
+        return "is an adapter, and SGLang was started without: set engine.sglang.lora"
+    if spec.rank > rank:
+        return (
+            f"is of rank {spec.rank}, and SGLang was started for at most {rank} "
+            "(engine.sglang.lora.max_rank)"
+        )
+    if foreign := set(spec.targets) - set(targets):
+        return (
+            f"has the target {min(foreign)!r}, which SGLang was not started for "
+            "(engine.sglang.lora.targets)"
+        )
+    return ""
+
+
 def check_server(manifest: Manifest, spec: AdapterSpec, capabilities: Capabilities | None) -> None:
     """Raises UnfitAdapterError for an adapter that the server was not started for.
 
@@ -125,33 +142,15 @@ def check_server(manifest: Manifest, spec: AdapterSpec, capabilities: Capabiliti
     version = manifest.version
     if capabilities is None:
         raise EngineFailedError("SGLang is being started")
-    if not capabilities.lora_rank:
-        raise UnfitAdapterError(
-            f"version {version} is an adapter, and SGLang was started without: set "
-            "engine.sglang.lora",
-            version=version,
-        )
-    if capabilities.dp_size > 1:
+    if capabilities.lora_rank and capabilities.dp_size > 1:
         raise UnfitAdapterError(
             f"version {version} is an adapter, which SGLang takes while it runs only where "
             "dp_size is 1",
             version=version,
         )
-    if spec.rank > capabilities.lora_rank:
-        raise UnfitAdapterError(
-            f"version {version} is of rank {spec.rank}, and SGLang was started for at most "
-            f"{capabilities.lora_rank} (engine.sglang.lora.max_rank)",
-            version=version,
-            rank=spec.rank,
-            limit=capabilities.lora_rank,
-        )
-    if foreign := set(spec.targets) - set(capabilities.lora_targets):
-        raise UnfitAdapterError(
-            f"version {version} has the target {min(foreign)!r}, which SGLang was not started "
-            "for (engine.sglang.lora.targets)",
-            version=version,
-            target=min(foreign),
-        )
+    rank, targets = capabilities.lora_rank, capabilities.lora_targets
+    if fault := lora_fault(spec, rank, targets):
+        raise UnfitAdapterError(f"version {version} {fault}", version=version)
 
 
 def check_layers(manifest: Manifest, shapes: Shapes) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from services.trainer.backend import LayoutError, Mesh
+from collections.abc import Mapping
+from typing import Any
+
 from services.trainer.backends.fsdp.config import FsdpConfig
+from services.trainer.mesh import LayoutError, Mesh
+from sluice.model_types import layer_configs
 
 
 def mesh_of(config: FsdpConfig, rank: int, world_size: int) -> Mesh:
@@ -32,3 +36,17 @@ def mesh_of(config: FsdpConfig, rank: int, world_size: int) -> Mesh:
         replicas=config.replicas,
         reports=rank % size == 0,
     )
+
+
+def check_heads(hf_config: Any, plan: Mapping[str, str], size: int) -> None:
+    """Raise LayoutError where a plan cuts attention over tensor ranks that its heads do not fill.
+
+    hf_config: of transformers. plan: its own, by patterns of names.
+    """
+    if not any("attn" in pattern and style == "colwise" for pattern, style in plan.items()):
+        return
+    for layer in layer_configs(hf_config):
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            count = getattr(layer, name, None)
+            if count and count % size:
+                raise LayoutError(f"fsdp.tensor {size} does not divide {name} {count}")

@@ -37,6 +37,7 @@ from transformers.utils.logging import disable_progress_bar
 from services.trainer.backends.families import (
     UnknownFamilyError,
     check_context,
+    check_dropout,
     check_lengths,
     check_tensor,
     layout_of,
@@ -294,8 +295,8 @@ def load_model(
     if settings.context > 1:
         check_context(config.to_dict())
     check_lengths(config.to_dict(), longest)
-    if settings.activation_checkpointing and (found := _dropout(config)):
-        raise ValueError(f"fsdp.activation_checkpointing with {found} above 0 in config.json")
+    if settings.activation_checkpointing:
+        check_dropout(config.to_dict())
     over: Any = {"mesh": mesh, "tensor": tensor, "experts": experts}
     cut = _Cut(**over, directory=Path(path), settings=settings, float32_head=float32_head)
     sees = config.model_type in vision.FAMILIES
@@ -498,22 +499,6 @@ def _distributed_class(
     # conversions of tensors go by them
     DistributedModel.__name__, DistributedModel.__module__ = base.__name__, base.__module__
     return DistributedModel
-
-
-def _dropout(config: PretrainedConfig) -> str:
-    """The first setting that drops activations out, of those that are not 0."""
-    for name, value in _flat(config.to_dict()):
-        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float) and value:
-            return name
-    return ""
-
-
-def _flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Settings of a model and of its parts."""
-    for name, value in settings.items():
-        if name.endswith("_config") and isinstance(value, Mapping):
-            yield from _flat(value)
-        yield name, value
 
 
 def _checkpoint_layers(model: Any, *, offload: bool) -> None:

@@ -24,9 +24,9 @@ from transformers.distributed.tensor_parallel import (
 )
 
 from services.trainer.backend import LayoutError, Mesh
+from services.trainer.backends.fsdp.layout import check_heads
 from services.trainer.backends.lora import Adapter
 from sluice.algo.collectives import Collectives
-from sluice.fused_layers import layer_configs
 from sluice.weights.errors import InvalidAdapterError
 
 REPLICA, DATA, TENSOR = "replica", "data", "tensor"  # the dimensions of the mesh
@@ -88,8 +88,7 @@ def cut_layers(model: Any, mesh: DeviceMesh) -> None:
         raise LayoutError(
             f"model_type {model.config.model_type} ships no plan for fsdp.tensor above 1"
         )
-    if any("attn" in pattern and style == "colwise" for pattern, style in plan.items()):
-        _check_heads(model.config, mesh.size())
+    check_heads(model.config, plan, mesh.size())
     if len(embedding.weight) % mesh.size() == 0:
         plan[names[embedding]] = "embedding_rowwise"
         if head is not None:
@@ -134,14 +133,6 @@ def check_targets(model: Any, targets: Collection[str]) -> None:
                 f"lora.targets name {name!r}: with fsdp.tensor above 1 a part of its output has a "
                 "gradient of its own on every rank; name others"
             )
-
-
-def _check_heads(config: Any, size: int) -> None:
-    for layer in layer_configs(config):
-        for name in ("num_attention_heads", "num_key_value_heads"):
-            count = getattr(layer, name, None)
-            if count and count % size:
-                raise LayoutError(f"fsdp.tensor {size} does not divide {name} {count}")
 
 
 def _check_even(model: Any, size: int) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.trainer.backend import LayoutError, Mesh
 from services.trainer.backends.megatron.config import MegatronConfig
+from services.trainer.mesh import LayoutError, Mesh
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from safetensors import safe_open
 
 from services.trainer.backends.megatron import parallel
-from services.trainer.backends.megatron.model_config import ModelSource, UnsupportedFeatureError
+from services.trainer.backends.megatron.fit import UnsupportedFeatureError
+from services.trainer.backends.megatron.model_config import ModelSource
 from services.trainer.backends.trainable import TensorNames
 from sluice.weights.checkpoint import shard_paths
 from sluice.weights.errors import DuplicateTensorError, UnexpectedTensorError

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch.nn.functional import linear
 
 from services.trainer.backend import MicroBatch
-from services.trainer.backends.families import check_lengths
+from services.trainer.backends.families import check_lengths, check_reference
 from services.trainer.backends.packing import PackedLayout, images_of, pack
 from services.trainer.backends.recurrent import keep_rows_apart, recurrent_layers, row_inputs
 from services.trainer.backends.reference.attention import IMPLEMENTATION
@@ -53,21 +53,6 @@ with uncompiled():
 
 NEW_HEAD = {"score.weight", "score.bias"}  # zero where a checkpoint is a language model's
 LFS = b"version https://git-lfs"  # how a pointer begins that stands for a file
-# Their attention is the plain one, of queries, keys, values and a scale; of glm_moe_dsa, to keys
-# that it has chosen; of gpt_oss, with windows and sinks.
-FAMILIES = (
-    "deepseek_v3",
-    "glm4",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "glm_moe_dsa",
-    "gpt_oss",
-    "llama",
-    "minimax_m2",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-)
 ROWS_APART = {"gpt_oss"}  # see `attend`
 OWN_OPERATIONS = frozenset({"attention", "logprobs", "adamw"})  # beside those of layers
 
@@ -106,12 +91,7 @@ class ScoredModel:
         longest: tokens that a row may have; None where nothing bounds them.
         """
         config = read_config(Path(path))
-        known = (*FAMILIES, *vision.FAMILIES)
-        if config.model_type not in known:
-            raise ValueError(
-                f"model_type {config.model_type} is unknown here; known: {', '.join(known)}. "
-                "Others are trained with `backend: fsdp` or `megatron`: docs/models.md"
-            )
+        check_reference(config.model_type)
         check_lengths(config.to_dict(), longest)
         disable_progress_bar()
         model = _load(path, config, head)
