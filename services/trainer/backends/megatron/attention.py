@@ -9,8 +9,9 @@ That one description covers a whole pack, the zig-zag and the contiguous layout.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -293,16 +294,17 @@ class EnginePackAttention(MegatronModule):  # type: ignore[misc]
         return output.reshape(len(query), 1, -1)
 
 
-def _stretches(tensor: torch.Tensor, ends: Sequence[tuple[int, int]]) -> Sequence[torch.Tensor]:
-    """Cuts along the first dimension.
+def _stretches(tensor: torch.Tensor, ends: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
+    """Cuts along the first dimension; two of them begin at one place, or the first ends before.
 
-    Where they are all of it, one behind the other, the gradient is their own put together; that of
-    a slice is as long as the whole.
+    The gradient of a slice is as long as what it is of: that is all up to where others begin.
     """
-    starts, stops = zip(*ends, strict=True)
-    if (0, *stops) == (*starts, len(tensor)):
-        return tensor.split([stop - start for start, stop in ends])
-    return [tensor[start:stop] for start, stop in ends]
+    starts = sorted({0, *(start for start, _ in ends)})
+    lengths = [stop - start for start, stop in pairwise([*starts, len(tensor)])]
+    parts = dict(zip(starts, tensor.split(lengths), strict=True))
+    for start, stop in ends:
+        part = parts[start]
+        yield part if len(part) == stop - start else part[: stop - start]
 
 
 def _key_index(runs: tuple[KeyRange, ...]) -> torch.Tensor:
