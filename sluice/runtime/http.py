@@ -101,7 +101,8 @@ def _of_field(error: ValidationError) -> ApiError:
     param = ".".join(str(part) for part in first["loc"]) or None
     if first["type"] == "extra_forbidden":
         return ApiError(400, "unknown_parameter", f"unknown parameter: {param}", param)
-    return ApiError(400, "invalid_value", f"{param or 'request'}: {first['msg']}", param)
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, "invalid_value", f"{param or 'request'}: {message}", param)
 
 
 class Bodies:

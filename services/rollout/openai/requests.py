@@ -201,10 +201,15 @@ class CompletionRequest(CommonRequest):
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
 
+    @field_validator("prompt")
+    @classmethod
+    def _there_is_a_prompt(cls, value: Any) -> Any:
+        if not value or (isinstance(value, list) and [] in value):
+            raise ValueError("must not be empty")
+        return value
+
     @model_validator(mode="after")
     def _fields_go_together(self) -> CompletionRequest:
-        if not self.prompt or [] in self.prompts:
-            raise ValueError("prompt must not be empty")
         if not self.max_tokens and not self.echo:
             raise ValueError("max_tokens 0 needs echo")
         if self.stream and (self.echo or self.logprobs):

@@ -226,6 +226,24 @@ async def test_what_cannot_be_done_is_named(
     assert refused.value.type == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("fields", "message", "param"),
+    [
+        ({"prompt": ""}, "prompt: must not be empty", "prompt"),
+        ({"prompt": []}, "prompt: must not be empty", "prompt"),
+        ({"prompt": [[1], []]}, "prompt: must not be empty", "prompt"),
+        ({"prompt": "1", "max_tokens": 0}, "request: max_tokens 0 needs echo", None),
+    ],
+)
+async def test_what_a_text_completion_lacks_is_named(
+    client: AsyncOpenAI, fields: dict, message: str, param: str | None
+) -> None:
+    with pytest.raises(BadRequestError) as refused:
+        await client.completions.create(model="policy", **fields)
+    assert refused.value.body["message"] == message
+    assert refused.value.param == param
+
+
 async def test_a_stream_is_refused_by_status_too(client: AsyncOpenAI) -> None:
     with pytest.raises(BadRequestError, match="exceed the limit"):
         await client.completions.create(model="policy", prompt="1" * 99, stream=True)
