@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,9 @@ def look(config: TrainerConfig) -> LookedAt:
     if not missing:
         for model in dict.fromkeys(filter(None, (config.model, config.reference_model))):
             with found.noting(*REFUSALS):
-                _check_family(config, Path(model), mesh)
+                for check in _checks_of(config, Path(model), mesh):
+                    with found.noting(*REFUSALS):
+                        check()
     with found.noting(*REFUSALS):
         read_shape(config.model)
         limits = RowLimits.from_config(config, mesh.context_size)
@@ -118,38 +121,49 @@ def _tensors(
     return tensors
 
 
-def _check_family(config: TrainerConfig, directory: Path, mesh: Mesh) -> None:
-    """Raises what ranks would as they load a model, before they have read its tensors."""
+def _checks_of(
+    config: TrainerConfig, directory: Path, mesh: Mesh
+) -> Iterator[Callable[[], object]]:
+    """What ranks ask as they load a model, before they have read its tensors.
+
+    Each raises what they would. Raises itself for a config.json that is none of a model.
+    """
     if config.backend == "megatron":
-        _check_megatron(config, directory)
+        yield partial(_check_megatron, config, directory)
         return
     hf_config = read_config(directory)
+    values, kind = hf_config.to_dict(), hf_config.model_type
     if config.backend == "reference":
-        check_reference(hf_config.model_type)
+        yield partial(check_reference, kind)
     else:
-        _check_fsdp(config, hf_config, mesh)
-    check_lengths(hf_config.to_dict(), config.longest_row)
-    mode, setting = getattr(config, config.backend).routing_replay, "routing_replay"
+        yield from _checks_of_fsdp(config, hf_config, mesh)
+    yield partial(check_lengths, values, config.longest_row)
+    mode = getattr(config, config.backend).routing_replay
     if mode != "off" and directory == Path(config.model):
-        named = f"{config.backend}.{setting}"
-        check_replay(hf_config.model_type, named)
-        if expert_count(json.loads((directory / "config.json").read_bytes())) == 0:
-            raise ValueError(
-                f"{named}: model_type {hf_config.model_type} has no experts; leave it out"
-            )
+        setting = f"{config.backend}.routing_replay"
+        yield partial(check_replay, kind, setting)
+        yield partial(_check_has_experts, directory, kind, setting)
 
 
-def _check_fsdp(config: TrainerConfig, hf_config: Any, mesh: Mesh) -> None:
+def _checks_of_fsdp(
+    config: TrainerConfig, hf_config: Any, mesh: Mesh
+) -> Iterator[Callable[[], object]]:
     settings, values = config.fsdp, hf_config.to_dict()
-    layout_of(values, unproven=settings.unproven)
+    yield partial(layout_of, values, unproven=settings.unproven)
     if settings.tensor > 1:
-        check_tensor(hf_config.model_type)
         text = hf_config.get_text_config()
-        check_heads(text, getattr(text, "base_model_tp_plan", None) or {}, mesh.tensor_size)
+        plan = getattr(text, "base_model_tp_plan", None) or {}
+        yield partial(check_tensor, hf_config.model_type)
+        yield partial(check_heads, text, plan, mesh.tensor_size)
     if settings.context > 1:
-        check_context(values)
+        yield partial(check_context, values)
     if settings.activation_checkpointing:
-        check_dropout(values)
+        yield partial(check_dropout, values)
+
+
+def _check_has_experts(directory: Path, kind: str, setting: str) -> None:
+    if expert_count(json.loads((directory / "config.json").read_bytes())) == 0:
+        raise ValueError(f"{setting}: model_type {kind} has no experts; leave it out")
 
 
 def _check_megatron(config: TrainerConfig, directory: Path) -> None:

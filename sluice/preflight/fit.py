@@ -36,6 +36,7 @@ def look_at_fit(config: RunConfig, services: Services, findings: Findings) -> No
     if {name for name, entry in entries.items() if entry.kind == "rollout"} == rollouts.keys():
         _look_at_roles(rollouts, findings)
     _look_at_counts(config, rollouts, trainer, findings)
+    _look_at_answers(config, rollouts, findings)
 
 
 def _look_at_said(
@@ -122,3 +123,20 @@ def _look_at_counts(
             f"max_rows: {limit} is less than a step has: groups_per_step "
             f"{config.groups_per_step} x samples_per_group {most}",
         )
+
+
+def _look_at_answers(config: RunConfig, rollouts: dict[str, LookedAt], findings: Findings) -> None:
+    """Whether an answer can be as long as the run lets it, behind whatever prompt."""
+    engines = [look.engine for look in rollouts.values() if look.engine and look.pool == POOL]
+    longest = max((engine.max_model_length for engine in engines), default=0)
+    for name, share in config.shares.items():
+        response = config.training_sampling(share).max_new_tokens
+        own = config.environments.get(name)
+        is_own = own is not None and own.sampling is not None
+        key = f"environments.{name}.sampling" if is_own else "sampling"
+        if 0 < longest <= response:
+            findings.warn(
+                "lengths",
+                f"{key}.max_new_tokens: {response}, and engines take {longest} tokens, of the "
+                "prompt too (engine.max_model_length): no answer is as long",
+            )

@@ -231,6 +231,20 @@ def test_models_and_ranks_that_fit_have_nothing_to_tell(
     assert [each for each in files.faults() if "megatron, which is not installed" not in each] == []
 
 
+def test_all_that_a_backend_refuses_is_told(files: Files) -> None:
+    backend("fsdp", ranks=3, tensor=3, routing_replay="rollout", activation_checkpointing=True)(
+        files
+    )
+    files.set_model(attention_dropout=0.1)
+    found = "\n".join(files.wrong())
+    for expected in (
+        "fsdp.tensor 3 does not divide num_attention_heads",
+        "fsdp.activation_checkpointing with attention_dropout",
+        "fsdp.routing_replay: model_type qwen3 has no experts",
+    ):
+        assert expected in found
+
+
 def test_a_mixture_that_chooses_more_than_it_has_is_refused_by_who_computes_by_it() -> None:
     check_chosen({"num_experts": 8, "num_experts_per_tok": 8})
     check_chosen({"num_experts_per_tok": 2})  # of a dense model that has the key all the same

@@ -158,6 +158,10 @@ CASES: dict[str, tuple[Callable[[Files], None], str]] = {
         put("trainer", max_tokens_per_micro_batch=12),
         r"warning lengths: the trainer takes 12 tokens of a sample at most, and engines go to 16",
     ),
+    "answers that no engine has room for": (
+        put("run", sampling={"max_new_tokens": 16}),
+        r"warning lengths: sampling.max_new_tokens: 16, and engines take 16 tokens, of the prompt",
+    ),
     "more samples than a request has": (
         engine(max_samples=2),
         r"warning rollout: engine.max_samples: 2 is less than samples_per_group, 4",
