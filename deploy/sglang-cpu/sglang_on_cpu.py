@@ -8,6 +8,8 @@ LoRA: SGLang's layers for it make pinned tensors, which torch refuses without an
 those modules alone they are made unpinned.
 torch_memory_saver: what SGLang asks to free weights and cache, which is made for CUDA alone. Here
 the pages of tensors that were made for either are given back to the system, and come back as zeros.
+Processes: SGLang starts its own afresh, for the sake of accelerators, and each imports for seven
+seconds what the first one has imported. Here they are forks of it; it has no threads by then.
 """
 
 import contextlib
@@ -16,6 +18,7 @@ import enum
 import importlib.machinery
 import importlib.util
 import mmap
+import multiprocessing
 import os
 import sys
 import types
@@ -255,6 +258,16 @@ def _by_value(member, protocol):
     return member.__class__, (member._value_,)
 
 
+def _fork():
+    """As SGLang starts its processes, which asks for `spawn` right before."""
+    choose = multiprocessing.set_start_method
+
+    def choose_fork(method, force=False):
+        choose("fork" if method == "spawn" else method, force=force)
+
+    multiprocessing.set_start_method = choose_fork
+
+
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     if sys.version_info < (3, 11, 4):
         enum.Enum.__reduce_ex__ = _by_value
@@ -262,3 +275,4 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     sys.meta_path.insert(0, TorchvisionOperators())
     sys.meta_path.insert(0, UnpinnedLora())
     sys.meta_path.append(MemorySaverFinder())
+    _fork()
