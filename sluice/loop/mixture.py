@@ -6,6 +6,7 @@ which resumes goes on as one that was never stopped. The ledger keeps what was d
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from dataclasses import replace
 
 import xxhash
 
-from sluice.config import named_function
+from sluice.config import ConfigError, named_function
 from sluice.loop.config import LARGEST_WEIGHT, RunConfig
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.prompts import PromptSource, load_prompts
@@ -76,9 +77,19 @@ def open_source(config: RunConfig, name: str) -> PromptSource:
 
 
 def load_schedule(config: RunConfig) -> Schedule | None:
-    """Imports the schedule of a run; None where weights stay. Raises ConfigError."""
-    path = config.environment_schedule
-    return named_function(path, "environment_schedule") if path else None
+    """Imports the schedule of a run; None where weights stay.
+
+    Raises ConfigError, also for one that cannot be asked with a step and its metrics.
+    """
+    path, key = config.environment_schedule, "environment_schedule"
+    if not path:
+        return None
+    schedule = named_function(path, key)
+    try:
+        inspect.signature(schedule).bind(0, {})
+    except TypeError as error:
+        raise ConfigError(f"{key}: {path}: is asked with (step, metrics): {error}") from None
+    return schedule
 
 
 def digest_of(sources: Mapping[str, PromptSource]) -> str:

@@ -96,6 +96,10 @@ class PromptsEnvironment(Environment):
         function: Generate = load_function(settings.generate, "generate")
         if not inspect.iscoroutinefunction(function):
             raise SettingError("generate", f"{settings.generate} is no coroutine function")
+        try:
+            inspect.signature(function).bind(None)
+        except TypeError as error:
+            raise SettingError("generate", f"{settings.generate}: {error}") from None
         return function
 
     @classmethod

@@ -29,6 +29,9 @@ def reward(task, response):
 def generate(episode):
     return []
 
+async def generate_from(episode, settings):
+    return []
+
 def weights(step, scalars):
     return {}
 
@@ -136,6 +139,17 @@ CASES: dict[str, tuple[Callable[[Files], None], str]] = {
     "a generate function that is none": (
         functions(environment(generate="own_functions:generate")),
         r"wrong environment: .*generate: own_functions:generate is no coroutine function",
+    ),
+    "a generate function of other arguments": (
+        functions(environment(generate="own_functions:generate_from")),
+        r"wrong environment: .*generate: own_functions:generate_from: missing a required argument",
+    ),
+    "a schedule of other arguments": (
+        lambda files: files.run.update(
+            environments={"a": {k: files.run.pop(k) for k in ("prompts", "environment")}},
+            environment_schedule="sluice.loop.mixture:load_schedule",
+        ),
+        r"wrong environment_schedule: .*load_schedule: is asked with \(step, metrics\): too many",
     ),
     "a filter": (
         lambda files: files.run.update(filters=[{"name": "reward_stdd"}]),
