@@ -50,9 +50,21 @@ def drop_tensor(model: Path) -> None:
     save_file(weights, model / "model.safetensors", {"format": "pt"})
 
 
+def add_biases(model: Path) -> None:
+    config = model / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "attention_bias": True}))
+
+
 @pytest.mark.parametrize(
     ("spoil", "settings", "reason"),
     [
+        pytest.param(
+            add_biases,
+            MEGATRON,
+            "UnsupportedFeatureError: attention_bias is true in config.json, and MLPs have no "
+            "biases: .* backend: fsdp",
+            id="some-biases",
+        ),
         pytest.param(
             damage, {}, r"ValueError: \S+/model/model\.safetensors is damaged: ", id="damaged"
         ),

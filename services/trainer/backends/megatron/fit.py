@@ -105,10 +105,13 @@ def check_chosen(hf_config: Any) -> None:
 
 def check_shape(family: str, shape: ModelShape, config: MegatronConfig) -> None:
     """Raises UnsupportedFeatureError, and LayoutError for ranks that a model cannot be cut over."""
-    if shape.flags & {"output_bias", "mlp_bias"} and not (
-        {"output_bias", "mlp_bias"} <= shape.flags
-    ):
-        raise UnsupportedFeatureError("biases on some linear layers only are not supported")
+    attention, mlp = (name in shape.flags for name in ("output_bias", "mlp_bias"))
+    if attention != mlp:
+        raise UnsupportedFeatureError(
+            f"attention_bias is {str(attention).lower()} in config.json, and MLPs have "
+            f"{'' if mlp else 'no '}biases: Megatron has them in all linear layers or in none; "
+            "train it with backend: fsdp"
+        )
     _check_layout(shape, config)
     if family in LATENT and config.tensor > 1 and not config.sequence_parallel:
         raise LayoutError("latent attention with tensor > 1 needs sequence_parallel")
