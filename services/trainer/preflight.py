@@ -30,6 +30,7 @@ from services.trainer.backends.megatron import fit
 from services.trainer.backends.megatron.layout import mesh_of as megatron_mesh
 from services.trainer.config import TrainerConfig
 from services.trainer.description import describe_settings, longest_row
+from services.trainer.memory import held_bytes
 from services.trainer.mesh import LayoutError, Mesh
 from services.trainer.rows import RowLimits, read_shape
 from sluice.config import ConfigError
@@ -85,6 +86,8 @@ def look(config: TrainerConfig) -> LookedAt:
     if config.lora is not None:
         found.adapter = config.lora.spec("0" * 32)
     found.described = _described(config, document, mesh)
+    if not found.faults:  # of a layout that does not divide nothing can be told
+        found.held = _held(config, mesh, document, tensors)
     return found
 
 
@@ -211,6 +214,19 @@ def _size(config: TrainerConfig, parameters: int) -> Size | None:
         version_bytes=0 if config.head == "value" else parameters * published,
         kept_versions=config.keep_versions,
     )
+
+
+def _held(
+    config: TrainerConfig, mesh: Mesh, document: Mapping[str, Any], tensors: Mapping[str, Extent]
+) -> str:
+    """What the fullest rank holds, where headers tell."""
+    held = held_bytes(config, mesh, document, tensors)
+    if held is None:
+        return ""
+    names = {"weights": held.weights, "gradients": held.gradients, "optimizer": held.optimizer}
+    parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in names.items() if size)
+    beside = "adapters and what passes make" if held.adapters else "what passes make"
+    return f"a rank holds {held.whole / 2**30:.1f} GiB of a device ({parts}), beside {beside}"
 
 
 def _described(config: TrainerConfig, document: Mapping[str, Any], mesh: Mesh) -> str:

@@ -63,6 +63,7 @@ class LookedAt:
     adapter: AdapterSpec | None = None  # that a trainer publishes in place of a model
     adapter_fault: Callable[[AdapterSpec], str] | None = None  # what of one an engine does not take
     described: str = ""  # in a few words
+    held: str = ""  # what a process of it has in memory, as far as that is known ahead
     open_episodes: Callable[[], Episodes] | None = None  # raises ConfigError
 
     @contextmanager

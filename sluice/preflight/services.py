@@ -164,6 +164,8 @@ def _look_at_service(
         size = f", {look.size.parameters / 1e6:,.1f} M parameters" if look.size else ""
         count = f"{entry.replicas} x " if entry.replicas > 1 else ""
         findings.ok(name, f"{count}{look.described}{size}")
+        if look.held:
+            findings.ok(name, look.held)
 
 
 def _look(kind: Kind, config: Any, policy: Mapping[str, Any], *, is_sound: bool) -> LookedAt:

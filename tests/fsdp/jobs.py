@@ -41,6 +41,7 @@ from tests.contract.training_backend.cases import (
     make_row,
     ragged_rows,
 )
+from tests.held_memory import held_parts
 from tests.models.forced import with_experts
 
 NORMALIZER = 37.0
@@ -554,3 +555,16 @@ def with_other_keys(rank: int, world: int, arguments: dict[str, Any]) -> dict[st
         return parity(rank, world, {**arguments, "steps": 0})
     finally:
         context.gather_tokens = proper
+
+
+def held(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, int]:
+    """Bytes of what this rank holds after a step and one more pass."""
+    backend = open_backend(rank, world, arguments)
+    for step in range(2):
+        batches = micro_batches(rows_of(step), backend.mesh.data_rank, backend.mesh.data_size)
+        backend.forward_backward(batches, PPO)
+        if step == 0:
+            backend.step(normalizer=NORMALIZER, learning_rate=None)
+    parts = held_parts(backend)
+    backend.close()
+    return parts

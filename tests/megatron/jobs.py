@@ -47,6 +47,7 @@ from sluice.algo.spec import LossSpec
 from sluice.weights.errors import WeightStoreError
 from sluice.weights.rules.rule import Pack, ShardAxis
 from tests.contract.training_backend.cases import check_kept
+from tests.held_memory import held_parts
 from tests.lazy_device import lazy_device
 from tests.megatron import former, providers
 from tests.megatron.models import make_rows, micro_batches, routed_rows, taught_rows
@@ -784,3 +785,13 @@ def mutated_rules(rank: int, world: int, arguments: dict[str, Any]) -> dict[str,
             wrong.close()
     right.close()  # until here it kept the process groups
     return found
+
+
+def held(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, int]:
+    """Bytes of what this rank holds after a step and one more pass."""
+    backend = open_backend(rank, world, arguments)
+    run_steps(backend, 0, 1)
+    gather_gradients(backend, 1)
+    parts = held_parts(backend)
+    backend.close()
+    return parts

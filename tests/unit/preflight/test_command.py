@@ -63,9 +63,10 @@ def test_a_run_that_would_end_well_is_told_what_it_is(files: Files) -> None:
     assert (code, error) == (0, "")
     lines = [line.split(maxsplit=2) for line in out.splitlines()]
     assert {state for state, *_ in lines} == {"ok"}
+    trainer, held = (text for _, subject, text in lines if subject == "trainer")
+    assert trainer.startswith("reference, qwen3 of ") and "0.1 M parameters" in trainer
+    assert held.startswith("a rank holds 0.0 GiB of a device (weights 0.0, gradients 0.0, ")
     summary = {subject: text for _, subject, text in lines}
-    assert summary["trainer"].startswith("reference, qwen3 of ")
-    assert "0.1 M parameters" in summary["trainer"]
     assert "16 tokens a sample" in summary["rollout"]
     assert summary["steps"] == (
         "`sluice train`: 10 steps of 4 groups, 4 answers of up to 4 tokens: 64 sampled tokens a "

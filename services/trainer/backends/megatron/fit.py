@@ -173,17 +173,17 @@ def _check_choosing(shape: ModelShape, config: MegatronConfig) -> None:
 
 def _chunk_starts(shape: ModelShape, config: MegatronConfig) -> list[int]:
     """The first layer of every pipeline chunk."""
-    chunks = [count // config.virtual_pipeline for count in _stage_layers(shape, config)]
+    chunks = [count // config.virtual_pipeline for count in stage_layers(shape.layers, config)]
     sizes = chunks * config.virtual_pipeline
     return [sum(sizes[:index]) for index in range(len(sizes))]
 
 
-def _stage_layers(shape: ModelShape, config: MegatronConfig) -> list[int]:
-    """How many layers each stage has, of a layout in which they divide."""
+def stage_layers(layers: int, config: MegatronConfig) -> list[int]:
+    """How many layers each pipeline stage has, of a layout in which they divide."""
     first = [config.first_stage_layers] if config.first_stage_layers else []
     last = [config.last_stage_layers] if config.last_stage_layers else []
     others = config.pipeline - len(first) - len(last)
-    each = (shape.layers - sum(first + last)) // others if others else 0
+    each = (layers - sum(first + last)) // others if others else 0
     return [*first, *[each] * others, *last]
 
 
@@ -208,7 +208,7 @@ def _check_layout(shape: ModelShape, config: MegatronConfig) -> None:
             f"{shape.layers} layers do not divide into {chunks} pipeline chunks{apart}"
         )
     if config.recompute == "full":
-        for count in _stage_layers(shape, config):
+        for count in stage_layers(shape.layers, config):
             if count // config.virtual_pipeline % config.recompute_layers:
                 raise LayoutError(
                     f"recompute_layers {config.recompute_layers} do not divide the "
