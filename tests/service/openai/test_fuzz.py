@@ -55,7 +55,7 @@ async def test_no_message_is_an_internal_error_or_hangs(
         ('{"prompt": "1", "seed": 4611686018427387904}', "invalid_value", "seed"),
         ('{"prompt": "1", "seed": ""}', "invalid_value", "seed"),
         ('{"prompt": "1", "stream": "no"}', "invalid_value", "stream"),
-        ('{"prompt": ""}', "invalid_value", None),
+        ('{"prompt": ""}', "invalid_value", "prompt"),
         (
             '{"prompt": "1", "sluice_record": '
             '{"group": "g", "session": "s", "min_version": 9223372036854775808}}',
