@@ -146,7 +146,8 @@ def _look_at_sglang(config: RolloutConfig, model: Path | None, found: LookedAt) 
 
     def fault_of(adapter: AdapterSpec) -> str:
         rank, targets = (0, ()) if lora is None else (lora.max_rank, lora.targets)
-        return lora_fault(adapter, rank, targets)
+        fault = lora_fault(adapter, rank, targets)
+        return "" if fault is None else fault.text
 
     found.adapter_fault = fault_of
 

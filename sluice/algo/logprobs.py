@@ -375,17 +375,14 @@ class _RowGradients:
         scaled_RK = self.logprobs[rows] / options.temperature
         scaled_R1 = scaled_RK.sum(1, keepdim=True)
         local_RK, owned_RK = _local_targets(targets_RK, work_RV.shape[1], options.vocab)
+        work_RV.sub_(self.max[rows, None]).sub_(self.log_total[rows, None])
         if options.entropy == "gradient":
             entropy_R1 = self.entropies[rows, None] / options.temperature
-            work_RV.sub_(self.max[rows, None]).sub_(self.log_total[rows, None])
             work_RV.clamp_(min=LOWEST_LOG_WEIGHT)
             weights_RV = work_RV.exp()
             work_RV.add_(self.entropy[rows, None]).mul_(entropy_R1).add_(scaled_R1)
             work_RV.mul_(weights_RV).neg_()
-        elif options.vocab.collectives is None:
-            work_RV = torch.softmax(work_RV, dim=1).mul_(-scaled_R1)
         else:
-            work_RV.sub_(self.max[rows, None]).sub_(self.log_total[rows, None])
             work_RV.exp_().mul_(-scaled_R1)
         if work_RV.shape[1]:
             work_RV.scatter_add_(1, local_RK, torch.where(owned_RK, scaled_RK, 0.0))

@@ -6,7 +6,6 @@ import asyncio
 import gzip
 import json
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +141,10 @@ async def test_a_server_that_cannot_record_says_so(tmp_path: Path, lacks: str) -
 
 
 async def test_before_there_are_weights_nothing_is_recorded(tmp_path: Path) -> None:
-    sglang = SglangConfig(python=Path(sys.executable))
+    own = tmp_path / "python"  # of another environment, which does not answer
+    own.write_text("#!/bin/sh\n")
+    own.chmod(0o755)
+    sglang = SglangConfig(python=own)
     engine = SglangEngine(EngineConfig(backend="sglang", sglang=sglang))
     await engine.start()
     with pytest.raises(NoWeightsError):

@@ -17,7 +17,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 from services.rollout.engine.interface import ServedWeights
 from services.rollout.engine.sglang.client import Capabilities, SglangClient, SGLangRefusedError
@@ -117,21 +118,30 @@ class AdapterFolders:
             self._root.cleanup()
 
 
-def lora_fault(spec: AdapterSpec, rank: int, targets: Collection[str]) -> str:
-    """What of an adapter a server for this rank, 0 for none, and these targets does not take."""
+class LoraFault(NamedTuple):
+    """What of an adapter a server does not take: words, and what they name."""
+
+    text: str
+    named: Mapping[str, str | int] = MappingProxyType({})
+
+
+def lora_fault(spec: AdapterSpec, rank: int, targets: Collection[str]) -> LoraFault | None:
+    """What a server for this rank, 0 for none, and these targets does not take, if anything."""
     if not rank:
-        return "is an adapter, and SGLang was started without: set engine.sglang.lora"
+        return LoraFault("is an adapter, and SGLang was started without: set engine.sglang.lora")
     if spec.rank > rank:
-        return (
+        return LoraFault(
             f"is of rank {spec.rank}, and SGLang was started for at most {rank} "
-            "(engine.sglang.lora.max_rank)"
+            "(engine.sglang.lora.max_rank)",
+            {"rank": spec.rank, "limit": rank},
         )
     if foreign := set(spec.targets) - set(targets):
-        return (
+        return LoraFault(
             f"has the target {min(foreign)!r}, which SGLang was not started for "
-            "(engine.sglang.lora.targets)"
+            "(engine.sglang.lora.targets)",
+            {"target": min(foreign)},
         )
-    return ""
+    return None
 
 
 def check_server(manifest: Manifest, spec: AdapterSpec, capabilities: Capabilities | None) -> None:
@@ -150,7 +160,7 @@ def check_server(manifest: Manifest, spec: AdapterSpec, capabilities: Capabiliti
         )
     rank, targets = capabilities.lora_rank, capabilities.lora_targets
     if fault := lora_fault(spec, rank, targets):
-        raise UnfitAdapterError(f"version {version} {fault}", version=version)
+        raise UnfitAdapterError(f"version {version} {fault.text}", version=version, **fault.named)
 
 
 def check_layers(manifest: Manifest, shapes: Shapes) -> None:
