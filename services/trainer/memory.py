@@ -76,9 +76,7 @@ def _of_whole_tensors(
     moments = sum(
         math.prod(shape) * _moments(config, name, shape) for name, shape in shapes.items()
     )
-    whole = config.backend == "fsdp" and config.fsdp.reduce == "call"
-    gathered = numbers / mesh.tensor_size if whole else numbers / parts
-    return HeldBytes(WIDE * numbers / parts, WIDE * gathered, WIDE * moments / parts)
+    return HeldBytes(WIDE * numbers / parts, WIDE * numbers / parts, WIDE * moments / parts)
 
 
 def _moments(config: TrainerConfig, name: str, shape: tuple[int, ...]) -> int:
@@ -104,7 +102,7 @@ def _of_megatron(
             cut = settings.expert * settings.expert_tensor_size
             experts[at] += math.prod(shape) / cut
             continue
-        if name.endswith(EMBEDDING) or name in HEADS:
+        if shape and (name.endswith(EMBEDDING) or name in HEADS):
             shape = (_padded(shape[0], config), *shape[1:])
         size = math.prod(shape) / (settings.tensor if len(shape) > 1 else 1)
         dense[at] += size

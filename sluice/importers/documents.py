@@ -14,6 +14,7 @@ import yaml
 from rich.console import Console
 
 from sluice.config import ConfigError, parse_config
+from sluice.config_faults import examine_values
 from sluice.importers.shell import read_script_file, with_sourced
 from sluice.imports import import_named
 from sluice.init import write_new
@@ -32,7 +33,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {  # by kind, and what `sluice 
         {"store": "store", "router": "127.0.0.1:1", "engine_id": "engine"},
     ),
 }
-_NEXT_KEY = re.compile(r"; (?=[a-z_]+(?:\.\w+)*: )")  # one line has what is wrong with all
 MOST_DEVICES = 1024  # of one host
 Put = Callable[["Imported", Values], None]
 
@@ -248,13 +248,10 @@ def _faults(kind: str, config: Mapping[str, Any]) -> list[str]:
         return []
     cls, added = CONFIGS[kind]
     try:
-        parse_config(import_named(cls), {**added, **config})
-    except ConfigError as error:
-        each = _NEXT_KEY.split(str(error))
-        return [fault for fault in each if NO_MODEL not in fault]
+        faults = examine_values(import_named(cls), {**added, **config}).faults
     except OSError:
         return []  # of a model that is not here
-    return []
+    return [fault for fault in faults if NO_MODEL not in fault]
 
 
 def _said_of(into: Imported, fault: str, name: str) -> str:

@@ -25,6 +25,7 @@ CASES = [
     pytest.param("qwen3", 4, {"replicas": 2}, {}, id="two replicas"),
     pytest.param("qwen3", 4, {"tensor": 2}, {}, id="TP2 x DP2"),
     pytest.param("qwen3", 2, {"context": 2}, {}, id="CP2"),
+    pytest.param("qwen3", 2, {"reduce": "call"}, {}, id="reduced once a call"),
     pytest.param("llama", 2, {"dtype": "bfloat16"}, {}, id="tied, bfloat16"),
     pytest.param("qwen3", 2, {}, {"lora": {"rank": 2}}, id="adapters"),
 ]

@@ -51,14 +51,14 @@ def run(work: StepWork, size: str) -> None:
     work.record(parameters=shape.parameters, matmul_tflops=measured, data_sheet_tflops=sheet)
     bare = partial(_bare, work, model, rows, steps)
     speeds = {"bare": _guarded(work, "bare", shape, rows, bare)}
+    if reason := _varlen_obstacle(shape):
+        work.note(f"{VARLEN}: {reason}")
     for name in BACKENDS:
         measure = partial(_backend, work, name, model, rows, steps)
         speeds[name] = _guarded(work, name, shape, rows, measure)
-        if not (reason := _varlen_obstacle(shape)):
+        if not reason:
             asked = partial(measure, operations={"attention": VARLEN})
             speeds[f"{name}_varlen"] = _guarded(work, f"{name}_varlen", shape, rows, asked)
-    if reason:
-        work.note(f"{VARLEN}: {reason}")
     best = max((speed for name, speed in speeds.items() if name != "bare"), default=math.nan)
     scored = sum(row.response_length for row in rows)
     flops_of_token = shape.training_flops(tokens, scored, length) / tokens
