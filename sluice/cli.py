@@ -19,7 +19,7 @@ from rich.text import Text
 
 from sluice import logs
 from sluice.check_command import check_loss_command
-from sluice.client import Client
+from sluice.client import Client, RemoteError
 from sluice.completion import COMPLETION_USAGE, completion_script
 from sluice.config import ConfigError, ProcessConfig, hint, load_config, refuse_unknown_flags
 from sluice.convert_command import convert, verify
@@ -57,6 +57,7 @@ from sluice.runtime.addresses import by_name
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.waits import age_of
 from sluice.stack import STACK_FILE, UpConfig
+from sluice.starting import NO_ADDRESS, read_starting
 from sluice.supervise import LONGEST_PATH, Supervisor, end_supervisor, supervised
 
 USAGE = {
@@ -264,18 +265,23 @@ async def waits(arguments: Sequence[str]) -> None:
         raise ConfigError(f"ADDRESS comes first: {USAGE['waits']}")
     address, *flags = arguments if arguments[0] not in HELP else ("", "--help")
     config = load_config(WaitsConfig, flags, USAGE["waits"])
-    address = _address_to_ask(address)
-    async with Client(address, config.security) as client:
-        waits = await client.list_waits()
-        if not waits:
-            Console().print("waits for nothing")
-            return
-        table = Table("what", "on", "for", "explanation")
-        for wait in waits:
-            age = f"{age_of(wait):.1f} s"
-            told = (wait.what, ", ".join(wait.on), age, wait.explanation)
+    starting = read_starting(Path(address))
+    table = Table("what", "on", "for", "explanation")
+    for service in starting:
+        if service.reason:
+            on, age = service.address or NO_ADDRESS, f"{service.seconds:.1f} s"
+            told = (f"start of {service.name}", on, age, service.reason)
             table.add_row(*(Text(logs.printable(text)) for text in told))
-    Console().print(table)
+    try:
+        async with Client(_address_to_ask(address), config.security) as client:
+            for wait in await client.list_waits():
+                age = f"{age_of(wait):.1f} s"
+                told = (wait.what, ", ".join(wait.on), age, wait.explanation)
+                table.add_row(*(Text(logs.printable(text)) for text in told))
+    except (ConfigError, RemoteError):  # the loop begins after its services
+        if not starting:
+            raise
+    Console().print(table if table.row_count else "waits for nothing")
 
 
 def _address_to_ask(given: str) -> str:
@@ -289,7 +295,11 @@ def _address_to_ask(given: str) -> str:
     try:
         return str(json.loads((run_dir / LOOP_ADDRESS).read_text())["address"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"waits: no loop is at work in {run_dir}, or it has no port") from None
+        up = (run_dir / "services.json").exists()
+        more = f"; its services are up: ask {run_dir}/services.json#NAME" if up else ""
+        raise ConfigError(
+            f"waits: no loop is at work in {run_dir}, or it has no port{more}"
+        ) from None
 
 
 async def trace(arguments: Sequence[str]) -> None:

@@ -43,7 +43,8 @@ async def status(arguments: Sequence[str]) -> None:
     target, *flags = rest
     config = load_config(StatusConfig, flags, STATUS_USAGE)
     found = await read_status(target, config)
-    dead = found["run"] is None and found["services"][0]["health"] == NO_ANSWER
+    asked = [(each["name"], each["health"]) for each in found["services"]]
+    dead = asked == [(target, NO_ANSWER)]  # an address, and not what a directory lists
     if as_json:
         print(json.dumps(found, allow_nan=False))
     elif dead:

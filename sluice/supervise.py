@@ -31,6 +31,7 @@ from sluice.durable import DirectoryError, owned, replace_file
 from sluice.loop.training import active_trainer
 from sluice.ports import POLL_SECONDS, read_ports, take_port, write_ports
 from sluice.runtime.addresses import read_services as read_services
+from sluice.runtime.errors import RemoteError
 from sluice.runtime.recovery import Backoff, NotReadyError, wait_until_ready
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import REWARD_MODEL
@@ -51,6 +52,7 @@ from sluice.stack import (
     trainer_name,
     with_sglang,
 )
+from sluice.starting import NOT_BEGUN, StartBoard, StartingService
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,7 @@ class _Service:
     engine: str = ""  # the replica's name, of which it may be a further node
     node: int = 0
     log_start: int = 0  # where its process began to write
+    spawned: float = 0.0  # seconds since 1970
     process: asyncio.subprocess.Process | None = None
     addresses: dict[str, Any] = field(default_factory=dict)
     ports: dict[str, socket.socket] = field(default_factory=dict)
@@ -113,6 +116,7 @@ class Supervisor:
         self._claim = ExitStack()  # of the directory, from start to stop
         self._remembered: dict[str, dict[str, int]] = {}  # ports of the supervisor before
         self._up = False  # all of them were ready, and each is watched by itself
+        self._board = StartBoard(self.run_dir)
 
     @property
     def services_file(self) -> Path:
@@ -154,6 +158,10 @@ class Supervisor:
         (self.run_dir / "services").mkdir(exist_ok=True)
         self.services_file.unlink(missing_ok=True)  # of a supervisor that was killed
         self._remembered = read_ports(self._ports_file)
+        began = time.time()
+        for service in self._services:
+            service.spawned = began
+            self._note_start(service, NOT_BEGUN)
         try:
             for kind in START_ORDER:
                 starting = [service for service in self._services if service.kind == kind]
@@ -167,6 +175,7 @@ class Supervisor:
             raise
         self._up = True
         self._write_services()
+        self._board.clear()
 
     async def watch(self) -> None:
         """Restart what dies, or answers no health check, on its old ports; until cancelled."""
@@ -176,6 +185,7 @@ class Supervisor:
 
     async def stop(self) -> None:
         """SIGTERM to all, SIGKILL to those that do not end in time."""
+        self._board.clear()
         for service in reversed(self._services):
             await self._end(service)
             while service.ports:
@@ -223,6 +233,16 @@ class Supervisor:
                 env={**environment, **service.environment},
                 start_new_session=True,  # Ctrl-C is for the supervisor, which stops in order
             )
+        service.spawned = time.time()
+        self._note_start(service, f"it did not open its port; see {service.log}")
+
+    def _note_start(self, service: _Service, reason: str) -> None:
+        """Tell others what is awaited of a service, until all are up; nothing once it is."""
+        if self._up:
+            return
+        kind = services_entry(self.config, service.entry, service.node)["kind"]
+        address = str(service.addresses.get("address", ""))
+        self._board.note(StartingService(service.name, kind, address, reason, service.spawned))
 
     async def _reserve_ports(self, service: _Service) -> None:
         """Take free ports for those that its configuration leaves open, once for all restarts.
@@ -294,6 +314,7 @@ class Supervisor:
             return found
 
         service.addresses = await self._alive_until(service, addresses)
+        self._note_start(service, "its port is open")
 
     async def _ready(self, service: _Service) -> None:
         """Waits until a trainer or a reward model takes work, or the router knows a process."""
@@ -312,6 +333,7 @@ class Supervisor:
                         raise NotReadyError(f"the router does not know it yet; see {service.log}")
 
                 await self._alive_until(service, registered)
+        self._note_start(service, "")
 
     async def _alive_until(self, service: _Service, probe: Callable[[], Awaitable[T]]) -> T:
         """Waits for `probe`. Raises ServiceDiedError after too long, or when the process ends.
@@ -326,7 +348,11 @@ class Supervisor:
                         f"{each.name} ended with {each.process.returncode} while starting: "
                         f"{_last_line(each.log, each.log_start)} (log: {each.log})"
                     )
-            return await probe()
+            try:
+                return await probe()
+            except (NotReadyError, RemoteError) as error:
+                self._note_start(service, str(error))
+                raise
 
         def late(text: str) -> ServiceDiedError:
             return ServiceDiedError(f"{text} (start_timeout_seconds of the services file)")

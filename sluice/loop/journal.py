@@ -7,14 +7,13 @@ import logging
 import os
 import platform
 import re
-import socket
 import time
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
+from sluice.runtime.processes import own_identity
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +51,7 @@ class RunJournal:
             START,
             kind=kind,
             steps=steps,
-            pid=os.getpid(),
-            process_time=psutil.Process().create_time(),
-            host=socket.gethostname(),
+            **own_identity(),
             cores=os.cpu_count(),
             versions=installed_versions(),
             config=without_secrets(config),

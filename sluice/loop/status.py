@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
 from pydantic import Field, ValidationError
 
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
@@ -30,9 +28,11 @@ from sluice.loop.fleet import POOL
 from sluice.loop.journal import END, NOTE, START, read_journal
 from sluice.loop.report import RECENT, read_metrics, seconds_left, tokens_per_second
 from sluice.runtime.addresses import address_of
+from sluice.runtime.processes import is_at_work
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.waits import age_of
 from sluice.runtime.wire import seconds_of
+from sluice.starting import NO_ADDRESS, StartingService, read_starting
 
 LOOP_ADDRESS = "loop.address.json"  # in a run directory
 ADDRESS = re.compile(r"\S+:\d{1,5}")
@@ -45,6 +45,7 @@ SERVICES = {  # whose health is that of a kind
     "converter": ("sluice.api.converter.v1.ConverterService",),
 }
 SERVING, NOT_SERVING, NO_ANSWER = "serving", "not serving", "no answer"
+STARTING = "starting"  # its supervisor waits for it
 
 
 class StatusConfig(ProcessConfig):
@@ -62,17 +63,20 @@ async def read_status(target: str, config: StatusConfig) -> dict[str, Any]:
 
     Who gives no answer within the time is listed so. Numbers that are not finite are None.
     """
-    run_dir = Path(target)
+    run_dir, starting = Path(target), list[StartingService]()
     run, security = None, config.security or SecurityConfig()
     if (events := _events_of(target)) is not None:
-        run = _run_status(run_dir, events)
         security = config.security or _security(events)
+        starting = read_starting(_services_file(run_dir, events).parent)
         services = _addresses(run_dir, events)
+        services |= {each.name: (each.kind, each.address) for each in starting if each.address}
+        run = _run_status(run_dir, events, has_services=bool(services or starting))
     elif ADDRESS.fullmatch(address := placed(target)):
         services = {target: ("", address)}
     else:
         raise ConfigError(no_target_text(target))
     found = await _ask_all(services, security, config.timeout_seconds)
+    _note_starting(found, starting)
     engines = [engine for service in found for engine in service.pop("engines")]
     versions = [service.pop("version_after_engines") for service in found]
     newest = max((v for v in versions if v is not None), default=None)
@@ -154,7 +158,15 @@ def placed(target: str) -> str:
     file, mark, name = target.rpartition("#")
     if not (mark and file and name) or os.path.isdir(target) or ADDRESS.fullmatch(target):
         return target
-    return address_of(Path(file), name)
+    try:
+        return address_of(Path(file), name)
+    except ConfigError:
+        for service in read_starting(Path(file).parent):
+            if service.name == name and service.address:
+                return service.address
+            if service.name == name:
+                raise ConfigError(f"services: {name} is being started: {service.reason}") from None
+        raise
 
 
 def _finite(value: Any) -> Any:
@@ -168,14 +180,30 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _run_status(run_dir: Path, events: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _note_starting(found: list[dict[str, Any]], starting: Sequence[StartingService]) -> None:
+    """Say of services that are not up yet what is awaited of each; adds those without a port."""
+    by_name = {status["name"]: status for status in found}
+    for service in starting:
+        if (status := by_name.get(service.name)) is None:
+            status = _unasked(service.name, service.kind, service.address or NO_ADDRESS)
+            status["version_after_engines"] = None
+            found.append(status)
+        if service.reason:
+            own = status["detail"] if status["health"] != NO_ANSWER else ""
+            detail = f"{service.reason}; {own}" if own else service.reason
+            status |= {"health": STARTING, "detail": detail}
+
+
+def _run_status(
+    run_dir: Path, events: list[dict[str, Any]], has_services: bool
+) -> dict[str, Any] | None:
     """None where there are services and no run yet. Raises ConfigError."""
     try:
         rows = read_metrics(run_dir, recent=CURVE)
     except OSError as error:
         raise ConfigError(f"{run_dir}: {error.strerror}") from None
     if not rows and not events:
-        if (run_dir / "services.json").exists():
+        if has_services or (run_dir / "services.json").exists():
             return None
         raise ConfigError(f"{run_dir} holds no run: neither metrics.jsonl nor a journal")
     steps = [row for row in rows if "score" not in row]
@@ -229,16 +257,9 @@ def life_of(run_dir: Path, events: list[dict[str, Any]], has_steps: bool) -> tup
         outcome = str(last.get("outcome"))
         known = outcome in ("done", "stopped", "failed")
         return outcome if known else "unknown", str(last.get("text", ""))
-    pid, host = last.get("pid"), last.get("host")
-    if host != socket.gethostname():
-        return "unknown", f"it runs, or ran, on {host}"
-    try:
-        alive = (
-            isinstance(pid, int)
-            and abs(psutil.Process(pid).create_time() - last["process_time"]) < 1
-        )
-    except (psutil.Error, ValueError, TypeError, KeyError, OverflowError):
-        alive = False
+    pid, alive = last.get("pid"), is_at_work(last)
+    if alive is None:
+        return "unknown", f"it runs, or ran, on {last.get('host')}"
     if not alive:
         return "gone", f"process {pid} ended without a word; `--resume` goes on with the run"
     return ("running" if has_steps else "starting"), f"process {pid}"
@@ -267,12 +288,17 @@ def _addresses(run_dir: Path, events: list[dict[str, Any]]) -> dict[str, tuple[s
     for kind in ("trainer", "router"):
         if isinstance(address := config.get(kind), str) and address:
             found[kind] = (kind, address)
-    file = config.get("services")
-    services = _json(Path(file) if isinstance(file, str) else run_dir / "services.json")
-    for name, entry in services.items():
+    for name, entry in _json(_services_file(run_dir, events)).items():
         if isinstance(entry, Mapping) and isinstance(entry.get("address"), str):
             found[str(name)] = (str(entry.get("kind", "")), entry["address"])
     return found
+
+
+def _services_file(run_dir: Path, events: list[dict[str, Any]]) -> Path:
+    """That which the settings of a run name, or its directory's."""
+    config = _last_start(events).get("config")
+    file = config.get("services") if isinstance(config, Mapping) else None
+    return Path(file) if isinstance(file, str) else run_dir / "services.json"
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -284,10 +310,9 @@ def _json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-async def _service_status(
-    name: str, kind: str, address: str, security: SecurityConfig, seconds: float
-) -> dict[str, Any]:
-    status: dict[str, Any] = {
+def _unasked(name: str, kind: str, address: str) -> dict[str, Any]:
+    """What there is to say of a service before it answers."""
+    return {
         "name": name,
         "kind": kind,
         "address": address,
@@ -298,6 +323,12 @@ async def _service_status(
         "waits": [],
         "engines": [],
     }
+
+
+async def _service_status(
+    name: str, kind: str, address: str, security: SecurityConfig, seconds: float
+) -> dict[str, Any]:
+    status = _unasked(name, kind, address)
     try:
         async with asyncio.timeout(seconds), Client(address, security) as client:
             status["health"] = SERVING if await client.is_serving() else NOT_SERVING

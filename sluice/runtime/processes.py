@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import resource
 import signal
+import socket
 import sys
 import time
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import psutil
 
@@ -31,6 +34,27 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     _prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died before the order was given
         sys.exit(1)
+
+
+def own_identity() -> dict[str, Any]:
+    """By which others find out whether this process is at work: its number may be used again."""
+    return {
+        "pid": os.getpid(),
+        "process_time": psutil.Process().create_time(),
+        "host": socket.gethostname(),
+    }
+
+
+def is_at_work(identity: Mapping[str, Any]) -> bool | None:
+    """Whether the process of an `own_identity` runs; None for one of another host."""
+    if identity.get("host") != socket.gethostname():
+        return None
+    try:
+        pid = identity["pid"]
+        began = psutil.Process(pid).create_time() if isinstance(pid, int) else math.inf
+        return abs(began - identity["process_time"]) < 1
+    except (psutil.Error, ValueError, TypeError, LookupError, OverflowError):
+        return False
 
 
 def allow_open_files() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -14,8 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from sluice.config import parse_config
+from sluice.loop.status import StatusConfig, read_status
+from sluice.stack import UpConfig
+from sluice.starting import read_starting
+from sluice.supervise import Supervisor
 from tests.e2e.conftest import ENVIRONMENT, Stack, wait_until
 from tests.patience import PATIENCE
+from tests.unit.trainer.stage import MODEL
 
 
 def waits_of(target: str | Path) -> str:
@@ -79,6 +86,34 @@ def test_a_rollout_process_names_the_router(stack: Stack):
     with stopped(stack.pid("router")):
         wait_until(lambda: "registration" in waits_of(stack.services["rollout"]["address"]))
     wait_until(lambda: "nothing" in waits_of(stack.services["rollout"]["address"]))
+
+
+async def test_who_looks_at_a_start_sees_whom_it_waits_for(tmp_path: Path):
+    """From its first second: a user who waits for a model to load asked in vain."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    external = {"model": str(tmp_path), "ranks": {"launch": "external"}}  # ranks that never come
+    services = {"router": {"kind": "router"}, "trainer": {"kind": "trainer", "config": external}}
+    up = parse_config(UpConfig, {"run_dir": tmp_path, "services": services})
+    starting = asyncio.create_task(Supervisor(up).start())
+    await asyncio.sleep(0)  # it has begun
+    try:
+        async with asyncio.timeout(PATIENCE):
+            while "no rank" not in (told := await asyncio.to_thread(waits_of, tmp_path)):
+                assert "start of trainer" in told
+                assert not starting.done()
+        assert "start of router" not in told, "it is up"
+        named = f"{tmp_path}/services.json#trainer"
+        assert "rank 0" in await asyncio.to_thread(waits_of, named)
+        found = await read_status(str(tmp_path), parse_config(StatusConfig, {}))
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+    by_name = {service["name"]: service for service in found["services"]}
+    assert {name: each["health"] for name, each in by_name.items()} == {
+        "router": "serving",
+        "trainer": "starting",
+    }
+    assert read_starting(tmp_path) == []
 
 
 def test_a_run_directory_without_a_loop_is_refused_in_a_line(tmp_path: Path):

@@ -29,6 +29,7 @@ from sluice.loop.screen import curve, number_text, plain_text, status_screen
 from sluice.loop.status import StatusConfig, read_status
 from sluice.run_commands import status
 from sluice.runtime.server import Server, ServerConfig
+from sluice.starting import FILE, StartBoard, StartingService, read_starting
 from tests.patience import PATIENCE
 
 PATIENT = parse_config(StatusConfig, {"timeout_seconds": PATIENCE})
@@ -108,6 +109,53 @@ async def test_a_run_that_was_killed_is_gone(tmp_path: Path) -> None:
     for pid in (None, "x", -1, 2**70):
         journal.write("start", **start, pid=pid, process_time=own)
         assert (await read_status(str(tmp_path), PATIENT))["run"]["state"] == "gone"
+
+
+async def test_services_that_are_being_started_are_told_before_there_is_a_run(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "services").mkdir()
+    board = StartBoard(tmp_path)
+    board.note(StartingService("router", "router", "127.0.0.1:1", ""))
+    board.note(StartingService("trainer", "trainer"))
+    found = await read_status(str(tmp_path), PATIENT)
+    assert found["run"] is None
+    told = [(each["name"], each["health"], each["detail"]) for each in found["services"]]
+    assert told == [
+        ("router", "no answer", "nobody listens there"),
+        ("trainer", "starting", "not started yet: it comes after the services before it"),
+    ]
+    assert "no address yet" in drawn(found)
+    board.clear()
+    with pytest.raises(ConfigError, match="holds no run"):
+        await read_status(str(tmp_path), PATIENT)
+
+
+async def test_what_a_killed_supervisor_left_of_a_start_is_nobodys(tmp_path: Path) -> None:
+    (tmp_path / "services").mkdir()
+    StartBoard(tmp_path).note(StartingService("trainer", "trainer"))
+    file = tmp_path / FILE
+    told = json.loads(file.read_text())
+    changes: list[Any] = [{"process_time": 1.0}, {"pid": 2**70}, {"services": 3}]
+    changes += [{"services": {"a": value}} for value in (None, {}, {"since": "x"})]
+    for change in changes:
+        file.write_text(json.dumps(told | change))
+        assert read_starting(tmp_path) == []
+    for damaged in ("", "[]", "{", "[" * 100_000, json.dumps(told)[:-9]):
+        file.write_text(damaged)
+        assert read_starting(tmp_path) == []
+    file.write_text(json.dumps(told | {"host": "elsewhere"}))
+    assert [each.name for each in read_starting(tmp_path)] == ["trainer"], "it may be at work there"
+
+
+async def test_a_directory_whose_first_service_gives_no_answer_is_told_as_a_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended with that one's failure alone, and with none at all by an index."""
+    for entries in ({}, {"a": {"kind": "router", "address": "127.0.0.1:1"}}):
+        (tmp_path / "services.json").write_text(json.dumps(entries))
+        await status([str(tmp_path)])
+    assert "no answer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["", "missing", "a\0b", "x" * 5000, "no port"])
