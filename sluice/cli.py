@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from importlib import metadata
@@ -54,6 +53,7 @@ from sluice.run_commands import (
     take_value,
 )
 from sluice.runtime.addresses import by_name
+from sluice.runtime.processes import ending_signals
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.waits import age_of
 from sluice.stack import STACK_FILE, UpConfig
@@ -154,7 +154,7 @@ async def import_verl(arguments: Sequence[str]) -> None:
 
 
 async def up(arguments: Sequence[str]) -> None:
-    """Run services until SIGINT or SIGTERM; on Ray leave them running."""
+    """Run services until a signal; on Ray leave them running."""
     rest, console = list(arguments), Console(stderr=True)
     on, address = take_value(rest, "--on") or "local", take_value(rest, "--address")
     if on not in ("local", "ray"):
@@ -332,10 +332,10 @@ def _page_or_spans(
 
 
 async def _until_signal() -> None:
-    """Wait for SIGINT or SIGTERM."""
+    """Wait for a signal that ends this process."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ending_signals():
         loop.add_signal_handler(number, stop.set)
     await stop.wait()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import signal
 import sys
 from collections.abc import Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import uvloop
@@ -25,7 +27,11 @@ from sluice.loop.training import MismatchError, TrainerBrokenError, TrainerLostE
 from sluice.loop.workers import NoWorkerError, RolloutFailedError
 from sluice.platform import PlatformError
 from sluice.run_commands import UnansweredError
+from sluice.runtime.processes import ending_signals
 from sluice.supervise import ServiceDiedError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 _EXPECTED = (
     CheckpointError,
@@ -49,8 +55,9 @@ _EXPECTED = (
 
 
 def exit_code(work: Coroutine[Any, Any, None]) -> int:
-    """Run to the end: 0, or 2 with one line a refusal on stderr; 130 or 143 after a signal."""
+    """Run to the end: 0, 2 with one line a refusal on stderr, or 128 and the number of a signal."""
     code, received = 0, list[int]()
+    _outlive_terminal()
     try:
         uvloop.run(_ended_by_signals(work, received))
     except* _EXPECTED as errors:
@@ -64,8 +71,32 @@ def exit_code(work: Coroutine[Any, Any, None]) -> int:
     return code
 
 
+class _Terminal(io.FileIO):
+    """Takes what is written to a terminal that was closed: a run has its directory to end in."""
+
+    def write(self, data: ReadableBuffer) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return memoryview(data).nbytes
+
+
+def _outlive_terminal() -> None:
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and stream.isatty():
+            stream.flush()
+            raw = _Terminal(stream.fileno(), "w", closefd=False)
+            again = io.TextIOWrapper(
+                io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True
+            )
+            setattr(sys, name, again)
+
+
 async def _ended_by_signals(work: Coroutine[Any, Any, None], received: list[int]) -> None:
-    """Every Ctrl-C and SIGTERM cancels `work`, which ends what runs in the background in order."""
+    """Every signal that ends cancels `work`, which ends what runs in the background in order."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
 
@@ -73,7 +104,7 @@ async def _ended_by_signals(work: Coroutine[Any, Any, None], received: list[int]
         received.append(number)
         task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ending_signals():
         loop.add_signal_handler(number, end, number)
     await work
 

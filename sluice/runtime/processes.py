@@ -57,6 +57,17 @@ def is_at_work(identity: Mapping[str, Any]) -> bool | None:
         return False
 
 
+def ending_signals() -> list[signal.Signals]:
+    """Those that end a process in order: Ctrl-C, SIGTERM, and that its terminal was closed.
+
+    Under `nohup` the last one is ignored, and stays so.
+    """
+    found = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        found.append(signal.SIGHUP)
+    return found
+
+
 def allow_open_files() -> None:
     """Let this process open as many files as it may at all: every connection is one.
 

@@ -8,7 +8,6 @@ import ipaddress
 import json
 import logging
 import os
-import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from sluice.runtime.interceptors import RequestRoom, ServiceInterceptor, share_o
 from sluice.runtime.messages import Bound, MessageLimits, RequestRules
 from sluice.runtime.metrics import MetricsServer
 from sluice.runtime.operations import Operations
-from sluice.runtime.processes import allow_open_files, end_with_parent
+from sluice.runtime.processes import allow_open_files, end_with_parent, ending_signals
 from sluice.runtime.security import SecurityConfig, server_credentials
 from sluice.runtime.waits import Waits
 
@@ -321,7 +320,7 @@ class Server:
         task.add_done_callback(note)
 
     def stop_on_signals(self, also: Callable[[], object] = lambda: None) -> None:
-        """Have SIGTERM and SIGINT request a stop, and call `also`; allow what a server needs.
+        """Have what ends a process request a stop, and call `also`; allow what a server needs.
 
         A process calls it before `start`, whose address file tells others whom to signal.
         """
@@ -331,7 +330,7 @@ class Server:
             self.request_stop()
             also()
 
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ending_signals():
             asyncio.get_running_loop().add_signal_handler(number, stop)
 
     async def run(self, start: Callable[[], Coroutine[Any, Any, None]]) -> None:

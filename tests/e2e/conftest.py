@@ -134,9 +134,13 @@ class Stack:
         *,
         dies_at: tuple[str, int] | None = None,
         stops_at: tuple[str, int] | None = None,
+        output: int = subprocess.PIPE,
+        before: tuple[str, ...] = (),
         **changes: Any,
     ) -> Training:
         """Begin a run; `dies_at`, `stops_at`: a point of `sluice.faults`, and its passing.
+
+        output: where it writes. before: a command that runs it.
 
         A change to `...` leaves a setting out.
         """
@@ -163,9 +167,9 @@ class Stack:
             if fault is not None:
                 faults.arm(run_dir / "faults", *fault, number)
         process = subprocess.Popen(
-            [sys.executable, "-m", "sluice.cli", "train", str(path)],
+            [*before, sys.executable, "-m", "sluice.cli", "train", str(path)],
             env={**ENVIRONMENT, faults.VARIABLE: str(run_dir / "faults")},
-            stdout=subprocess.PIPE,
+            stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
         )

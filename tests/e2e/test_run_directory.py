@@ -1,12 +1,15 @@
 """Run directories that two loops want, that cannot be written, that a signal leaves behind."""
 
 import contextlib
+import os
+import pty
 import signal
 import subprocess
 
 import psutil
 import pytest
 
+from sluice.loop.journal import read_journal
 from tests.e2e.conftest import Stack, Training
 from tests.patience import PATIENCE
 
@@ -89,3 +92,31 @@ def test_a_signal_ends_a_run_in_order(stack, number):
     assert "Traceback" not in output
     assert not (training.run_dir / "ledger.sqlite-wal").exists()  # it was closed
     goes_on(stack, f"ended-{number}", training.rows()[-1]["step"] + 2)
+
+
+def test_a_run_whose_terminal_is_closed_ends_in_order(stack):
+    """Nobody takes what it writes any more, not even that it ends."""
+    reader, writer = pty.openpty()
+    training = stack.train("closed", steps=500, output=writer)
+    os.close(writer)
+    with open(reader, "rb", buffering=0) as terminal:
+        shown = b""
+        while b"step" not in shown:
+            shown += terminal.read(1 << 16)
+        training.wait_for_step(1)
+    ended_by(training, signal.SIGHUP)
+    assert training.process.returncode == 128 + signal.SIGHUP
+    assert read_journal(training.run_dir)[-1]["outcome"] == "stopped"
+    goes_on(stack, "closed", training.rows()[-1]["step"] + 2)
+
+
+def test_a_run_under_nohup_goes_on_without_its_terminal(stack):
+    training = stack.train("nohup", steps=500, before=("nohup",))
+    training.wait_for_step(1)
+    ranks = stack.rank_pids()
+    for pid in (training.process.pid, *ranks):  # a terminal tells all that run in it
+        os.kill(pid, signal.SIGHUP)
+    training.wait_for_step(training.rows()[-1]["step"] + 3)
+    assert stack.rank_pids() == ranks, "their controller ends them"
+    output = ended_by(training, signal.SIGTERM)
+    assert training.process.returncode == 128 + signal.SIGTERM, output

@@ -45,8 +45,10 @@ def main() -> int:
     flags = parse_flags(sys.argv[1:])
     if flags.parent:
         end_with_parent(flags.parent)
-    # A Ctrl-C is for the controller, which ends its ranks.
+    # A Ctrl-C is for the controller, which ends its ranks; that the terminal was closed, too.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if flags.parent:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     config = read_config(flags)
     logs.configure(config.log_level)
     rank = int(os.environ["RANK"])

@@ -21,6 +21,15 @@ def write_and_end(server):
     os.kill(os.getpid(), signal.SIGTERM)
 Server._write_address = write_and_end
 """
+TERMINAL_CLOSED = """
+import os, signal
+from sluice.runtime.server import Server
+write = Server._write_address
+def write_and_end(server):
+    write(server)
+    os.kill(os.getpid(), signal.SIGHUP)
+Server._write_address = write_and_end
+"""
 LOADS_FOREVER = """
 import asyncio
 from services.rollout.engine.reference.engine import ReferenceEngine
@@ -34,6 +43,12 @@ def expire(self):
     raise ValueError("what nobody expected")
 Pools.expire = expire
 """
+
+
+def test_a_service_whose_terminal_is_closed_ends_in_order() -> None:
+    code, log = run_service("services.router", before=TERMINAL_CLOSED)
+    assert code == 0, log
+    assert "draining" in log
 
 
 @pytest.mark.parametrize(
