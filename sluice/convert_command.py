@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -79,6 +78,8 @@ async def convert(arguments: Sequence[str]) -> None:
     """Convert a checkpoint and print what became of its tensors."""
     source, target, flags = _two_places(arguments)
     config = load_config(ConvertConfig, flags, f"sluice convert SRC DST {FLAGS}")
+    if config.report is not None:
+        _check_report(config.report)
     answer = await (_convert_there if config.address else _convert_here)(config, source, target)
     if config.report is not None:
         config.report.write_text(json.dumps(_plain(answer), indent=1) + "\n")
@@ -98,6 +99,18 @@ async def verify(arguments: Sequence[str]) -> None:
     if not answer.equal:
         raise CheckpointError(f"{first} and {second} differ")
     _say(f"equal: {answer.equal_count} tensors, {answer.byte_count} bytes")
+
+
+def _check_report(path: Path) -> None:
+    """Raises ConfigError where it cannot be written: before the work, not after it."""
+    try:
+        was_there = path.exists()
+        path.open("a").close()
+        if not was_there:
+            path.unlink()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"report: {str(path)[:200]!r}: {why}") from None
 
 
 async def _convert_here(
@@ -155,17 +168,21 @@ def _check_here(*places: Place | None) -> None:
 
 
 async def _in_thread(work: Callable[[], T], control: Control) -> T:
-    """Run `work`, showing its progress; Ctrl-C stops it. Raises CheckpointError."""
+    """Run `work`, showing its progress; who cancels this stops it. Raises CheckpointError."""
     from sluice.weights.errors import WeightStoreError
     from sluice.weights.rules.packing import PartitionError
 
     allow_open_files()  # all of a checkpoint's
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, control.stop.set)
-    running = loop.run_in_executor(None, work)
-    while not running.done():
-        await asyncio.wait([running], timeout=1.0)
-        _show(control.progress)
+    running = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        while not running.done():
+            await asyncio.wait([running], timeout=1.0)
+            _show(control.progress)
+    except asyncio.CancelledError:  # a signal
+        control.stop.set()
+        await asyncio.wait([running])
+        running.exception()  # which it has stopped with
+        raise
     try:
         return await running
     except (OptionError, PartitionError, WeightStoreError, OSError) as error:

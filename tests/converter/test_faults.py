@@ -230,9 +230,21 @@ def test_a_full_disk_is_named(qwen3: Path, tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
-    assert visible(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
     convert(qwen3, tmp_path / "target", TO_MEGATRON)
     assert compare(qwen3, tmp_path / "target").same
+
+
+def test_what_cannot_be_removed_of_other_work_is_not_mixed_with(
+    qwen3: Path, tmp_path: Path
+) -> None:
+    """A link in its place: what it leads to would have been written into."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "mine").touch()
+    staging_of(tmp_path / "target").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic link"):
+        convert(qwen3, tmp_path / "target", TO_MEGATRON)
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["mine"]
 
 
 def resave(source: Path, target: Path, change: dict[str, torch.Tensor | None]) -> Path:

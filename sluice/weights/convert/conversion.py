@@ -53,7 +53,6 @@ from sluice.weights.convert.work import (
 )
 from sluice.weights.errors import (
     BusyTargetError,
-    CancelledConversionError,
     DamagedFileError,
     DiskFullError,
     FileDigestError,
@@ -118,7 +117,8 @@ class Execution:
         """Write what is missing; afterwards `digests` holds every tensor's, by task name."""
         self._begin()
         if not is_same_work(self._staging, fingerprint):
-            shutil.rmtree(self._staging, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(self._staging)  # all of it, or nothing is written beside it
         self._staging.mkdir(exist_ok=True)
         with Journal(self._staging, fingerprint) as journal:
             try:
@@ -419,8 +419,8 @@ def convert(
 ) -> Result:
     """Convert `source` to the new directory `target`.
 
-    A run that was killed is taken up by the next one with the same arguments; a run that was
-    stopped leaves nothing; a run that is done is not done again. Raises OptionError,
+    A run that was killed is taken up by the next one with the same arguments; a run that failed or
+    was stopped leaves nothing; a run that is done is not done again. Raises OptionError,
     TargetExistsError, BusyTargetError, DiskFullError, CancelledConversionError,
     TensorDigestError and what else `sluice.weights.errors` has.
     """
@@ -457,7 +457,7 @@ def convert(
                     path.name: digest_file(path)[1] for path in companion_files(staging)
                 }
                 publish(staging, target, record | {"record": digest_record(record)})
-        except CancelledConversionError:
+        except BaseException:
             if not control.keep.is_set():
                 shutil.rmtree(staging, ignore_errors=True)
             raise

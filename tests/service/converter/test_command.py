@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
-from sluice.convert_command import CheckpointError, convert, verify
+from sluice.config import ConfigError
+from sluice.convert_command import CheckpointError, _in_thread, convert, verify
+from sluice.weights.convert.work import Control
+from tests.patience import PATIENCE
 from tests.service.converter.conftest import Converter
 from tests.unit.weights_rules.models import save_model
 
@@ -38,3 +43,29 @@ async def test_the_command_refuses_in_a_line(model: Path) -> None:
         await convert([str(model), str(model / "config.json/made")])
     with pytest.raises(CheckpointError, match="for HF"):
         await convert([str(model), str(model.with_name("x")), "--quantize", "fp8"])
+
+
+async def test_a_report_that_cannot_be_written_is_refused_before_the_work(
+    model: Path, tmp_path: Path
+) -> None:
+    for report in (tmp_path / "none" / "report.json", tmp_path, tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigError, match="report: "):
+            await convert([str(model), str(tmp_path / "made"), "--report", str(report)])
+    assert not (tmp_path / "made").exists()
+
+
+async def test_a_signal_stops_the_work_and_waits_for_what_it_leaves() -> None:
+    """SIGTERM ended with its code once all was converted."""
+    control, begun, told = Control(), threading.Event(), list[str]()
+
+    def work() -> None:
+        begun.set()
+        told.append("stopped" if control.stop.wait(PATIENCE) else "went on")
+        control.check()
+
+    working = asyncio.create_task(_in_thread(work, control))
+    assert await asyncio.to_thread(begun.wait, PATIENCE)
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    assert told == ["stopped"]
