@@ -14,9 +14,11 @@ from collections.abc import (
     Coroutine,
     Generator,
     Iterable,
+    Iterator,
     Mapping,
     Sequence,
 )
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -65,10 +67,15 @@ def new_request_id() -> str:
 
 
 class Client:
-    """A channel to one server, with what every server serves. Use as a context manager."""
+    """A channel to one server, with what every server serves. Use as a context manager.
 
-    def __init__(self, address: str, security: SecurityConfig | None = None) -> None:
-        self._address = address
+    role: what the server is to the caller, for errors to name it where several are alike.
+    """
+
+    def __init__(
+        self, address: str, security: SecurityConfig | None = None, *, role: str = ""
+    ) -> None:
+        self._address, self.role = address, role
         self.channel = create_channel(address, security)
         self._operations = operations_pb2_grpc.OperationsStub(self.channel)
         self._waits = wait_service_pb2_grpc.WaitServiceStub(self.channel)
@@ -87,6 +94,13 @@ class Client:
     def address(self) -> str:
         """host:port of the server; of one that moves where it is by now."""
         return self.channel.address if isinstance(self.channel, MovingChannel) else self._address
+
+    @property
+    def where(self) -> str:
+        """The role and where it is: its address now, and the services.json that names it."""
+        file, mark, name = self._address.rpartition("#")
+        named = f" ({name} of {file})" if mark else ""
+        return f"{self.role or 'server'} at {self.address}{named}"
 
     async def close(self) -> None:
         await self.channel.close()
@@ -108,8 +122,18 @@ class Client:
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def _call(self, method: Callable[..., Awaitable[M]], request: Any) -> M:
-        with typed_errors():
+        with self._named(), typed_errors():
             return await method(request)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Have errors say whose they are."""
+        try:
+            yield
+        except RemoteError as error:
+            if self.role:
+                error.where = self.where
+            raise
 
     async def _operate(
         self,
@@ -143,7 +167,8 @@ class Client:
                 operation = await self._call(self._operations.WaitOperation, wait)
                 has_seen = has_seen or heed(operation)
         if operation.HasField("error"):
-            raise error_from_status(operation.error)
+            with self._named():
+                raise error_from_status(operation.error)
         response = kind()
         operation.response.Unpack(response)
         return response
@@ -190,8 +215,10 @@ class ClientCache(Generic[C]):
 class TrainerClient(Client):
     """TrainerService."""
 
-    def __init__(self, address: str, security: SecurityConfig | None = None) -> None:
-        super().__init__(address, security)
+    def __init__(
+        self, address: str, security: SecurityConfig | None = None, *, role: str = "trainer"
+    ) -> None:
+        super().__init__(address, security, role=role)
         self.stub = trainer_service_pb2_grpc.TrainerServiceStub(self.channel)
 
     async def get(self) -> trainer_pb.Trainer:

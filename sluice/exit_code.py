@@ -27,6 +27,7 @@ from sluice.loop.training import MismatchError, TrainerBrokenError, TrainerLostE
 from sluice.loop.workers import NoWorkerError, RolloutFailedError
 from sluice.platform import PlatformError
 from sluice.run_commands import UnansweredError
+from sluice.runtime.errors import text_of
 from sluice.runtime.processes import ending_signals
 from sluice.supervise import ServiceDiedError
 
@@ -62,7 +63,7 @@ def exit_code(work: Coroutine[Any, Any, None]) -> int:
         uvloop.run(_ended_by_signals(work, received))
     except* _EXPECTED as errors:
         for error in _flatten(errors):
-            refuse(f"{error}{_advice(error)}")
+            refuse(f"{text_of(error)}{_advice(error)}")
         code = 2
     except* KeyboardInterrupt:
         code = 130

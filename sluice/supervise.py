@@ -28,7 +28,7 @@ from sluice.address import join_address
 from sluice.client import Client, RouterClient, TrainerClient
 from sluice.config import RESERVED_ENV, ConfigError
 from sluice.durable import DirectoryError, owned, replace_file
-from sluice.loop.training import active_trainer
+from sluice.loop.training import TrainerBrokenError, active_trainer
 from sluice.ports import POLL_SECONDS, read_ports, take_port, write_ports
 from sluice.runtime.addresses import read_services as read_services
 from sluice.runtime.errors import RemoteError
@@ -320,7 +320,8 @@ class Supervisor:
         """Waits until a trainer or a reward model takes work, or the router knows a process."""
         address, security = service.addresses["address"], self.config.security
         if service.kind == "trainer":
-            async with TrainerClient(address, security) as trainer:
+            role = f"trainer {service.name}"
+            async with TrainerClient(address, security, role=role) as trainer:
                 await self._alive_until(service, lambda: active_trainer(trainer))
         elif service.kind == "reward_model":
             async with self._client(service) as client:
@@ -353,6 +354,8 @@ class Supervisor:
             except (NotReadyError, RemoteError) as error:
                 self._note_start(service, str(error))
                 raise
+            except TrainerBrokenError as error:
+                raise ServiceDiedError(f"{error} (log: {service.log})") from None
 
         def late(text: str) -> ServiceDiedError:
             return ServiceDiedError(f"{text} (start_timeout_seconds of the services file)")

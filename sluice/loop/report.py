@@ -26,6 +26,7 @@ from sluice.loop.journal import BACK, END, NOTE, RunJournal, without_secrets
 from sluice.loop.tracker_settings import TrackersConfig
 from sluice.loop.tracking import Tracking
 from sluice.runtime import waits
+from sluice.runtime.errors import text_of
 
 _LINE = "reward {reward_mean:.3f}  length {response_length_mean:.1f}"
 _OF_ACTOR = "  mismatch {rollout_mismatch:.1e}"  # of steps that trained it, not the critic alone
@@ -138,7 +139,9 @@ class RunReport:
             self._telling.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         if self._is_terminal:
             self._progress.stop()
         self._over = True
@@ -150,7 +153,7 @@ class RunReport:
         if self._tracking is not None:
             self._tracking.close(outcome)
         if self._kind:
-            why = "" if kind is None or stopped else f"{kind.__name__}: {error}"
+            why = "" if error is None or stopped else f"{type(error).__name__}: {text_of(error)}"
             self.journal.write(END, outcome=outcome, step=self._step, text=why)
 
     def begin(self, kind: str, config: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ class TrainerTeacher:
     """A trainer process that scores what a student sampled; it learns nothing."""
 
     def __init__(self, address: str, security: SecurityConfig, wait_seconds: float) -> None:
-        self._client = TrainerClient(address, security)
+        self._client = TrainerClient(address, security, role="teacher")
         self._wait_seconds = wait_seconds
 
     async def describe(self) -> trainer_pb.Trainer:

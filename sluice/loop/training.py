@@ -24,6 +24,7 @@ from sluice.loop.config import AlgorithmConfig, CriticConfig
 from sluice.loop.ledger import LedgerGroup
 from sluice.loop.metrics import TRAINER_LOST
 from sluice.loop.run_samples import KEPT_COLUMNS
+from sluice.runtime.errors import text_of
 from sluice.runtime.recovery import NotReadyError, wait_until_ready
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.wire import seconds_of
@@ -103,7 +104,7 @@ async def active_trainer(client: TrainerClient) -> pb.Trainer:
     """Returns the trainer. Raises NotReadyError while it loads, TrainerBrokenError for good."""
     trainer = await client.get()
     if trainer.state == pb.Trainer.STATE_FAILED:
-        raise TrainerBrokenError(f"trainer failed: {trainer.failure}")
+        raise TrainerBrokenError(f"{client.where} failed: {trainer.failure}")
     if trainer.state != pb.Trainer.STATE_ACTIVE:
         raise NotReadyError(why_not_active(trainer))
     return trainer
@@ -125,7 +126,7 @@ def why_not_active(trainer: pb.Trainer) -> str:
 
 async def wait_for_trainer(client: TrainerClient, seconds: float) -> pb.Trainer:
     """Returns the trainer once it takes work. Raises TrainerBrokenError."""
-    what = f"trainer {client.address}"
+    what = client.where
     return await wait_until_ready(what, lambda: active_trainer(client), seconds, TrainerBrokenError)
 
 
@@ -171,7 +172,7 @@ class TrainerRecovery:
                 TRAINER_LOST.inc()
                 if self._losses > TRAINER_LOSSES:
                     raise
-                logger.warning("trainer: %s; going back to the last run checkpoint", error)
+                logger.warning("%s; going back to the last run checkpoint", text_of(error))
                 await wait_for_trainer(self._trainer, self._wait_seconds)
             work = self._restore
 
@@ -217,7 +218,7 @@ class Critic:
     ) -> None:
         self.config = config
         self.optimizer_step = 0
-        self.client = TrainerClient(address, security)
+        self.client = TrainerClient(address, security, role="critic")
         self._wait_seconds = wait_seconds
 
     async def begin(self) -> None:

@@ -144,8 +144,11 @@ class DeadlineError(ServiceError):
 class RemoteError(Exception):
     """A service refused or failed: `code` and `reason` are for programs, the text for people.
 
-    `retry_seconds`: when the server asks to be tried again, 0 where it does not say.
+    `retry_seconds`: when the server asks to be tried again, 0 where it does not say. `where`: what
+    the server is to the caller, and its address, of clients that know it.
     """
+
+    where = ""
 
     def __init__(
         self,
@@ -163,6 +166,12 @@ class RemoteError(Exception):
     def is_too_large(self) -> bool:
         """Whether a request or an answer is larger than a message may be, and would be again."""
         return self.reason == TOO_LARGE
+
+
+def text_of(error: BaseException) -> str:
+    """An error for people, with who it is of where several could be."""
+    where = error.where if isinstance(error, RemoteError) else ""
+    return f"{where}: {error}" if where else str(error)
 
 
 def error_from_status(status: status_pb2.Status) -> RemoteError:

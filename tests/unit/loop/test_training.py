@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -11,12 +14,15 @@ import pytest
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from sluice.client import RemoteError, TrainerClient
-from sluice.config import ConfigError
-from sluice.loop.config import AlgorithmConfig
+from sluice.config import ConfigError, parse_config
+from sluice.loop.config import AlgorithmConfig, CriticConfig
+from sluice.loop.journal import read_journal
 from sluice.loop.ledger import LedgerGroup
+from sluice.loop.report import RunReport
 from sluice.loop.training import (
     TRAINER_LOSSES,
     CheckpointLostError,
+    Critic,
     SavingCheckpoint,
     TrainerBrokenError,
     TrainerLostError,
@@ -28,6 +34,8 @@ from sluice.loop.training import (
     mini_batches,
     why_not_active,
 )
+from sluice.runtime.errors import text_of
+from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import Server, ServerConfig
 from sluice.runtime.wire import timestamp_of
 from sluice.samples.blobs import BlobReference
@@ -180,6 +188,28 @@ async def test_a_trainer_that_failed_is_not_waited_for(trainer) -> None:
     servicer.answers = [pb.Trainer(state=pb.Trainer.STATE_FAILED, failure="rank 1 has no memory")]
     with pytest.raises(TrainerBrokenError, match="rank 1 has no memory"):
         await active_trainer(client)
+
+
+async def test_of_two_trainers_the_one_that_failed_is_named(trainer, tmp_path: Path) -> None:
+    """By what it is to the run and where it is, not by a name that both may have."""
+    servicer, client = trainer
+    file = tmp_path / "services.json"
+    file.write_text(json.dumps({"values": {"kind": "trainer", "address": client.address}}))
+    servicer.answers = [pb.Trainer(state=pb.Trainer.STATE_FAILED, name="trainer", failure="no")]
+    where = f"critic at {client.address} (values of {file})"
+    config = parse_config(CriticConfig, {"service": "values"})
+    critic = Critic(f"{file}#values", config, SecurityConfig(), PATIENCE)
+    with pytest.raises(TrainerBrokenError, match=rf"^{re.escape(where)} failed: no$"):
+        await critic.describe()
+    with pytest.raises(RemoteError) as error:
+        await critic.client.compute_values("batches/b")
+    assert text_of(error.value).startswith(f"{where}: UNIMPLEMENTED/")
+    report = RunReport(tmp_path, 1)
+    with pytest.raises(RemoteError), report:
+        report.begin("train", {})
+        raise error.value
+    assert where in read_journal(tmp_path)[-1]["text"]
+    await critic.client.close()
 
 
 async def test_a_checkpoint_of_another_step_is_of_a_trainer_that_was_lost() -> None:
