@@ -81,7 +81,7 @@ USAGE = {
     "profile": PROFILE_USAGE,
     "report": REPORT_USAGE,
     "samples": SAMPLES_USAGE,
-    "trace": "sluice trace RUN_DIR [-o FILE.html] [--steps FIRST-LAST|all] [--otlp URL]",
+    "trace": "sluice trace RUN_DIR [-o FILE] [--steps FIRST-LAST|all] [--spans N] [--otlp URL]",
     "completion": COMPLETION_USAGE,
     "protoset": PROTOSET_USAGE,
     "check-loss": "sluice check-loss NAME|PACKAGE.MODULE:NAME [--settings JSON]",
@@ -305,22 +305,24 @@ def _address_to_ask(given: str) -> str:
 async def trace(arguments: Sequence[str]) -> None:
     """Write the timeline of a run and say in a line what took the time, or send its spans."""
     rest = list(arguments)
-    output, steps, url = (take_value(rest, flag) for flag in ("-o", "--steps", "--otlp"))
+    output, steps, most = (take_value(rest, flag) for flag in ("-o", "--steps", "--spans"))
+    url = take_value(rest, "--otlp")
     if len(rest) != 1:
         raise ConfigError(f"trace takes one RUN_DIR, not {' '.join(rest)!r}: {USAGE['trace']}")
-    for line in _page_or_spans(Path(rest[0]), output, steps, url):
+    for line in _page_or_spans(Path(rest[0]), output, steps, most, url):
         Console().print(logs.printable_lines(line), highlight=False, markup=False, soft_wrap=True)
 
 
 def _page_or_spans(
-    run_dir: Path, output: str | None, steps: str | None, url: str | None
+    run_dir: Path, output: str | None, steps: str | None, most: str | None, url: str | None
 ) -> list[str]:
     from sluice.loop.timeline.page import write_page
 
     if url is None:
-        return write_page(run_dir, None if output is None else Path(output), steps)
-    if output is not None:
-        raise ConfigError("trace: --otlp writes no page; leave -o out")
+        return write_page(run_dir, None if output is None else Path(output), steps, most)
+    if output is not None or most is not None:
+        flag = "-o" if output is not None else "--spans"
+        raise ConfigError(f"trace: --otlp writes no page; leave {flag} out")
     try:
         from sluice.loop.otel import NotTakenError, export_trace
     except ImportError:
@@ -369,7 +371,7 @@ async def completion(arguments: Sequence[str]) -> None:
         "reward-model": ("--up",),
         "status": ("--json", "--once"),
         "logs": ("--follow", "--since", "--address"),
-        "trace": ("--steps", "--otlp", "-o"),
+        "trace": ("--steps", "--spans", "--otlp", "-o"),
         "demo": ("--run-dir", "--seed", "--algorithm", "--steps", "--target", "--max-staleness"),
         "convert": ("--to", "--origin"),
         "verify": ("--model",),

@@ -69,12 +69,12 @@ class PolicyRun(TrainerRun[RunConfig]):
         """What is to be done next; None where nothing is left."""
 
     async def _do_work(self) -> None:
-        """All that is left, each in a span of the step that it is for."""
+        """All that is left, each step that was made in a span of its own."""
         while (work := self._next_work()) is not None:
-            before = self.step
-            with trace.span(trace.LOOP, trace.STEP, f"step {before + 1}"):
-                await self._recovery.run(work)
+            before, began = self.step, trace.now()
+            await self._recovery.run(work)
             if self.step > before:
+                trace.add_since(began, trace.LOOP, trace.STEP, f"step {before + 1}")
                 self._trace.flush(self.step)
 
     async def close(self) -> None:

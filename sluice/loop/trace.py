@@ -108,13 +108,23 @@ def use(trace: RunTrace) -> None:
 @contextlib.contextmanager
 def span(lane: str, name: str, detail: str = "") -> Iterator[None]:
     """The block as a span of the trace in use, if there is one."""
-    trace = _current.get()
-    start, began = time.time(), time.monotonic()
+    began = now()
     try:
         yield
     finally:
-        if trace is not None:  # its length by a clock that nobody sets
-            trace.add(lane, name, start, start + (time.monotonic() - began), detail)
+        add_since(began, lane, name, detail)
+
+
+def now() -> tuple[float, float]:
+    """The time, for `add_since`: seconds since 1970, and by a clock that nobody sets."""
+    return time.time(), time.monotonic()
+
+
+def add_since(began: tuple[float, float], lane: str, name: str, detail: str = "") -> None:
+    """A span that ends now, to the trace in use."""
+    if (trace := _current.get()) is not None:
+        start, clock = began
+        trace.add(lane, name, start, start + (time.monotonic() - clock), detail)
 
 
 def add_group(group: pb.FinishedGroup) -> None:

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from sluice.loop.journal import read_journal
+from sluice.loop.timeline.page import load
 from tests.e2e.conftest import Stack, Training
 from tests.patience import PATIENCE
 
@@ -91,6 +92,7 @@ def test_a_signal_ends_a_run_in_order(stack, number):
     assert training.process.returncode == 128 + number, output
     assert "Traceback" not in output
     assert not (training.run_dir / "ledger.sqlite-wal").exists()  # it was closed
+    assert load(training.run_dir).steps[1] <= training.rows()[-1]["step"]
     goes_on(stack, f"ended-{number}", training.rows()[-1]["step"] + 2)
 
 

@@ -10,6 +10,7 @@ import os
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import cached_property
@@ -34,7 +35,7 @@ from sluice.loop.trace import (
 )
 
 MOST_SPANS = 60_000  # that a browser draws without effort
-
+MOST_ASKED = 500_000  # unless --spans says more: each million takes up to 1.5 GB, 40 MB of page
 
 logger = logging.getLogger(__name__)
 
@@ -91,10 +92,16 @@ class Trace:
         return lanes
 
 
-def load(run_dir: Path, first: int | None = None, last: int | None = None) -> Trace:
+class TooManySpansError(Exception):
+    """The steps that are asked for are more than a page takes."""
+
+
+def load(
+    run_dir: Path, first: int | None = None, last: int | None = None, most: int | None = None
+) -> Trace:
     """The traces of steps first..last; without `first` as many of the latest as fit on a page.
 
-    Raises NoTraceError.
+    most: spans of those that are asked for. Raises NoTraceError and TooManySpansError.
     """
     try:
         files = trace_files(run_dir / "traces")
@@ -106,9 +113,8 @@ def load(run_dir: Path, first: int | None = None, last: int | None = None) -> Tr
     if first is not None:
         wanted = [f for f in wanted if int(f.stem) >= first]
     if not wanted:
-        raise NoTraceError(
-            f"{run_dir} has traces of steps {int(files[0].stem)}-{int(files[-1].stem)}"
-        )
+        raise NoTraceError(f"{run_dir} has traces of {_known_steps(files)}")
+    limit = (most or MOST_SPANS) if first is None else (most or MOST_ASKED)
     tables: list[pa.Table] = []
     row_count = 0
     for path in reversed(wanted):
@@ -120,16 +126,25 @@ def load(run_dir: Path, first: int | None = None, last: int | None = None) -> Tr
             logger.warning("%s; it is left out", error)
             continue
         row_count += table.num_rows
-        if tables and first is None and row_count > MOST_SPANS:
-            break
+        if tables and row_count > limit:
+            if first is None:
+                break
+            fit = f"{int(path.stem) + 1}-{int(wanted[-1].stem)}"
+            raise TooManySpansError(
+                f"these {len(wanted):,} steps have more than {limit:,} spans, which is much for a "
+                f"page: the latest that fit are --steps {fit}; --spans N takes more, with "
+                "up to 1.5 GB of memory and 40 MB of page for each million"
+            )
         tables.append(table)
     if not tables:
         raise NoTraceError(f"{run_dir} holds these traces no more")
     read = [span for table in tables for span in _spans(table)]
     spans = _whole_steps(read)
+    steps = [int(s.detail.split()[-1]) for s in spans if (s.lane, s.name) == (LOOP, STEP)]
+    if not steps and first is not None:
+        raise NoTraceError(f"{run_dir} has traces of {_known_steps(files)}")
     if not spans:
         raise NoTraceError(f"{run_dir} has traces of no step that was whole")
-    steps = [int(s.detail.split()[-1]) for s in spans if (s.lane, s.name) == (LOOP, STEP)]
     return Trace(
         steps=(min(steps, default=0), max(steps, default=0)),
         spans=sorted(spans, key=lambda span: span.start),
@@ -137,6 +152,16 @@ def load(run_dir: Path, first: int | None = None, last: int | None = None) -> Tr
         - len(read),
         is_shortened=len(tables) < len(wanted),
     )
+
+
+def _known_steps(files: Sequence[Path]) -> str:
+    """Those that were made: the last file may hold what came after them."""
+    last = int(files[-1].stem)
+    with suppress(OSError, TraceDamagedError):
+        spans = _whole_steps(_spans(read_trace(files[-1])))
+        last -= not any((span.lane, span.name) == (LOOP, STEP) for span in spans)
+    first = int(files[0].stem)
+    return f"steps {first}-{last}" if first <= last else "no step that was made"
 
 
 def _spans(table: pa.Table) -> list[Span]:
@@ -150,13 +175,15 @@ def _spans(table: pa.Table) -> list[Span]:
 
 
 def _whole_steps(spans: Sequence[Span]) -> list[Span]:
-    """Without a step that only saved the end of the run."""
+    """Without steps that trained nothing, of earlier releases: a run ended in them, or only saved
+    its end."""
     steps = [s for s in spans if (s.lane, s.name) == (LOOP, STEP)]
-    waits = sorted(s.start for s in spans if (s.lane, s.name) == (LOOP, "wait for groups"))
-    empty = {id(s) for s in steps if bisect_left(waits, s.start) >= bisect_right(waits, s.end)}
+    learnt = sorted(s.start for s in spans if s.lane in (TRAINER, CRITIC) and s.name in LEARNING)
+    empty = {id(s) for s in steps if bisect_left(learnt, s.start) >= bisect_right(learnt, s.end)}
     return [span for span in spans if id(span) not in empty]
 
 
+LEARNING = ("upload", "forward_backward", "optimizer")  # one of these every step has
 OWN_LANES = frozenset((LOOP, TRAINER, CRITIC))  # of what happens one after the other
 ON_ENGINE = ("queue", "prefill", "decode", "generate")
 SAMPLING = ("prefill", "decode", "generate")
@@ -423,18 +450,23 @@ def _details(trace: Trace, places: dict[str, int]) -> dict[str, str]:
 NAMED_SHARES = 5
 
 
-def write_page(run_dir: Path, output: Path | None, steps: str | None) -> list[str]:
-    """Write the page, by default run_dir/trace.html; what to say about it.
+def write_page(
+    run_dir: Path, output: Path | None, steps: str | None, most: str | None = None
+) -> list[str]:
+    """Write the page, by default run_dir/trace.html; what to say about it. `most`: of spans.
 
     Raises ConfigError for steps that are neither FIRST-LAST nor all, or where there is no trace.
     """
     first, last = range_of(steps)
+    limit = _number_of_spans(most)
     if not os.path.isdir(run_dir):
         raise ConfigError(f"trace: {str(run_dir)[:200]!r} is no run directory")
     try:
-        trace = load(run_dir, first, last)
+        trace = load(run_dir, first, last, limit)
     except NoTraceError as error:
         raise ConfigError(str(error)) from None
+    except TooManySpansError as error:
+        raise ConfigError(f"--steps: {error}") from None
     path = output or run_dir / "trace.html"
     try:
         path.write_text(render(trace, f"Run {run_dir.resolve().name}"), "utf-8", "replace")
@@ -449,6 +481,15 @@ def write_page(run_dir: Path, output: Path | None, steps: str | None) -> list[st
         f"steps: {_shares(summary.steps)}",
         shown,
     ]
+
+
+def _number_of_spans(text: str | None) -> int | None:
+    """Raises ConfigError."""
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and 0 < int(text[:19]) < 1 << 62):
+        raise ConfigError(f"--spans: {text[:100]!r} is no number of spans")
+    return int(text[:19])
 
 
 def range_of(steps: str | None) -> tuple[int | None, int | None]:

@@ -9,12 +9,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.rollout.v1 import trace_pb2
+from sluice.config import ConfigError
 from sluice.loop import trace
 from sluice.loop.config import TraceConfig
 from sluice.loop.timeline.page import (
@@ -27,7 +29,7 @@ from sluice.loop.timeline.page import (
     summarise,
     write_page,
 )
-from sluice.loop.trace import LOOP, STEP, TRAINER, RunTrace, trace_files
+from sluice.loop.trace import LOOP, STEP, TRAINER, RunTrace, read_trace, trace_files
 
 ALL = -1
 
@@ -143,6 +145,7 @@ def test_spans_at_no_time_that_there_is_are_left_out_and_counted(
     broken.trace.durations[1] = broken.trace.starts[2] = number
     run.add_group(broken)
     run.add(LOOP, "wait for groups", 110, 112)
+    run.add(TRAINER, "upload", 112, 113)
     run.add(LOOP, STEP, 110, 120, "step 2")
     run.flush(2)
     found = load(tmp_path)
@@ -176,6 +179,50 @@ def test_a_page_shows_the_steps_that_were_asked_for(tmp_path: Path) -> None:
         load(tmp_path, 8, 9)
     with pytest.raises(NoTraceError, match="holds no traces"):
         load(tmp_path / "elsewhere")
+
+
+def test_a_step_that_trained_nothing_is_no_step_to_be_shown(tmp_path: Path) -> None:
+    """A run was ended while it waited for groups, and earlier releases kept that as a step."""
+    written(tmp_path, 3)
+    run = RunTrace(tmp_path, TraceConfig())
+    run.add(LOOP, "wait for groups", 130, 131)
+    run.add(LOOP, STEP, 130, 131, "step 4")
+    run.add_group(group_of("g4", 130))
+    run.flush(4)
+    assert load(tmp_path).steps == load(tmp_path, 1, 9).steps == (1, 3)
+    with pytest.raises(NoTraceError, match=r"has traces of steps 1-3$"):
+        load(tmp_path, 4, 4)
+    with pytest.raises(NoTraceError, match=r"has traces of steps 1-3$"):
+        load(tmp_path, 7, 9)
+
+
+def test_more_steps_than_a_page_takes_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    """All of 6,900 steps took 5 GB, for a page of 144 MB."""
+    rows = pa.ipc.open_file(written(tmp_path, 1) / "traces/0000001.arrow").read_all().num_rows
+    read: list[Path] = []
+
+    def counted(path: Path) -> pa.Table:
+        read.append(path)
+        return read_trace(path)
+
+    for steps in (10, 100):  # ten times the steps are no more work
+        written(tmp_path, steps)
+        read.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sluice.loop.timeline.page.read_trace", counted)
+            with pytest.raises(ConfigError) as error:
+                write_page(tmp_path, None, "all", str(5 * rows))
+        assert len(read) == 6
+        assert f"--steps {steps - 4}-{steps}; --spans N takes more" in str(error.value)
+    assert (
+        f"steps {steps - 4}-{steps}"
+        in write_page(tmp_path, None, f"{steps - 4}-{steps}", str(5 * rows))[-1]
+    )
+    assert "steps 1-100" in write_page(tmp_path, None, "all", str(100 * rows))[-1]
+    assert "steps 91-100" in write_page(tmp_path, None, None, str(10 * rows))[-1]
+    for text in ("0", "-1", "x", "1.5", "9" * 5000, "²"):
+        with pytest.raises(ConfigError, match=r"--spans: .* is no number of spans"):
+            write_page(tmp_path, None, "all", text)
 
 
 def test_the_latest_steps_are_shown_where_all_are_too_many(
@@ -273,6 +320,8 @@ async def test_spans_go_to_the_trace_in_use(tmp_path: Path) -> None:
     trace.use(run)
     with trace.span(LOOP, STEP, "step 1"), trace.span(LOOP, "wait for groups"):
         trace.add_group(group_of("g"))
+        with trace.span(TRAINER, "upload"):
+            pass
     run.flush(1)
     assert {span.name for span in load(tmp_path).of(LOOP)} == {"wait for groups", STEP}
 
@@ -370,7 +419,7 @@ def test_a_damaged_trace_is_left_out(tmp_path: Path) -> None:
     trace = RunTrace(tmp_path, TraceConfig())
     for step in (1, 2):
         trace.add(LOOP, STEP, 10.0 * step, 10.0 * step + 5, f"step {step}")
-        trace.add(LOOP, "wait for groups", 10.0 * step, 10.0 * step + 1)
+        trace.add(TRAINER, "upload", 10.0 * step, 10.0 * step + 1)
         trace.flush(step)
     path = tmp_path / "traces" / "0000002.arrow"
     data = path.read_bytes()
