@@ -11,6 +11,7 @@ import ctypes
 import importlib
 import importlib.util
 import os
+import re
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,7 @@ LARGEST_KEPT = 32 << 20  # bytes; glibc takes no more
 MOST_KEPT = 256 << 20  # of the end of an arena
 _MOST_ALLOCATIONS = 1_000_000  # remembered of a device, the latest ones
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_NO_MEMORY = re.compile(r"out of memory|ALLOC_FAILED|DefaultCPUAllocator: (can't|not enough)")
 _MALLOC_VARIABLES = frozenset(
     {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}
 )
@@ -262,10 +264,14 @@ class Platform:
             total=total,
         )
 
+    def begin_peak(self) -> None:
+        """Have `memory().peak` be of what comes from now on."""
+        self.module.reset_peak_memory_stats()
+
     def release_memory(self) -> None:
         """Give cached blocks back to the driver and start a new peak."""
         self.module.empty_cache()
-        self.module.reset_peak_memory_stats()
+        self.begin_peak()
 
     def keep_memory(self) -> None:
         """Have what one step frees serve the next, by whatever has no cache of its own."""
@@ -325,6 +331,9 @@ class _Cpu(Platform):
         unit = 1 if sys.platform == "darwin" else 1024
         peak = max(used, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
         return MemoryStatistics(used, used, peak, free=host.available, total=host.total)
+
+    def begin_peak(self) -> None:
+        """The kernel keeps the largest that a process has had."""
 
     def release_memory(self) -> None:
         if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
@@ -449,6 +458,19 @@ def declared() -> Platform:
     if any(Path("/dev").glob("davinci[0-9]*")):
         return NPU
     return CUDA if any(Path("/dev").glob("nvidia[0-9]*")) else CPU
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether there was no memory for what was asked for, of a device or of the host.
+
+    torch's allocators of hosts and of some devices, and its libraries, have no type for it.
+    """
+    if isinstance(error, MemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    typed = getattr(sys.modules.get("torch"), "OutOfMemoryError", ())
+    return isinstance(error, typed) or _NO_MEMORY.search(str(error)) is not None
 
 
 def has_side_streams() -> bool:

@@ -32,6 +32,7 @@ from sluice.loop.training import TrainerBrokenError, active_trainer
 from sluice.ports import POLL_SECONDS, read_ports, take_port, write_ports
 from sluice.runtime.addresses import read_services as read_services
 from sluice.runtime.errors import RemoteError
+from sluice.runtime.processes import describe_end, memory_kills
 from sluice.runtime.recovery import Backoff, NotReadyError, wait_until_ready
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import REWARD_MODEL
@@ -82,11 +83,19 @@ class _Service:
     node: int = 0
     log_start: int = 0  # where its process began to write
     spawned: float = 0.0  # seconds since 1970
+    kills: int = 0  # by the kernel for want of memory, before that
     process: asyncio.subprocess.Process | None = None
     addresses: dict[str, Any] = field(default_factory=dict)
     ports: dict[str, socket.socket] = field(default_factory=dict)
     restarts: int = 0
     answered: bool = False  # a health check, once at least
+
+    @property
+    def end(self) -> str:
+        """How its process has ended."""
+        assert self.process is not None
+        assert self.process.returncode is not None
+        return describe_end(self.process.returncode, self.kills)[0]
 
     def kill(self) -> None:
         """The process and its children; those in other sessions die with it."""
@@ -223,7 +232,7 @@ class Supervisor:
         if faults.enabled():  # of one service, not of its neighbours
             environment[faults.VARIABLE] = str(Path(environment[faults.VARIABLE], service.name))
         with service.log.open("ab") as log:
-            service.log_start = log.tell()
+            service.log_start, service.kills = log.tell(), memory_kills()
             service.process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-m", MODULES[service.kind], "--config", str(path)),
@@ -346,7 +355,7 @@ class Supervisor:
             for each in (service,) if self._up else self._services:
                 if each.process is not None and each.process.returncode is not None:
                     raise ServiceDiedError(
-                        f"{each.name} ended with {each.process.returncode} while starting: "
+                        f"{each.name} {each.end} while starting: "
                         f"{_last_line(each.log, each.log_start)} (log: {each.log})"
                     )
             try:
@@ -381,7 +390,7 @@ class Supervisor:
         try:
             await asyncio.wait((ending, probing), return_when=asyncio.FIRST_COMPLETED)
             if ending.done():
-                return f"ended with {ending.result()}"
+                return service.end
             why = probing.result()
             logger.error("%s %s; killing it", service.name, why)
             service.kill()

@@ -231,6 +231,27 @@ def disk_errors() -> Iterator[None]:
         raise StoreRefusedError(str(error), file=error.filename) from error
 
 
+class OutOfMemoryError(ServiceError):
+    """There is no memory for what was asked, of a rank's device or its host.
+
+    Of a pass that means that nothing is left to cut: micro-batches have been made smaller before.
+    Metadata of a rank's own answer has what was `allocated`, `free` and in `total`, in bytes.
+    """
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "OUT_OF_MEMORY"
+
+
+class MicroBatchesCutError(ServiceError):
+    """A pass took more memory than there is, and micro-batches are smaller from now on.
+
+    What is gathered so far has to be discarded, and all of it added again.
+    """
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "MICRO_BATCHES_CUT"
+
+
 class CommandTooLargeError(ServiceError):
     """A micro-batch of too many rows: `max_tokens_per_micro_batch` is too large for them."""
 
@@ -239,14 +260,17 @@ class CommandTooLargeError(ServiceError):
 
 
 class RankLostError(ServiceError):
-    """A rank died or hung; the group restarts."""
+    """A rank died or hung; the group restarts.
+
+    lacked_memory: for want of memory, which the next ranks lack too for the same work.
+    """
 
     code = grpc.StatusCode.UNAVAILABLE
     reason = "RANK_LOST"
 
-    def __init__(self, rank: int, detail: str) -> None:
+    def __init__(self, rank: int, detail: str, *, lacked_memory: bool = False) -> None:
         super().__init__(f"rank {rank} {detail}", rank=rank)
-        self.rank = rank
+        self.rank, self.lacked_memory = rank, lacked_memory
 
 
 class RanksPartedError(ServiceError):
@@ -272,8 +296,10 @@ class RankError(ServiceError):
             if packed.Unpack(detail):
                 break
         super().__init__(f"rank {rank}: {status.message}", **{**detail.metadata, "rank": rank})
+        self.rank, self.said = rank, status.message
         self.code = _CODES[status.code]
         self.reason = detail.reason or "INTERNAL"
+        self.lacked_memory = self.reason == OutOfMemoryError.reason
 
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}

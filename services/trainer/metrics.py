@@ -34,6 +34,20 @@ OPERATIONS = Gauge(
     "Ranks that run an implementation of an operation (sluice/operations.py).",
     ["operation", "implementation"],
 )
+OUT_OF_MEMORY = Counter(
+    "sluice_trainer_out_of_memory_total", "Passes and steps that ranks had no memory for."
+)
+MICRO_BATCH_TOKENS = Gauge(
+    "sluice_trainer_micro_batch_tokens",
+    "What a micro-batch of a context-parallel rank may hold: max_tokens_per_micro_batch, or less "
+    "where there was no memory for it.",
+)
+MEMORY_PEAK = Gauge(
+    "sluice_trainer_memory_peak_bytes",
+    "Most that tensors of a rank held in a step, of the rank that was fullest; on a CPU of the "
+    "process, ever.",
+)
+MEMORY_TOTAL = Gauge("sluice_trainer_memory_size_bytes", "Memory of that rank's device.")
 STEP_SECONDS = Histogram(
     "sluice_trainer_step_duration_seconds", "Optimizer steps.", buckets=MINUTES
 )

@@ -115,6 +115,8 @@ ROW_KEYS = {
     "layers: 1 where use is even; mean of the optimizer steps.",
     "experts_z_loss": "The same of the loss of large logits.",
     "learning_rate": "Learning rate of the last optimizer step.",
+    "memory_peak_gib": "Most memory that tensors of a rank held at once, of the fullest rank; on a "
+    "CPU that its process ever had.",
     "critic_<metric>": "What the critic's loss and steps have: loss, clipped_value, return, "
     "grad_norm and so on.",
     "staleness_max": "Steps since the oldest weights that sampled a token.",

@@ -542,13 +542,19 @@ def _critic_metrics(critic_steps: Sequence[CriticStep]) -> dict[str, float]:
     return {f"critic_{name}": value for name, value in metrics.items()}
 
 
+_LARGEST = {"memory_peak_gib"}
+
+
 def _step_means(steps: Sequence[pb.StepOptimizerResponse]) -> dict[str, float]:
     """What steps tell of themselves; a step that tells nothing counts for nothing."""
     told = defaultdict[str, list[float]](list)
     for step in steps:
         for name, value in {"grad_norm": step.grad_norm, **step.metrics}.items():
             told[name].append(value)
-    return {name: sum(values) / len(values) for name, values in told.items()}
+    return {
+        name: max(values) if name in _LARGEST else sum(values) / len(values)
+        for name, values in told.items()
+    }
 
 
 def _weighted(passes: Sequence[pb.ForwardBackwardResponse]) -> dict[str, float]:

@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
@@ -77,6 +78,47 @@ def allow_open_files() -> None:
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def memory_kills(root: Path = Path("/")) -> int:
+    """How many processes the kernel has killed so far for want of memory; 0 where it does not say.
+
+    Of the control group of this process, such as a container; where that is not counted, of the
+    host.
+    """
+    groups, counted = root / "sys/fs/cgroup", [root / "proc/vmstat"]
+    for line in _lines_of(root / "proc/self/cgroup"):
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if not controllers:
+            counted.insert(0, groups / path[1:] / "memory.events")
+        elif "memory" in controllers.split(","):
+            counted.insert(0, groups / "memory" / path[1:] / "memory.oom_control")
+    for file in counted:
+        for line in _lines_of(file):
+            name, _, number = line.partition(" ")
+            if name == "oom_kill" and number.isdecimal():
+                return int(number)
+    return 0
+
+
+def describe_end(code: int, kills: int) -> tuple[str, bool]:
+    """Say how a process ended, and whether the kernel did it for want of memory.
+
+    `kills` is what `memory_kills` said when it was started.
+    """
+    if code >= 0:
+        return f"exited with {code}", False
+    name = signal.Signals(-code).name
+    if -code == signal.SIGKILL and memory_kills() > kills:
+        return f"was killed by {name}: the kernel had no memory left", True
+    return f"was killed by {name}", False
+
+
+def _lines_of(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
 
 
 def keep_processes(parent: int) -> None:

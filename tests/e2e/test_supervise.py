@@ -212,7 +212,7 @@ async def test_a_service_that_is_killed_as_it_starts_is_not_quoted_with_what_one
         while service.process is None:
             await asyncio.sleep(0)
     service.kill()
-    with pytest.raises(ServiceDiedError, match=r"ended with -9 while starting: no output"):
+    with pytest.raises(ServiceDiedError, match=r"was killed by SIGKILL while starting: no output"):
         await starting
 
 
@@ -230,7 +230,7 @@ async def test_a_service_that_dies_as_others_start_is_named_at_once(tmp_path):
             await asyncio.sleep(0)
     router.kill()
     os.kill(rollout.process.pid, signal.SIGSTOP)  # it would take long
-    with pytest.raises(ServiceDiedError, match=r"router ended with -9 while starting"):
+    with pytest.raises(ServiceDiedError, match=r"router was killed by SIGKILL while starting"):
         async with asyncio.timeout(PATIENCE):
             await starting
 

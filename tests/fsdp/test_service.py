@@ -10,12 +10,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
-from sluice.algo.spec import AdvantageSpec
+from sluice.algo.spec import AdvantageSpec, LossSpec
+from sluice.client import RemoteError
 from tests.behind_run import check_run
 from tests.service.trainer.harness import (
     ACTIVE,
     check_full_disk,
     killed_in_a_pass,
+    little_memory,
+    long_rows,
     make_groups,
     running_trainer,
     train_step,
@@ -25,6 +28,7 @@ from tests.service.trainer.harness import (
 from tests.service.trainer.sleeping import check_steps
 from tests.service.weights.harness import check_delta
 
+SFT = LossSpec(name="sft")
 SETTINGS = {
     "backend": "fsdp",
     "fsdp": {"dtype": "float32"},
@@ -64,6 +68,31 @@ async def test_a_rank_killed_in_mid_pass_costs_no_number(
             loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
             assert loaded.config.model_type == "qwen3"
             await check_full_disk(client)
+
+
+@pytest.mark.fast
+async def test_a_pass_beyond_the_memory_of_a_rank_is_made_in_smaller_micro_batches(
+    tmp_path: Path,
+) -> None:
+    """A rank has no memory for what its settings have it compute at once: real allocations fail."""
+    model = build_tiny_qwen3(tmp_path / "model", 0)
+    settings = {**SETTINGS, "ranks": {**SETTINGS["ranks"], "count": 1}}  # type: ignore[dict-item]
+    rows = long_rows(16, 500)
+    with running_trainer(tmp_path / "trainer", model, **settings) as running:
+        async with running.client() as client:
+            ready = await until(client, lambda now: now.state == ACTIVE)
+            batch = (await client.upload_batch("long", len(rows), samples=rows)).batch
+            with (
+                little_memory(ready.ranks[0].process_id, 40 << 20),
+                pytest.raises(RemoteError, match="is out of memory") as caught,
+            ):
+                await client.compute_logprobs(batch)
+                await client.forward_backward(batch, SFT, expected_step=0, part_id="a")
+            assert caught.value.reason == "RANK_LOST"
+            ready = await until(client, lambda now: now.restart_count == 1 and now.state == ACTIVE)
+            passed = await client.forward_backward(batch, SFT, expected_step=0, part_id="a")
+            assert passed.micro_batch_count == 2
+            assert (await client.step_optimizer(0, ["a"])).step == 1
 
 
 async def test_copies_of_the_model_are_told_of(tmp_path: Path) -> None:

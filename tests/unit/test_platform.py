@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -80,3 +81,20 @@ def test_memory_of_the_process_and_the_host():
     assert after.allocated - before.allocated > len(block) // 2
     assert after.peak >= after.allocated
     assert after.total > after.free > 0
+
+
+def test_want_of_memory_is_told_from_other_errors():
+    """By what torch and numpy raise here, and by the words of other devices' allocators."""
+    with pytest.raises(RuntimeError) as of_torch:
+        torch.empty(1 << 60)
+    with pytest.raises(MemoryError) as of_numpy:
+        np.empty(1 << 50)
+    words = (
+        "NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 61.28 GiB total capacity)",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA error: out of memory",
+    )
+    lacking = [of_torch.value, of_numpy.value, torch.OutOfMemoryError("CUDA out of memory.")]
+    assert all(platform.is_out_of_memory(e) for e in (*lacking, *map(RuntimeError, words)))
+    others = [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError(words[0])]
+    assert not any(platform.is_out_of_memory(error) for error in (*others, OSError("memory")))

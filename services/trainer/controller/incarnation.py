@@ -94,6 +94,15 @@ class _Pending:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
+    @property
+    def errors(self) -> list[RankError]:
+        """Return what ranks answered in place of results, in their order."""
+        return [
+            RankError(rank, result.error)
+            for rank, result in sorted(self.results.items())
+            if result.HasField("error")
+        ]
+
 
 class RankIncarnation:
     """The ranks of one launch. `lost` ends with the error that ended it, once and for all."""
@@ -227,18 +236,17 @@ class RankIncarnation:
         return self._results_of(behind)
 
     def _results_of(self, pending: _Pending) -> list[pb.CommandResult]:
-        """Return the answers in rank order. Raises the error of the lowest rank with one."""
-        errors = [
-            RankError(rank, result.error)
-            for rank, result in sorted(pending.results.items())
-            if result.HasField("error")
-        ]
+        """Return the answers in rank order. Raises the error of the lowest rank with one.
+
+        One that lacked memory comes before others, which may follow from it.
+        """
+        errors = pending.errors
         for error in errors:
             if error.reason == RanksPartedError.reason:
                 self.fail(error)
                 raise error
         if errors:
-            raise errors[0]
+            raise max(errors, key=lambda error: error.lacked_memory)
         return [result for _, result in sorted(pending.results.items())]
 
     def reporting(self, results: Sequence[pb.CommandResult]) -> list[pb.CommandResult]:
@@ -328,8 +336,12 @@ class RankIncarnation:
 
     def _give_up(self, pending: _Pending) -> None:
         if pending.waiting and not pending.done.done():
-            stuck = min(pending.waiting)
-            self.fail(RankLostError(stuck, f"hung in {pending.activity} after another rank failed"))
+            cause = max(pending.errors, key=lambda error: error.lacked_memory)
+            waiting = ", ".join(map(str, sorted(pending.waiting)))
+            detail = (
+                f"failed in {pending.activity}, and rank {waiting} did not end it: {cause.said}"
+            )
+            self.fail(RankLostError(cause.rank, detail, lacked_memory=cause.lacked_memory))
 
     async def _watch(self, link: RankLink) -> None:
         """List a silent rank among the waits, and give it up after `lost_seconds`."""

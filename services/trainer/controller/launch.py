@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import socket
 import sys
 from contextlib import ExitStack
@@ -16,10 +15,12 @@ import grpc
 from services.trainer.config import TrainerConfig
 from services.trainer.controller.incarnation import WorkerServicer
 from services.trainer.controller.rank_group import Launcher, OnExit, RankGroup
+from services.trainer.errors import RankLostError
 from sluice import platform
 from sluice.address import join_address
 from sluice.api.trainer.v1 import worker_service_pb2_grpc as pb_grpc
 from sluice.durable import scratch
+from sluice.runtime.processes import describe_end, memory_kills
 from sluice.runtime.security import server_credentials
 from sluice.runtime.server import opening, service_interceptor
 
@@ -47,7 +48,7 @@ class LocalLauncher(Launcher):
         self._watchers: list[asyncio.Task[None]] = []
 
     async def launch(self, generation: int, controller: str, on_exit: OnExit) -> None:
-        file = self._folder / "config.json"
+        file, kills = self._folder / "config.json", memory_kills()
         file.write_text(json.dumps(self._config.model_dump(mode="json")))
         # Rank 0 is handed the socket, not a port that somebody else may have taken by then.
         with socket.create_server(("127.0.0.1", 0)) as meeting:
@@ -62,7 +63,7 @@ class LocalLauncher(Launcher):
                     stdin=asyncio.subprocess.DEVNULL,
                 )
                 self._processes.append(process)
-                self._watchers.append(asyncio.create_task(_watch(rank, process, on_exit)))
+                self._watchers.append(asyncio.create_task(_watch(rank, process, kills, on_exit)))
 
     async def end(self) -> None:
         """Kill what still runs: ranks may hang in a collective and keep nothing of worth."""
@@ -101,10 +102,11 @@ class LocalLauncher(Launcher):
         }
 
 
-async def _watch(rank: int, process: asyncio.subprocess.Process, on_exit: OnExit) -> None:
-    code = await process.wait()
-    ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-    on_exit(rank, ended)
+async def _watch(
+    rank: int, process: asyncio.subprocess.Process, kills: int, on_exit: OnExit
+) -> None:
+    how, lacked_memory = describe_end(await process.wait(), kills)
+    on_exit(RankLostError(rank, how, lacked_memory=lacked_memory))
 
 
 class WorkerServer:

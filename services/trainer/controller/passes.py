@@ -16,6 +16,7 @@ from services.trainer.adam import optim_to_proto
 from services.trainer.config import OptimConfig
 from services.trainer.controller.algorithms import Algorithms
 from services.trainer.controller.incarnation import Build, RankIncarnation
+from services.trainer.controller.memory_cuts import MemoryCuts
 from services.trainer.controller.planning import (
     Planner,
     find_missing,
@@ -35,6 +36,9 @@ from services.trainer.controller.state import (
 )
 from services.trainer.errors import (
     ColumnMissingError,
+    MicroBatchesCutError,
+    RankError,
+    RankLostError,
     SkippedTooOftenError,
     TemperatureMismatchError,
 )
@@ -104,13 +108,14 @@ class TrainerPasses:
         planner: Planner,
         algorithms: Algorithms,
         turns: Turns,
+        cuts: MemoryCuts,
         on_step: Callable[[Sequence[pb.CommandResult]], None],
         find_reference: Callable[[int], str],
     ) -> None:
         """`on_step` takes what the ranks answer to a step. `find_reference` says where ranks read a
         version from, and blocks."""
         self._find_reference = find_reference
-        self._on_step = on_step
+        self._on_step, self._cuts = on_step, cuts
         self._state, self._ranks, self._planner = state, ranks, planner
         self.algorithms = algorithms
         self.turns = turns
@@ -247,7 +252,7 @@ class TrainerPasses:
         computed = selection
         if traits.silent and not request.keep_logprobs:  # zero advantages: no loss, no gradient
             computed = selection[~batch.zero_advantage[selection]]
-        plan = await self._plan(batch, computed)
+        await self._plan(batch, computed)  # what is refused has changed nothing
         weights = dict(zip(selection.tolist(), weighed.weights.tolist(), strict=True))
         measured = await self.algorithms.measure(batch, selection, loss, traits.rounds)
         command = pb.GradientsCommand(
@@ -260,9 +265,10 @@ class TrainerPasses:
         message = pb.FollowResponse(forward_backward=command, adapter=request.adapter)
         if request.keep_logprobs:
             batch.mark(OLD_LOGPROBS, selection, present=False)
+        undo = None if ledger.parts else _discard(request.adapter)
         try:
             with metrics.PASS_SECONDS.labels("forward_backward").time():
-                total = await self._sum(ranks, split_pass(plan, message, weights))
+                plan, total = await self._run(ranks, batch, computed, message, weights, undo)
         except BaseException as error:
             ledger.broken = str(error) or type(error).__name__
             raise
@@ -353,9 +359,20 @@ class TrainerPasses:
         except ServiceError as error:
             # Some ranks may have stepped and others not: only a checkpoint is whole again.
             ranks.fail(error)
+            if isinstance(error, (RankError, RankLostError)) and error.lacked_memory:
+                raise self._cuts.explain(error) from error
             raise
         self._on_step(results)
-        return results[0].step
+        fullest = max(
+            (result.memory for result in results),
+            key=lambda memory: memory.peak_bytes / max(1, memory.total_bytes),
+        )
+        outcome = results[0].step
+        if fullest.total_bytes:
+            metrics.MEMORY_PEAK.set(fullest.peak_bytes)
+            metrics.MEMORY_TOTAL.set(fullest.total_bytes)
+            outcome.metrics["memory_peak_gib"] = fullest.peak_bytes / 2**30
+        return outcome
 
     def _note_step(self, state: PolicyState, outcome: pb.StepResult, seconds: float) -> None:
         state.step += 1
@@ -391,10 +408,11 @@ class TrainerPasses:
         self, name: str, columns: Sequence[str], kind: str, command: pb.FollowResponse
     ) -> PassScalars:
         batch, ranks = self._state.batches.get(name), self._ranks.incarnation
-        plan = await self._plan(batch, np.arange(batch.row_count))
+        rows = np.arange(batch.row_count)
+        await self._plan(batch, rows)  # what is refused has changed nothing
         batch.unmark(*columns)
         with metrics.PASS_SECONDS.labels(kind).time():
-            total = await self._sum(ranks, split_pass(plan, command))
+            plan, total = await self._run(ranks, batch, rows, command)
         for column in columns:
             batch.mark(column)
         return PassScalars(0.0, total.token_count, find_means(total), plan.micro_batch_count)
@@ -453,6 +471,42 @@ class TrainerPasses:
             results = await self._advantages(ranks, question)
             answer = results[0]
         return np.array(answer.advantages.scores), answer.sums
+
+    async def _run(
+        self,
+        ranks: RankIncarnation,
+        batch: Batch,
+        rows: np.ndarray,
+        message: pb.FollowResponse,
+        weights: Mapping[int, float] | None = None,
+        undo: pb.FollowResponse | None = None,
+    ) -> tuple[PassPlan, pb.PassSums]:
+        """Run a pass over rows, in smaller micro-batches where there is no memory for the planned.
+
+        `undo` takes back what a pass has added before it failed; without it nothing was, or what
+        others have added would go too. Raises OutOfMemoryError where nothing is left to cut,
+        RankLostError where ranks have to restart first, and MicroBatchesCutError.
+        """
+        while True:
+            plan = await self._plan(batch, rows)
+            try:
+                return plan, await self._sum(ranks, split_pass(plan, message, weights))
+            except (RankError, RankLostError) as error:
+                if not error.lacked_memory:
+                    raise
+                if not self._cuts.redoes_in_place:
+                    ranks.fail(RankLostError(error.rank, f"cannot go on: {error}"))
+                self._cuts.cut(batch, plan, ranks.links[error.rank].data_rank, error)
+                self._ranks.note_progress()  # smaller ones, which end somewhere
+                if ranks.lost.done():
+                    raise ranks.lost.result() from error
+            if undo is not None:
+                await ranks.run(undo)
+            elif message.HasField("forward_backward"):
+                raise MicroBatchesCutError(
+                    "there was no memory for the pass, and micro-batches are smaller from now on: "
+                    "discard the gradients, and add all parts of the step again"
+                )
 
     async def _sum(self, ranks: RankIncarnation, builds: Sequence[Build]) -> pb.PassSums:
         sums = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -80,6 +80,7 @@ def limits_of(config: TrainerConfig, layout: trainer_pb.ParallelLayout) -> PlanL
     )
 
 
+NO_CUTS: Mapping[int, int] = {}
 EVEN = 1.005  # largest by mean cost of a rank that is not worth another prompt pass
 STEADY, RANGES = 1.02, 8  # the same of each eighth of a batch, where groups are kept whole
 
@@ -132,6 +133,18 @@ class Planner:
         self, shape: TransformerShape, limits: PlanLimits, packing: Packing | None = None
     ) -> None:
         self._shape, self.limits, self.packing = shape, limits, packing or Packing()
+        self._most = 0  # tokens that ranks have memory for, where that is less
+
+    def settle(self, limits: PlanLimits, packing: Packing) -> None:
+        """Take the limits of new ranks, which have no more memory than those before."""
+        self.limits, self.packing = limits, packing
+        if 0 < self._most < limits.token_cap:
+            self.lower(self._most)
+
+    def lower(self, token_cap: int) -> None:
+        """Plan smaller micro-batches than the settings have; a longer row is one by itself."""
+        self._most = token_cap
+        self.limits = replace(self.limits, token_cap=token_cap, oversize=OversizePolicy.ALONE)
 
     def own(self, facts: RowFacts) -> np.ndarray:
         """Choose the data-parallel rank of each row, int64[N], balanced by cost over any range.
@@ -327,13 +340,20 @@ class DryPlan:
     def token_count(self, rows: Sequence[int]) -> int:
         """Tokens of a micro-batch as run, without padding: what is cut does not count, and a
         shared prompt counts once."""
-        facts, cut = self.facts, self.plan.truncated
-        whole = sum(cut.get(row, int(facts.lengths[row])) for row in rows)
-        if not self.shares_prompts:
-            return whole
-        first = {int(facts.prompts[row]): row for row in rows}.values()
-        repeated = set(rows) - set(first)
-        return whole - sum(int(facts.prompt_lengths[row]) for row in repeated)
+        cut = self.plan.truncated
+        return count_tokens(self.facts, rows, shares_prompts=self.shares_prompts, cut=cut)
+
+
+def count_tokens(
+    facts: RowFacts, rows: Sequence[int], *, shares_prompts: bool, cut: Mapping[int, int] = NO_CUTS
+) -> int:
+    """Count the tokens of a micro-batch as run, without padding; `cut` has what rows keep."""
+    whole = sum(cut.get(row, int(facts.lengths[row])) for row in rows)
+    if not shares_prompts:
+        return whole
+    first = {int(facts.prompts[row]): row for row in rows}.values()
+    repeated = set(rows) - set(first)
+    return whole - sum(int(facts.prompt_lengths[row]) for row in repeated)
 
 
 def describe_bare(rows: Sequence[BareRow]) -> RowFacts:

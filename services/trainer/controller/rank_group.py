@@ -23,7 +23,7 @@ from sluice.runtime.waits import Waits
 logger = logging.getLogger(__name__)
 
 
-OnExit = Callable[[int, str], None]  # rank, how it ended
+OnExit = Callable[[RankLostError], None]
 
 
 class Launcher:
@@ -184,11 +184,8 @@ class RankGroup:
         incarnation.on_stuck = self._note_stuck
         self._launched.set()
 
-        def on_exit(rank: int, how: str) -> None:
-            incarnation.fail(RankLostError(rank, how))
-
         try:
-            await self._launcher.launch(number, controller, on_exit)
+            await self._launcher.launch(number, controller, incarnation.fail)
             await self._load(incarnation)
         except OSError as error:  # the host may lack processes or disk for a while
             loss: ServiceError = LoadingError(f"the ranks cannot be launched: {error}")

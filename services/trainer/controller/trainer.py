@@ -15,6 +15,7 @@ from services.trainer.controller.algorithms import Algorithms
 from services.trainer.controller.checkpoints import TrainerCheckpoints
 from services.trainer.controller.incarnation import RankIncarnation
 from services.trainer.controller.launch import LocalLauncher
+from services.trainer.controller.memory_cuts import MemoryCuts
 from services.trainer.controller.passes import TrainerPasses
 from services.trainer.controller.planning import (
     BareRow,
@@ -70,6 +71,7 @@ class Trainer:
             planner,
             algorithms,
             turns,
+            cuts=MemoryCuts(config, planner),
             on_step=self.profiles.note_step,
             find_reference=self.publisher.reference_directory,
         )
@@ -130,9 +132,9 @@ class Trainer:
 
     async def _restore_into(self, ranks: RankIncarnation) -> None:
         planner, batches = self._planner, self.batches
-        planner.limits = limits_of(self.config, self.ranks.layout)
-        planner.packing = packing_of(self.config, planner.limits.context_size)
-        batches.limits = replace(batches.limits, max_tokens=planner.limits.cap)
+        limits = limits_of(self.config, self.ranks.layout)
+        planner.settle(limits, packing_of(self.config, limits.context_size))
+        batches.limits = replace(batches.limits, max_tokens=limits.cap)
         for policy in self.state.policies:
             if policy.adapter:
                 await self.adapters.begin(ranks, policy)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -16,7 +17,12 @@ from services.trainer.adam import optim_from_proto
 from services.trainer.backend import ModelName, PassSums, TrainingBackend, create_backend
 from services.trainer.checkpoint_files import check_path, fetched, written_there
 from services.trainer.config import LoraConfig, OptimConfig, TrainerConfig
-from services.trainer.errors import CheckpointMismatchError, RanksPartedError, disk_errors
+from services.trainer.errors import (
+    CheckpointMismatchError,
+    OutOfMemoryError,
+    RanksPartedError,
+    disk_errors,
+)
 from services.trainer.parking import ParkedTensors, create_parking
 from services.trainer.rank import FAILURES
 from services.trainer.rank.process_group import find_mesh, join_group, leave_group
@@ -38,7 +44,7 @@ from sluice.algo.spec import advantage_traits, loss_traits
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.place import StoreCacheConfig, is_bucket
-from sluice.runtime.errors import InvalidFieldError, ServiceError
+from sluice.runtime.errors import InvalidFieldError, ServiceError, forget_frames
 from sluice.runtime.wire import (
     advantage_from_proto,
     blob_to_proto,
@@ -148,7 +154,10 @@ class Executor:
         with self._recorded.command(name, result), answered(result, name):
             self._backend.use_adapter(command.adapter)
             getattr(self, f"_{name}")(getattr(command, name), result)
-            faults.point(f"rank{self._backend.mesh.rank}.{name}")
+            done = f"rank{self._backend.mesh.rank}.{name}"
+            faults.point(done)
+            if faults.due(f"{done}.memory"):
+                raise MemoryError("a fault that was armed")
         return result
 
     def _profile(self, command: pb.ProfileCommand, result: pb.CommandResult) -> None:
@@ -276,6 +285,10 @@ class Executor:
         result.step.learning_rate = outcome.learning_rate
         result.step.skipped_reason = outcome.skipped_reason
         result.step.metrics.update(outcome.metrics)
+        device = platform.current()
+        full = device.memory()
+        result.memory.peak_bytes, result.memory.total_bytes = full.peak, full.total
+        device.begin_peak()
 
     def _discard(self, command: pb.DiscardCommand, result: pb.CommandResult) -> None:
         self._backend.discard_gradients()
@@ -386,10 +399,31 @@ def answered(result: pb.CommandResult, name: str) -> Iterator[None]:
     except PluginSettingError as error:  # what only the rows show to be wrong
         result.error.CopyFrom(invalid_setting(error, "advantage").to_status())
     except FAILURES as error:
+        if platform.is_out_of_memory(error):
+            result.error.CopyFrom(_out_of_memory(name, error).to_status())
+            return
         logger.error("%s failed", name, exc_info=error)
         message = f"{type(error).__name__} in {name}: {error}"
         kind = RanksPartedError if is_disconnected(error) else ServiceError
         result.error.CopyFrom(kind(message).to_status())
+
+
+def _out_of_memory(name: str, error: BaseException) -> OutOfMemoryError:
+    """Says how full the device is, and lets go of what the command held on it."""
+    device = platform.current()
+    full = device.memory()
+    said = str(error).strip().splitlines() or ["no more is there"]
+    gib = {name: size / 2**30 for name, size in asdict(full).items()}
+    message = (
+        f"{name} is out of memory: {said[0].rpartition('Allocator: ')[2]} (of "
+        f"{gib['total']:.1f} GiB {gib['free']:.1f} are free; of this process {gib['reserved']:.1f} "
+        f"are reserved, {gib['allocated']:.1f} of them in use)"
+    )
+    logger.error("%s", message)
+    forget_frames(error)
+    device.release_memory()
+    sizes = {"allocated": full.allocated, "free": full.free, "total": full.total}
+    return OutOfMemoryError(message, **sizes)
 
 
 class WriteBehind:

@@ -64,6 +64,7 @@ _PANELS = (
             "train_seconds",
             "publish_seconds",
             "pause_seconds",
+            "memory_peak_gib",
         ),
     ),
 )
@@ -77,6 +78,7 @@ _LABELS = {
     "staleness_mean": "steps behind",
     "tokens_per_second": "trained on, whole step",
     "pause_seconds": "engines stand still",
+    "memory_peak_gib": "most that tensors of a rank held, GiB",
     "silent_groups": "all rewards equal",
     "kl_reference": "nats a token",
     "preference_loss": "of a pair",

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -158,6 +158,21 @@ def make_groups(prefix: str, count: int = 3, seed: int = 0) -> list[Sample]:
     ]
 
 
+def long_rows(count: int, length: int) -> list[Sample]:
+    """Rows of prompts of their own with `length` tokens of response each, which learn nothing."""
+    random = np.random.default_rng(0)
+    return [
+        Sample(
+            sample_id=f"long-{row}/0",
+            group_id=f"long-{row}",
+            token_ids=random.integers(0, 12, size=length + 4).astype(np.int32),
+            prompt_length=4,
+            finish_reason="length",
+        )
+        for row in range(count)
+    ]
+
+
 async def upload(client: TrainerClient, batch_id: str, samples: Sequence[Sample]) -> str:
     """Upload with GRPO advantages; returns the batch's name."""
     response = await client.upload_batch(batch_id, len(samples), samples=samples)
@@ -214,6 +229,20 @@ def full_disk(process_id: int, room: int = ROOM) -> Iterator[None]:
         yield
     finally:
         resource.prlimit(process_id, resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def little_memory(process_id: int, room: int) -> Iterator[None]:
+    """The process may map `room` bytes more than it has."""
+    soft, hard = resource.prlimit(process_id, resource.RLIMIT_AS)
+    pages = int(Path(f"/proc/{process_id}/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + room
+    resource.prlimit(process_id, resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):  # it has been restarted
+            resource.prlimit(process_id, resource.RLIMIT_AS, (soft, hard))
 
 
 async def check_full_disk(client: TrainerClient) -> None:

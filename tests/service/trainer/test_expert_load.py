@@ -44,6 +44,7 @@ async def test_a_step_tells_how_evenly_experts_are_used(tmp_path: Path) -> None:
         async with trainer.client() as client:
             await until(client, lambda now: now.state == ACTIVE)
             told = [dict((await step_alone(client, group)).metrics) for group in groups]
+            peaks = [each.pop("memory_peak_gib") for each in told]
             first, second = told
             assert first.keys() == second.keys() == SHOWN.keys() and first != second
             assert 1 < first["expert_load_mean"] <= first["expert_load_max"] <= 4  # two a token
@@ -51,6 +52,10 @@ async def test_a_step_tells_how_evenly_experts_are_used(tmp_path: Path) -> None:
             report = await train_step(client, algorithm, groups, optimizer_step=2, name="run")
             for name, shown in SHOWN.items():
                 assert await asyncio.to_thread(gauge, trainer, shown) == second[name]
+            peak = await asyncio.to_thread(gauge, trainer, "memory_peak_bytes")
+            size = await asyncio.to_thread(gauge, trainer, "memory_size_bytes")
+            assert 0 < max(peaks) <= peak / 2**30 == report.metrics["memory_peak_gib"]
+            assert peak < size
     means = {name: (first[name] + second[name]) / 2 for name in SHOWN}
     assert {name: report.metrics[name] for name in SHOWN} == pytest.approx(means)
     assert all(map(is_documented, report.metrics))

@@ -19,6 +19,7 @@ from tests.unit.trainer.ranks import ScriptedRank, ranks_config, until
 from tests.unit.trainer.rows import make_samples
 
 MODEL = {
+    "model_type": "qwen3",
     "hidden_size": 16,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
@@ -32,7 +33,7 @@ Script = Callable[[str], Awaitable[pb.CommandResult]]
 class Stage:
     """A trainer of one scripted rank. `script` answers by the name of the command."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, **settings: object) -> None:
         (path / "config.json").write_text(json.dumps(MODEL))
         values = {
             "model": str(path),
@@ -42,6 +43,7 @@ class Stage:
             "max_batches": 2,
             "max_waiting_calls": 3,
             "ranks": ranks_config(count=1, max_restarts=3),
+            **settings,
         }
         self.config = parse_config(TrainerConfig, values)
         self.waits = Waits()

@@ -37,6 +37,6 @@ async def test_where_ranks_meet_is_taken_before_any_of_them_starts(
     (tmp_path / "config.json").write_text("{}")
     values = {"model": str(tmp_path), "store": str(tmp_path), "ranks": {"count": 2}}
     launcher = LocalLauncher(parse_config(TrainerConfig, values))
-    await launcher.launch(1, "127.0.0.1:1", lambda rank, how: None)
+    await launcher.launch(1, "127.0.0.1:1", lambda loss: None)
     await launcher.close()
     assert [len(descriptors) for descriptors in handed] == [1, 0]

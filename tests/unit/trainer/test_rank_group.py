@@ -17,7 +17,12 @@ from services.trainer.controller import incarnation
 from services.trainer.controller.incarnation import RankIncarnation
 from services.trainer.controller.launch import WorkerServer
 from services.trainer.controller.rank_group import Launcher, RankGroup
-from services.trainer.errors import RankError, RankLostError, TrainerFailedError
+from services.trainer.errors import (
+    OutOfMemoryError,
+    RankError,
+    RankLostError,
+    TrainerFailedError,
+)
 from sluice.api.common.v1 import wait_service_pb2
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
@@ -297,8 +302,34 @@ async def test_one_failing_rank_does_not_leave_the_others_in_a_collective(
     house.connect(0, answer=never)
     house.connect(1, answer=fail)
     await until(lambda: house.group.state == ACTIVE)
-    with pytest.raises(RankLostError, match="rank 0 hung in step after another rank failed"):
+    with pytest.raises(RankLostError, match=r"rank 1 failed in step.*rank 0.*: broken") as caught:
         await house.group.incarnation.run(STEP)
+    assert not caught.value.lacked_memory
+
+
+async def test_who_lacked_memory_is_named_though_others_failed_before_it(
+    open_house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three ranks one hangs, and the first has an error that only follows."""
+    monkeypatch.setattr(incarnation, "ERROR_GRACE", 0.1)
+    house = await open_house(count=3)
+    errors = {0: LoadingError("peer is gone"), 2: OutOfMemoryError("no memory for 3 GiB")}
+
+    def answer(rank: int) -> Any:
+        async def fail(command: pb.FollowResponse) -> pb.CommandResult:
+            return pb.CommandResult(error=errors[rank].to_status())
+
+        return fail
+
+    async def never(command: pb.FollowResponse) -> None:
+        return None
+
+    for rank in range(3):
+        house.connect(rank, answer=answer(rank) if rank in errors else never)
+    await until(lambda: house.group.state == ACTIVE)
+    with pytest.raises(RankLostError, match=r"rank 2 failed .* no memory for 3 GiB") as caught:
+        await house.group.incarnation.run(STEP)
+    assert caught.value.lacked_memory
 
 
 async def test_restarts_are_bounded_and_count_again_after_a_step(open_house: Any) -> None:
