@@ -17,6 +17,7 @@ from sluice.json_values import find
 from sluice.loop.config import EnvironmentConfig, PromptsConfig
 from sluice.loop.row_files import PromptFileError, check_carried, digest_of_rows, read_rows
 
+OF_TEXTS = ("prompts", "tools")  # environments of ours whose rows have a prompt to be shown
 Task = int | Mapping[str, Any]  # index into a generated data set, or a row of a file
 
 
@@ -99,6 +100,8 @@ def load_prompts(
                 f"{where}: a row needs {needed}, and has {found or 'nothing'}; settings of the "
                 "environment name other columns: prompt_key, messages_key"
             )
+        if environment is not None and environment.name in OF_TEXTS:
+            _check_prompt(where, row, *keys)
         check_carried(where, row)
         rows.append(row)
         numbers.append(number)
@@ -109,6 +112,16 @@ def load_prompts(
     if config.where:
         content += f"/{json.dumps(config.where, sort_keys=True)}"
     return PromptSource(rows, config.shuffle, seed, content, str(config.file), numbers)
+
+
+def _check_prompt(where: str, row: Mapping[str, Any], prompt: str, messages: str) -> None:
+    """Raises PromptFileError for a prompt that would be shown as a text that nobody wrote."""
+    found = find(row, prompt)
+    if not find(row, messages) and not isinstance(found, str | list):
+        raise PromptFileError(
+            f"{where}: `{prompt[:40]}` is {reprlib.repr(found)}, and must be a text or a list of "
+            "messages"
+        )
 
 
 def is_one_of(value: Any, wanted: Any) -> bool:

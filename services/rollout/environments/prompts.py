@@ -137,9 +137,7 @@ def make_row_task(settings: PromptsSettings, request: TaskRequest) -> Task:
     if messages and (key == settings.messages_key or isinstance(messages, list)):
         shown = _show(_checked_messages(messages, key), images, settings)
         return _chat(shown, answers[0], state, settings)
-    prompt = _text(messages, settings.prompt_key)
-    if not prompt:
-        raise TaskError(f"row.{settings.prompt_key}", "is empty")
+    prompt = _prompt(messages, f"row.{settings.prompt_key}")
     if not settings.chat:
         if images:
             raise TaskError(f"row.{settings.images_key}", "images need `chat: true`, or messages")
@@ -201,6 +199,18 @@ def _show(
 
 def _is_asked(message: Mapping[str, Any]) -> bool:
     return message["role"] == "user" and isinstance(message["content"], str)
+
+
+def _prompt(value: Any, key: str) -> str:
+    if value is None:
+        raise TaskError(key, "is required")
+    if not isinstance(value, str | list):
+        kind = type(value).__name__
+        raise TaskError(key, f"must be a text or a list of messages, not {kind}")
+    if not value:
+        raise TaskError(key, "is empty")
+    assert isinstance(value, str), "messages are taken as such"
+    return value
 
 
 def _answers(row: Mapping[str, Any], key: str) -> list[str]:

@@ -288,6 +288,19 @@ def test_rows_have_the_keys_that_the_environment_reads(tmp_path, key):
         load_prompts(config, 0, mistyped)
 
 
+@pytest.mark.parametrize("value", [5, 0.5, True, {"role": "user", "content": "a"}])
+def test_a_prompt_that_is_no_text_is_named_before_the_run(tmp_path, value):
+    """A number was shown to the model as a text that nobody wrote."""
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "a"}, {"messages": [], "asked": {"prompt": value}, "prompt": value}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, key in (("prompts", "prompt"), ("tools", "prompt")):
+        with pytest.raises(PromptFileError, match=rf"prompts\.jsonl:2: `{key}` is .*, and must be"):
+            load_prompts(PromptsConfig(file=path), 0, EnvironmentConfig(name=name))
+    own = load_prompts(PromptsConfig(file=path), 0, EnvironmentConfig(name="own"))
+    assert own.task(1)["prompt"] == value or own.task(0)["prompt"] == value, "it knows what it is"
+
+
 def nested(depth):
     return json.loads("[" * depth + "]" * depth)
 

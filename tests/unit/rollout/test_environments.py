@@ -68,6 +68,7 @@ def test_a_wrong_setting_is_named(values: dict[str, Any], key: str) -> None:
         (None, "row"),
         ({"answer": "1"}, "row.prompt"),
         ({"prompt": "", "answer": "1"}, "row.prompt"),
+        ({"prompt": 5, "answer": "1"}, "row.prompt"),
         ({"prompt": "1="}, "row.answer"),
         ({"prompt": ["1="], "answer": "1"}, "row.prompt[0]"),
         ({"messages": "hello", "answer": "1"}, "row.messages"),
