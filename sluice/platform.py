@@ -16,7 +16,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -471,6 +471,17 @@ def is_out_of_memory(error: BaseException) -> bool:
         return False
     typed = getattr(sys.modules.get("torch"), "OutOfMemoryError", ())
     return isinstance(error, typed) or _NO_MEMORY.search(str(error)) is not None
+
+
+def explain_memory(error: BaseException, full: MemoryStatistics) -> str:
+    """Says what was asked for in vain, in the allocator's words, and how full the device was."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    gib = {name: size / 2**30 for name, size in asdict(full).items()}
+    return (
+        f"{lines[0].rpartition('Allocator: ')[2]} (of {gib['total']:.1f} GiB {gib['free']:.1f} are "
+        f"free; of this process {gib['reserved']:.1f} are reserved, {gib['allocated']:.1f} of them "
+        "in use)"
+    )
 
 
 def has_side_streams() -> bool:

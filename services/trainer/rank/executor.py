@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -412,13 +411,7 @@ def _out_of_memory(name: str, error: BaseException) -> OutOfMemoryError:
     """Says how full the device is, and lets go of what the command held on it."""
     device = platform.current()
     full = device.memory()
-    said = str(error).strip().splitlines() or ["no more is there"]
-    gib = {name: size / 2**30 for name, size in asdict(full).items()}
-    message = (
-        f"{name} is out of memory: {said[0].rpartition('Allocator: ')[2]} (of "
-        f"{gib['total']:.1f} GiB {gib['free']:.1f} are free; of this process {gib['reserved']:.1f} "
-        f"are reserved, {gib['allocated']:.1f} of them in use)"
-    )
+    message = f"{name} is out of memory: {platform.explain_memory(error, full)}"
     logger.error("%s", message)
     forget_frames(error)
     device.release_memory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 import torch
@@ -41,6 +42,29 @@ async def test_a_step_that_raises_reaches_everyone_and_the_engine_says_so(qwen3:
         with pytest.raises(EngineFailedError):
             await asyncio.wait_for(call, PATIENCE)
     await asyncio.wait_for(engine.close(), PATIENCE)
+
+
+async def test_an_engine_without_memory_says_which_setting_takes_it(qwen3: Model) -> None:
+    """Keys and values of the tiny model: 2 x layers x heads x 16 numbers of 4 bytes a token."""
+    config = EngineConfig(model=str(qwen3.directory), threads=1, max_cached_tokens=1 << 20)
+    engine = ReferenceEngine(config)
+    await engine.start()
+    assert engine._versions.model is not None
+    engine._versions.model.module.lm_head = Greedy()
+    with pytest.raises(EngineFailedError, match="out of memory") as caught:
+        await asyncio.wait_for(complete(engine, request_of("a", [1])), PATIENCE)
+    document = json.loads((qwen3.directory / "config.json").read_text())
+    numbers = 2 * document["num_hidden_layers"] * document["num_key_value_heads"]
+    size = (1 << 20) * numbers * document["head_dim"] * 4 / 2**30
+    assert f"may keep {size:.1f} GiB of keys and values (max_cached_tokens 1048576)" in str(
+        caught.value
+    )
+    await asyncio.wait_for(engine.close(), PATIENCE)
+
+
+class Greedy(torch.nn.Module):
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        return torch.empty(1 << 60)
 
 
 async def test_a_commit_that_waits_can_be_given_up_and_requests_go_on(

@@ -36,6 +36,11 @@ class CacheShape:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def token_bytes(self) -> int:
+        """Of the keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
     def allocate(self, rows: int, capacity: int) -> torch.Tensor:
         """Returns zeros[layers, 2 (key, value), rows, kv_heads, capacity, head_dim].
 

@@ -426,6 +426,19 @@ class EngineCore:
     def _admitting(self) -> bool:
         return self.paused is None and not self.draining
 
+    @property
+    def most_cached(self) -> str:
+        """What running samples may take of memory, and the settings that say so."""
+        config, tokens = self.config, self.config.cache_tokens
+        setting = f"max_running {config.max_running} x max_model_length {config.max_model_length}"
+        if config.max_cached_tokens:
+            setting = f"max_cached_tokens {config.max_cached_tokens}"
+        size = 0 if self.model is None else tokens * self.model.cache_shape.token_bytes
+        return (
+            f"samples may keep {size / 2**30:.1f} GiB of keys and values ({setting}), beside "
+            "weights and passes: set engine.max_cached_tokens to less"
+        )
+
     def take_outbox(self) -> list[tuple[int, Outcome]]:
         taken, self.outbox = self.outbox, []
         return taken

@@ -173,6 +173,9 @@ class DeviceThread:
         if error is not None:
             logger.error("a step of the engine raised", exc_info=error)
         why = "the engine is closed" if error is None else f"a step raised {error!r}"
+        if error is not None and platform.is_out_of_memory(error):
+            full = platform.current().memory()
+            why = f"out of memory: {platform.explain_memory(error, full)}; {self._core.most_cached}"
         self._failure = EngineFailedError(why)
         for future in self._open:
             if not future.done():
