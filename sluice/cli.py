@@ -23,7 +23,7 @@ from sluice.completion import COMPLETION_USAGE, completion_script
 from sluice.config import ConfigError, ProcessConfig, hint, load_config, refuse_unknown_flags
 from sluice.convert_command import convert, verify
 from sluice.doctor import DOCTOR_USAGE, DoctorConfig, doctor
-from sluice.driver import run_rows, run_training
+from sluice.driver import is_finished, run_rows, run_training
 from sluice.exit_code import exit_code, refuse
 from sluice.imports import run_process
 from sluice.init import INIT_USAGE, InitConfig, init
@@ -211,8 +211,9 @@ async def train(arguments: Sequence[str]) -> None:
     rest = list(arguments)
     services_yaml = take_value(rest, "--up")
     config = _load(RunConfig, "train", rest)
-    async with _own_services(services_yaml):
-        await run_training(config)
+    if not is_finished(config):
+        async with _own_services(services_yaml):
+            await run_training(config)
 
 
 async def evaluate(arguments: Sequence[str]) -> None:
@@ -245,8 +246,9 @@ async def _train_on_rows(cls: type[RowsRunConfig], arguments: Sequence[str]) -> 
     rest = list(arguments)
     services_yaml = take_value(rest, "--up")
     config = _load(cls, cls.kind, rest)
-    async with _own_services(services_yaml):
-        await run_rows(config)
+    if not is_finished(config):
+        async with _own_services(services_yaml):
+            await run_rows(config)
 
 
 @contextlib.asynccontextmanager

@@ -8,6 +8,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from sluice.config import ConfigError
 from sluice.loop.claims import BEATS, TAKEOVER_SECONDS
 from sluice.loop.config import CommonRunConfig, RowsRunConfig, RunConfig, TeacherConfig
@@ -15,7 +17,7 @@ from sluice.loop.policy_run import PolicyRun
 from sluice.loop.replay import ReplayedRun, ReplayRun, open_replay
 from sluice.loop.report import RunReport
 from sluice.loop.run import TrainingRun
-from sluice.loop.run_directory import owned, sole_driver
+from sluice.loop.run_directory import finished_step, owned, sole_driver
 from sluice.loop.status import LOOP_ADDRESS
 from sluice.loop.training import Critic
 from sluice.place import directory_of, is_bucket
@@ -29,11 +31,27 @@ if TYPE_CHECKING:
     from sluice.loop.run_archive import RunArchive  # nobody else needs obstore
 
 
+def is_finished(config: CommonRunConfig) -> bool:
+    """Whether nothing is left to do of a run that is to be resumed; says so."""
+    if (step := finished_step(config)) is None:
+        return False
+    Console(stderr=True).print(
+        f"{config.run_dir}: the run is finished, at step {step}, and nothing is done again; with "
+        "more steps, or another setting, it goes on",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    return True
+
+
 async def run_training(
     config: RunConfig, training: Callable[[PolicyRun], Awaitable[None]] | None = None
 ) -> None:
     """One run, its report and its plot. `training` is called once everything has started, instead
-    of the run's own."""
+    of the run's own. One that is finished is left as it is."""
+    if is_finished(config):
+        return
     if config.services is not None:
         config = config.model_copy(
             update={
@@ -79,6 +97,8 @@ async def run_rows(config: RowsRunConfig) -> None:
     """One run on the rows of a file, and its report."""
     from sluice.loop.rows_run import LINES, RowsRun, load_rows, step_count
 
+    if is_finished(config):
+        return
     if config.services is not None:
         config = config.model_copy(
             update={

@@ -166,6 +166,38 @@ def latest_run_checkpoint(directory: Path) -> RunCheckpoint | None:
     return run_checkpoints[-1] if run_checkpoints else None
 
 
+_RESOLVED = {"trainer", "router", "store", "weights"}  # of `services`, where they are not given
+
+
+def finished_step(config: CommonRunConfig) -> int | None:
+    """The last step of a run that is to be resumed and has ended well under just these settings:
+    nothing is left to do of it. None of any other, and where the store is a bucket, in which a loop
+    elsewhere may have gone on with it. Raises RunDirectoryError.
+    """
+    begun_and_ended = [e for e in read_journal(config.run_dir) if e["event"] in (START, END)][-2:]
+    if not config.resume or [e["event"] for e in begun_and_ended] != [START, END]:
+        return None
+    start, end = begun_and_ended
+    before, own = start.get("config"), without_secrets(config.model_dump(mode="json"))
+    if end.get("outcome") != "done" or not isinstance(before, Mapping):
+        return None
+    if str(before.get("store") or "").startswith("s3://") or _asked(before, own) != _asked(
+        own, own
+    ):
+        return None
+    newest = latest_run_checkpoint(config.run_dir / RUN_CHECKPOINTS)
+    return newest.step if newest is not None and newest.step == end.get("step") else None
+
+
+def _asked(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without what services are asked for, and what is said of how to begin."""
+    resolved = {name for name in _RESOLVED if not own.get(name)}
+    found = {k: v for k, v in settings.items() if k not in {"resume", *resolved}}
+    if isinstance(teachers := found.get("teachers"), Mapping):  # with their addresses
+        found["teachers"] = sorted(teachers)
+    return found
+
+
 def _read_all(directory: Path) -> dict[Path, RunCheckpoint | str]:
     """By path, and so by step, the run checkpoint, or why it cannot be read."""
     if not directory.is_dir():

@@ -102,6 +102,24 @@ def test_a_restart_policy_may_always_say_resume(stack):
     assert [row["step"] for row in training.rows()] == [1, 2]
 
 
+def test_a_run_that_is_finished_is_left_as_it_is(stack):
+    """Its weights were published once more, and its data sets evaluated."""
+    training = stack.train("over", steps=2, stop_at_reward=2.0)
+    training.finish()
+    before = {path: path.stat().st_mtime_ns for path in training.run_dir.rglob("*.jsonl")}
+    versions = stack.run_dir / "store" / "weights" / "versions"
+    published = sorted(path.name for path in versions.iterdir())
+    for _ in range(2):
+        told = stack.train("over", steps=2, stop_at_reward=2.0, resume=True).finish()
+        assert "over: the run is finished, at step 2, and nothing is done again" in told
+    assert before == {path: path.stat().st_mtime_ns for path in training.run_dir.rglob("*.jsonl")}
+    assert published == sorted(path.name for path in versions.iterdir())
+    again = stack.train("over", steps=2, stop_at_reward=3.0, resume=True).finish()
+    assert "the run is at its end already (step 2)" in again, "it was asked for something else"
+    assert "is finished" not in stack.train("over", steps=3, resume=True).finish()
+    assert [row["step"] for row in training.rows()] == [1, 2, 3]
+
+
 def test_a_finished_run_can_go_on_from_its_last_step(stack):
     stack.train("longer", steps=3, checkpoint_every=2).finish()
     training = stack.train("longer", steps=4, checkpoint_every=2, resume=True)

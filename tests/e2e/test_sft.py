@@ -155,6 +155,14 @@ def test_a_killed_run_goes_on_and_trains_on_no_row_twice(folder: Path, whole: st
     assert published(folder, "killed") == whole  # to the bit
 
 
+def test_a_finished_run_starts_no_services_again(folder: Path, whole: str) -> None:
+    held_out = {"file": str(folder / "rows.jsonl"), "every_steps": 8}
+    again = run(folder, "whole", resume=True, held_out=held_out)
+    assert again.returncode == 0, again.stderr
+    assert f"the run is finished, at step {STEPS}, and nothing is done again" in again.stderr
+    assert "published weight version" not in again.stderr
+
+
 def test_other_rows_are_no_continuation(folder: Path, whole: str) -> None:
     again = run(folder, "whole", resume=True, rows_per_step=16)
     assert again.returncode == 2
