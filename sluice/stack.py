@@ -30,6 +30,14 @@ MODULES: dict[str, str] = {  # by kind, what is run
     **{kind: f"services.{kind}" for kind in START_ORDER},
     "reward_model": "services.rollout.reward_model",
 }
+CONFIGS: dict[Kind, str] = {  # by kind, what its settings are read as
+    "router": "services.router.config:RouterConfig",
+    "converter": "services.converter.servicer:ConverterConfig",
+    "reward_model": "services.rollout.reward_model.config:RewardModelConfig",
+    "trainer": "services.trainer.config:TrainerConfig",
+    "rollout": "services.rollout.config:RolloutConfig",
+    "gateway": "services.gateway.config:GatewayConfig",
+}
 HTTP_SECTIONS = ("openai", "classify", "tinker")  # of configurations: those of a port beside gRPC's
 ALWAYS_HTTP = {"reward_model": "classify", "gateway": "tinker"}  # by kind
 LOOPBACK = "127.0.0.1"  # where services listen that name no host

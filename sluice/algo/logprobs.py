@@ -137,6 +137,20 @@ def linear_logprobs(
     return apply(hidden_TH, weight_VH, targets_T, options)
 
 
+def chunks_of_logits(
+    rows: int, columns: int, most_logits: int, *, float32: bool
+) -> dict[str, Any] | None:
+    """How `linear_logprobs` is to be asked for rows x columns logits; None: make them at once.
+
+    At once are those of `most_logits` entries or fewer, for `token_logprobs`. As few that are asked
+    for in `float32` of narrower factors are one chunk: `linear_logprobs` alone does not round them.
+    """
+    is_small = rows * columns <= most_logits
+    if is_small and not float32:
+        return None
+    return {"float32": float32, "chunk_rows": max(1, rows) if is_small else None}
+
+
 @dataclass(frozen=True)
 class TopLogprobs:
     """What is said of given tokens, and which are likeliest at their places.

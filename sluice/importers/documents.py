@@ -19,19 +19,18 @@ from sluice.importers.shell import read_script_file, with_sourced
 from sluice.imports import import_named
 from sluice.init import write_new
 from sluice.loop.config import RunConfig
-from sluice.stack import UpConfig
+from sluice.stack import CONFIGS, Kind, UpConfig
 from sluice.yaml_values import load_yaml
 
 Values = list[str]
 UNKNOWN = "REPLACE-ME"
 REFUSED = ": is refused by "
 NO_MODEL = "is no model directory"
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {  # by kind, and what `sluice up` adds
-    "trainer": ("services.trainer.config:TrainerConfig", {"store": "store"}),
-    "rollout": (
-        "services.rollout.config:RolloutConfig",
-        {"store": "store", "router": "127.0.0.1:1", "engine_id": "engine"},
-    ),
+IMPORTED: dict[
+    Kind, dict[str, Any]
+] = {  # kinds that are written, and what `sluice up` adds to each
+    "trainer": {"store": "store"},
+    "rollout": {"store": "store", "router": "127.0.0.1:1", "engine_id": "engine"},
 }
 MOST_DEVICES = 1024  # of one host
 Put = Callable[["Imported", Values], None]
@@ -242,13 +241,12 @@ def check_documents(into: Imported, services: dict[str, Any]) -> None:
                 into.left.append(f"{_said_of(into, fault, name)}{REFUSED}{name}: {fault}")
 
 
-def _faults(kind: str, config: Mapping[str, Any]) -> list[str]:
+def _faults(kind: Kind, config: Mapping[str, Any]) -> list[str]:
     """What a service says of its settings; but for models, which may be on another machine."""
-    if kind not in CONFIGS:
+    if kind not in IMPORTED:
         return []
-    cls, added = CONFIGS[kind]
     try:
-        faults = examine_values(import_named(cls), {**added, **config}).faults
+        faults = examine_values(import_named(CONFIGS[kind]), {**IMPORTED[kind], **config}).faults
     except OSError:
         return []  # of a model that is not here
     return [fault for fault in faults if NO_MODEL not in fault]

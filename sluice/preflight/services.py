@@ -18,6 +18,7 @@ from sluice.preflight.findings import UNTYPED, Findings
 from sluice.preflight.service import LookedAt
 from sluice.runtime.addresses import names_of
 from sluice.stack import (
+    CONFIGS,
     HTTP_SECTIONS,
     LOOPBACK,
     Kind,
@@ -33,14 +34,6 @@ from sluice.stack import (
     trainer_name,
 )
 
-CONFIGS: Mapping[Kind, str] = {
-    "router": "services.router.config:RouterConfig",
-    "converter": "services.converter.servicer:ConverterConfig",
-    "reward_model": "services.rollout.reward_model.config:RewardModelConfig",
-    "trainer": "services.trainer.config:TrainerConfig",
-    "rollout": "services.rollout.config:RolloutConfig",
-    "gateway": "services.gateway.config:GatewayConfig",
-}
 LOOKS = {
     "trainer": "services.trainer.preflight:look",
     "rollout": "services.rollout.preflight:look",

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sluice.algo import logprobs
-from sluice.algo.logprobs import VocabShard, linear_logprobs, token_logprobs
+from sluice.algo.logprobs import VocabShard, chunks_of_logits, linear_logprobs, token_logprobs
 from tests.live_memory import LiveMemory
 
 HIDDEN = 6
@@ -75,6 +75,15 @@ def test_values_and_gradients_equal_autograd(
     )
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_few_logits_are_made_at_once_unless_they_are_wider_than_their_factors():
+    assert chunks_of_logits(5, 4, 20, float32=False) is None
+    assert chunks_of_logits(5, 4, 20, float32=True) == {"float32": True, "chunk_rows": 5}
+    assert chunks_of_logits(0, 4, 20, float32=True) == {"float32": True, "chunk_rows": 1}
+    for wide in (False, True):
+        many = chunks_of_logits(7, 3, 20, float32=wide)
+        assert many == {"float32": wide, "chunk_rows": None}, "as many rows as suit the device"
 
 
 @pytest.mark.parametrize("entropy", ["metric", "gradient"])

@@ -27,8 +27,7 @@ from sluice.config_faults import examine_values
 from sluice.finding import OK
 from sluice.loop.config import RunConfig
 from sluice.preflight.command import preflight
-from sluice.preflight.services import CONFIGS
-from sluice.stack import START_ORDER, UpConfig
+from sluice.stack import CONFIGS, START_ORDER, UpConfig
 from sluice.supervise import Supervisor
 from tests.patience import PATIENCE
 from tests.tutorials import write_files

@@ -76,6 +76,7 @@ from sluice.algo.logprobs import (
     EntropyMode,
     TopLogprobs,
     VocabShard,
+    chunks_of_logits,
     linear_logprobs,
     token_logprobs,
     top_logprobs,
@@ -183,10 +184,10 @@ class PolicyRoot(torch.nn.Module):
             "cap": self._cap,
         }
         wider = self._float32_head and picked_RH.dtype != torch.float32
-        whole = len(targets) * len(weight_VH) <= self._most_logits
-        if bias_V is None and (wider or not whole):
-            options |= {"float32": wider, "chunk_rows": max(1, len(targets)) if whole else None}
-            return linear_logprobs(picked_RH, weight_VH, targets, **options)
+        most = self._most_logits
+        chunks = chunks_of_logits(len(targets), len(weight_VH), most, float32=wider)
+        if bias_V is None and chunks is not None:
+            return linear_logprobs(picked_RH, weight_VH, targets, **options, **chunks)
         if wider:
             assert bias_V is not None
             picked_RH, weight_VH, bias_V = picked_RH.float(), weight_VH.float(), bias_V.float()

@@ -19,6 +19,7 @@ from sluice.algo.logprobs import (
     EntropyMode,
     TopLogprobs,
     VocabShard,
+    chunks_of_logits,
     linear_logprobs,
     token_logprobs,
     top_logprobs,
@@ -182,13 +183,13 @@ class OutputHead:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         options: Any = {"temperature": temperature, "entropy": entropy, "vocab": self._shard()}
         wider = self._float32 and weight_VH.dtype != torch.float32
-        whole = len(hidden_LH) * len(weight_VH) <= self._most_logits
-        if whole and not wider:
+        most = self._most_logits
+        chunks = chunks_of_logits(len(hidden_LH), len(weight_VH), most, float32=wider)
+        if chunks is None:
             whole_LH = copy_to_tensor_model_parallel_region(hidden_LH)  # its gradient is summed
             logits_LV = torch.nn.functional.linear(whole_LH, weight_VH)
             return token_logprobs(logits_LV, targets, reuse_logits=True, **options)
-        options |= {"float32": wider, "chunk_rows": max(1, len(hidden_LH)) if whole else None}
-        return linear_logprobs(hidden_LH, weight_VH, targets, **options)
+        return linear_logprobs(hidden_LH, weight_VH, targets, **options, **chunks)
 
     def _weight(self) -> torch.Tensor:
         if getattr(self._owner, "share_embeddings_and_output_weights", False):

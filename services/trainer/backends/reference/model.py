@@ -23,6 +23,7 @@ from sluice import operations, vision
 from sluice.algo.logprobs import (
     EntropyMode,
     TopLogprobs,
+    chunks_of_logits,
     linear_logprobs,
     token_logprobs,
     top_logprobs,
@@ -165,10 +166,9 @@ class ScoredModel:
         wider = self._is_wider(picked_RH)
         with torch.autocast(self.device.type, enabled=False):
             limit = operations.most_logits(self.operations["logprobs"])
-            whole = len(targets) * len(weight_VH) <= limit
-            if wider or not whole:
-                options |= {"float32": wider, "chunk_rows": max(1, len(targets)) if whole else None}
-                return linear_logprobs(picked_RH, weight_VH, targets, **options)
+            chunks = chunks_of_logits(len(targets), len(weight_VH), limit, float32=wider)
+            if chunks is not None:
+                return linear_logprobs(picked_RH, weight_VH, targets, **options, **chunks)
             logits_RV = linear(picked_RH, weight_VH)
             return token_logprobs(logits_RV, targets, reuse_logits=True, **options)
 
