@@ -27,7 +27,7 @@ from sluice.samples.messages import image_sources
 from sluice.samples.tokenizer import TextTokenizer
 from sluice.samples.vocabulary import vocabulary_digest
 from sluice.weights.adapter import AdapterSpec
-from sluice.weights.checkpoint import map_shard, shard_paths
+from sluice.weights.checkpoint import read_extents
 from sluice.weights.convert.quantized_layout import check_stated
 from sluice.weights.errors import WeightStoreError
 
@@ -114,11 +114,7 @@ def _look_at_reference(config: RolloutConfig, model: Path, found: LookedAt) -> N
 
 def _look_at_files(model: Path, found: LookedAt) -> None:
     try:
-        dtypes: dict[str, str] = {}
-        for path in shard_paths(model):
-            mapped, extents = map_shard(path)
-            mapped.close()
-            dtypes |= {name: extent.dtype for name, extent in extents.items()}
+        dtypes = {name: extent.dtype for name, extent in read_extents(model).items()}
         check_stated(json.loads((model / "config.json").read_bytes()), dtypes)
     except (OSError, ValueError, WeightStoreError) as error:
         found.faults.append(f"engine.model: {model}: {error}")

@@ -32,11 +32,13 @@ from sluice.place import (
 from sluice.profiler import DIRECTORY as PROFILES
 from sluice.runtime.server import LAST_PORT, ServerConfig
 from sluice.weights.adapter import DEFAULT_TARGETS, MAX_ALPHA, MAX_RANK, MIN_ALPHA, AdapterSpec
+from sluice.weights.checkpoint import read_extents
 from sluice.weights.classifier import label_count, reward_model_config
 from sluice.weights.convert.quantized_layout import (
     Int4Groups,
     Quantization,
     QuantizedLayout,
+    is_quantized,
     layout_named,
     stating,
 )
@@ -798,6 +800,11 @@ class TrainerConfig(ProcessConfig):
         """What is published has the model's config.json beside it, and is read by that."""
         document = json.loads((Path(self.model) / "config.json").read_bytes())
         quantized = any("quantization_config" in part for part in stating(document))
+        if not quantized and is_quantized(_dtypes_of(Path(self.model))):
+            raise ValueError(
+                f"model {self.model} has quantised weights, and a config.json that knows of none: "
+                "put back the one that it came with"
+            )
         if quantized and (self.lora is None or self.backend == "megatron"):
             reads = "megatron reads plain weights alone"
             why = "trained weights are not" if self.lora is None else reads
@@ -882,3 +889,11 @@ def _leaves(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str
             yield from _leaves(value, f"{before}{name}.")
         else:
             yield f"{before}{name}", value
+
+
+def _dtypes_of(directory: Path) -> dict[str, str]:
+    """Of the tensors of a model; none where its files cannot be read, which ranks tell of."""
+    try:
+        return {name: extent.dtype for name, extent in read_extents(directory).items()}
+    except (OSError, WeightStoreError):
+        return {}

@@ -37,12 +37,11 @@ from sluice.config import ConfigError
 from sluice.model_types import read_config
 from sluice.preflight.service import LookedAt, Size
 from sluice.samples.vocabulary import vocabulary_digest
-from sluice.weights.checkpoint import Extent, map_shard, shard_paths
-from sluice.weights.convert.quantized_layout import check_stated
+from sluice.weights.checkpoint import Extent, read_extents
 from sluice.weights.errors import MissingFileError, WeightStoreError
 from sluice.weights.rules.shape import read_shape as read_megatron_shape
 from sluice.weights.rules.weight_map import family_of
-from sluice.weights.stored_experts import are_stacked, are_straight
+from sluice.weights.stored_experts import are_stacked, are_straight, tensor_shapes
 
 REFUSALS = (ConfigError, KeyError, OSError, ValueError, WeightStoreError)
 NEEDED = {  # packages by backend, and the extra that has them
@@ -111,11 +110,7 @@ def _tensors(
     """Of the model, by the headers of its files."""
     directory, tensors = Path(config.model), dict[str, Extent]()
     try:
-        for path in shard_paths(directory):
-            mapped, extents = map_shard(path)
-            mapped.close()
-            tensors |= extents
-        check_stated(document, {name: extent.dtype for name, extent in tensors.items()})
+        tensors = read_extents(directory)
     except MissingFileError as error:
         if not any(directory.glob(TORCH_FILES)):
             found.faults.append(f"model: {directory}: {error}")
@@ -181,11 +176,7 @@ def _check_megatron(config: TrainerConfig, directory: Path) -> None:
     fit.check_model(family.name, hf_config, predicts=predicts)
     architecture = document["architectures"][0]
     is_classifier = fit.is_classifier_of(architecture, hf_config, predicts=predicts)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in shard_paths(directory):
-        mapped, extents = map_shard(path)
-        mapped.close()
-        shapes |= {name: extent.shape for name, extent in extents.items()}
+    shapes = tensor_shapes(directory)
     shape = read_megatron_shape(
         family,
         document,

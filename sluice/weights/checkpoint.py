@@ -270,6 +270,16 @@ def map_shard(path: Path, access: int = mmap.ACCESS_READ) -> tuple[mmap.mmap, di
     return mapped, parse_header(mapped, file_name=path.name)
 
 
+def read_extents(directory: Path) -> dict[str, Extent]:
+    """Read the headers of a model's files: its tensors by name. Raises as those above."""
+    tensors: dict[str, Extent] = {}
+    for path in shard_paths(directory):
+        mapped, extents = map_shard(path)
+        mapped.close()
+        tensors |= extents
+    return tensors
+
+
 def describe_shard(path: Path) -> ShardFile:
     """Digest a safetensors file and every tensor in it, in one pass."""
     mapped, extents = map_shard(path)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from sluice.weights.checkpoint import map_shard, shard_paths
+from sluice.weights.checkpoint import read_extents
 from sluice.weights.errors import WeightStoreError
 
 FIRST, SECOND = ".experts.gate_up_proj", ".experts.down_proj"
@@ -25,12 +25,7 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
     Raises DamagedFileError or MissingFileError.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in shard_paths(directory):
-        mapped, extents = map_shard(path)
-        mapped.close()
-        shapes |= {name: extent.shape for name, extent in extents.items()}
-    return shapes
+    return {name: extent.shape for name, extent in read_extents(directory).items()}
 
 
 def are_stacked(names: Iterable[str]) -> bool:

@@ -100,7 +100,7 @@ CASES: dict[str, tuple[Callable[[Files], None], str]] = {
     ),
     "quantised weights that nobody tells of": (
         quantised,
-        r"trainer: model: .*it has quantised weights, and a config.json that knows of none",
+        r"trainer: .*has quantised weights, and a config.json that knows of none",
     ),
     "a quantised model": (
         model(quantization_config={"quant_method": "mxfp4"}),
