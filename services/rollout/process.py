@@ -109,11 +109,12 @@ class Registration:
         waits: Waits,
         measure: Callable[[], list[engine_pb.RankLoad]] | None = None,
     ) -> None:
+        """`measure` is of engines, which alone have weights."""
         self._stub = pb_grpc.RouterServiceStub(channel)
         self._describe, self._measure, self._waits = describe, measure, waits
         self._task: asyncio.Task[None] | None = None
         self._is_registered = False
-        self._epoch = 0  # of the router that answered last
+        self._epoch, self._router_id = 0, ""  # of the router that answered last
         self._last_error = ""  # that was logged
         self._sightings = RouterSightings()
 
@@ -122,9 +123,11 @@ class Registration:
         self._task = asyncio.create_task(self._keep(), name="registration")
 
     async def announce(self) -> None:
-        """Registers now, for new weights; where that fails the next heartbeat does."""
+        """Registers an engine now, for new weights; where that fails the next heartbeat does."""
+        if self._measure is None:
+            return
         try:
-            await self._register()
+            await self._register(reports=False)
         except RemoteError as error:
             logger.warning("router: %s", error)
 
@@ -142,8 +145,11 @@ class Registration:
             except RemoteError as error:
                 logger.warning("router: %s", error)
 
-    async def _register(self) -> float:
-        """Registers once; returns the seconds until the next heartbeat."""
+    async def _register(self, *, reports: bool = True) -> float:
+        """Registers once; returns the seconds until the next heartbeat.
+
+        Without `reports` the load is told to a router alone that has heard none of this engine.
+        """
         refused, kept = self._sightings.pair()
         request = pb.RegisterEngineRequest(
             engine=self._describe(),
@@ -160,14 +166,16 @@ class Registration:
             raise
         self._sightings.note(response.router_id)
         with typed_errors():
-            if self._measure is not None:
+            is_new = not self._is_registered or response.router_id != self._router_id
+            if self._measure is not None and (reports or is_new):
                 load = pb.ReportLoadRequest(
                     engine_id=request.engine.engine_id, rank_loads=self._measure()
                 )
                 await self._stub.ReportLoad(load, timeout=ANNOUNCE_SECONDS)
         if not self._is_registered:
             logger.info("registered as %s", request.engine.engine_id)
-        self._is_registered, self._epoch, self._last_error = True, response.epoch, ""
+        self._is_registered, self._last_error = True, ""
+        self._epoch, self._router_id = response.epoch, response.router_id
         return seconds_of(response.heartbeat_interval) / HEARTBEATS_PER_INTERVAL
 
     async def _keep(self) -> None:

@@ -17,11 +17,13 @@ from typing import Any
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import REGISTRY
 
 from services.rollout import process as process_module
 from services.rollout.__main__ import main
 from services.rollout.engine.reference.engine import ReferenceEngine
 from services.rollout.process import ENGINE_SERVICE, ROLLOUT_SERVICE
+from services.router.__main__ import SERVICE as ROUTER_SERVICE
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import EngineClient, RemoteError, RouterClient
@@ -163,6 +165,34 @@ async def test_the_router_knows_new_weights_when_their_commit_is_answered(
                 assert known.weights == named(store.second)
                 incarnations.add(known.incarnation)
         assert len(incarnations) == 2, "leases of the former process are void"
+
+
+async def test_new_weights_are_told_of_the_engine_and_not_of_the_episodes(
+    store: Store, models: Models
+) -> None:
+    """Nothing that a router knows of an episode worker changes with them."""
+
+    def answered(method: str) -> float:
+        of = {"method": f"/{ROUTER_SERVICE}/{method}", "code": "OK"}
+        return REGISTRY.get_sample_value("sluice_rpc_duration_seconds_count", of) or 0.0
+
+    before = answered("RegisterEngine")
+    no_heartbeat = {"engine_ttl": 3600.0}
+    async with running_router(default_pool=no_heartbeat) as router:
+        values: dict[str, Any] = {"router": router.server.address, "tokenizer": str(models.first)}
+        async with (
+            running_rollout(store, roles=["engine", "episodes"], **values) as process,
+            EngineClient(process.server.address) as engine,
+            asyncio.timeout(PATIENCE),
+        ):
+            while answered("RegisterEngine") < before + 2:  # each role on its own
+                await asyncio.sleep(0.02)
+            await load_weights(engine, store.first)
+            assert answered("RegisterEngine") == before + 3
+            told = answered("ReportLoad")
+            await load_weights(engine, store.second)
+            assert answered("RegisterEngine") == before + 4
+            assert answered("ReportLoad") == told  # which weights do not change
 
 
 async def test_an_engine_finds_its_router_when_it_comes_late(store: Store) -> None:
