@@ -56,6 +56,17 @@ class PromptBucket:
         """Each of N stands there from its first token on, and sees what is before."""
         return self.mask is None and self.query_length == self.key_length
 
+    def shown(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """The mask as kernels take it: those of a CPU add it up, so that each layer of a pass would
+        make zeros and infinities of it."""
+        is_added = self.mask is not None and self.mask.device.type == "cpu"
+        return self._added if is_added and dtype == torch.float32 else self.mask
+
+    @cached_property
+    def _added(self) -> torch.Tensor:
+        assert self.mask is not None
+        return torch.zeros(self.mask.shape).masked_fill_(~self.mask, -torch.inf)
+
     @cached_property
     def rows(self) -> PackRows:
         """The N rows as a kernel takes them, padding behind them included."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from services.trainer.backend import Row
 from services.trainer.backends.packing import (
@@ -221,3 +222,39 @@ def test_no_kernel_makes_scores_that_have_sinks_or_a_cap(
     kernel = attention_kernel("flash_attn")
     attend(torch.nn.Identity(), *heads, None, packed_layout=layout, kernel=kernel, **unknown)
     assert not CALLS
+
+
+class Masks(TorchFunctionMode):
+    """Sees what PyTorch's attention is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        named = kwargs or {}
+        if function is torch.nn.functional.scaled_dot_product_attention and "attn_mask" in named:
+            self.seen.append(named["attn_mask"])
+        return function(*args, **named)
+
+
+def test_layers_of_a_pass_share_a_mask_to_add_and_all_numbers_stay() -> None:
+    layout = pack(make_rows([(5, [5, 4, 4, 2], False)]))
+    (bucket,) = (each for each in layout.buckets if each.mask is not None)
+    heads = torch.randn(1, 2, len(layout.token_ids), 8)
+    with Masks() as masks:
+        for _ in range(2):
+            attend(torch.nn.Identity(), heads, heads, heads, None, packed_layout=layout)
+        narrow = heads.bfloat16()
+        attend(torch.nn.Identity(), narrow, narrow, narrow, None, packed_layout=layout)
+    added, again, shown = masks.seen
+    assert added is again and added.dtype == torch.float32 and shown is bucket.mask
+    lengths = (bucket.query_length, bucket.key_length, bucket.key_length)
+    of_bucket = [torch.randn(bucket.count, 2, n, 8, requires_grad=True) for n in lengths]
+    made = []
+    for mask in (bucket.mask, added):
+        out = torch.nn.functional.scaled_dot_product_attention(*of_bucket, attn_mask=mask)
+        made.append([out, *torch.autograd.grad(out.square().sum(), of_bucket)])
+    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))

@@ -90,8 +90,8 @@ def _attend_bucket(
         out = attend_banded(queries, keys, values, scores)
     elif chosen is not None:
         out = attend_chosen(queries, keys, values, bucket.mask, chosen, scores.scaling)
-    elif bucket.mask is not None:
-        out = attend_masked(queries, keys, values, bucket.mask, scores.scaling)
+    elif (mask := bucket.shown(queries.dtype)) is not None:
+        out = attend_masked(queries, keys, values, mask, scores.scaling)
     elif bucket.query_length == bucket.key_length:
         gqa = len(query) != len(key)
         options: Any = {"scale": scores.scaling, "enable_gqa": gqa, "is_causal": True}
