@@ -19,7 +19,13 @@ from sluice.balance.planner import OversizePolicy, TransformerShape, shape_from_
 from sluice.config import ConfigError
 from sluice.runtime.errors import DataLossError, InvalidFieldError, NotFoundError
 from sluice.samples.arrow import InvalidGroupError, decode_rows, open_group
-from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, Blobs
+from sluice.samples.blobs import (
+    BlobDigestError,
+    BlobNotFoundError,
+    BlobReads,
+    BlobReference,
+    Blobs,
+)
 from sluice.samples.columns import RowColumns
 from sluice.samples.images import FILE, ImageRules, InvalidImageError, processor_digest
 from sluice.samples.sample import (
@@ -274,7 +280,10 @@ class OpenGroup:
 
     @classmethod
     def open(
-        cls, blobs: Blobs, reference: BlobReference, indices: Sequence[int] | None = None
+        cls,
+        blobs: Blobs | BlobReads,
+        reference: BlobReference,
+        indices: Sequence[int] | None = None,
     ) -> OpenGroup:
         """Raises NotFoundError, DataLossError and InvalidFieldError."""
         with blob_errors(reference):

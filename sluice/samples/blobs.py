@@ -12,7 +12,7 @@ import re
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,25 +91,67 @@ def open_blob(path: Path) -> Iterator[BlobFile]:
 
 
 def _find_in_pack(descriptor: int, size: int, digest: str) -> BlobFile | None:
+    for name, offset, length in _pack_entries(descriptor, size):
+        if name.hex() == digest:
+            return BlobFile(descriptor, offset, length)
+    return None
+
+
+def _pack_entries(descriptor: int, size: int) -> Iterator[tuple[bytes, int, int]]:
+    """Yield digest, offset and size of the contents that share a file; nothing of another file."""
     if size < PACK_TAIL.size:
-        return None
+        return
     count, mark = PACK_TAIL.unpack(os.pread(descriptor, PACK_TAIL.size, size - PACK_TAIL.size))
     start = size - PACK_TAIL.size - count * PACK_ENTRY.size
     if mark != PACK_MARK or start < 0:
-        return None
-    wanted = bytes.fromhex(digest)
+        return
     for name, offset, length in PACK_ENTRY.iter_unpack(
         os.pread(descriptor, count * PACK_ENTRY.size, start)
     ):
-        if name == wanted and offset + length <= start:
-            return BlobFile(descriptor, offset, length)
-    return None
+        if offset + length <= start:
+            yield name, offset, length
 
 
 def check_content(digest: str, content: bytes | memoryview) -> None:
     """Raise BlobDigestError for content of another digest."""
     if (actual := xxhash.xxh3_128_hexdigest(content)) != digest:
         raise BlobDigestError(digest, actual)
+
+
+class BlobReads:
+    """Reads blobs one after the other; each file stays open until the next one is."""
+
+    def __init__(self, blobs: Blobs) -> None:
+        self._blobs = blobs
+        self._stack = ExitStack()
+        self._together: dict[str, BlobFile] = {}  # what the file that is open holds, by digest
+
+    def open(self, reference: BlobReference) -> BlobFile:
+        """Open a blob as `Blobs.open` does, or find it in the file of the one before it."""
+        if (found := self._together.get(reference.digest)) is not None:
+            return found
+        self.close()
+        file = self._stack.enter_context(self._blobs.open(reference))
+        size = os.fstat(file.descriptor).st_size
+        if file.size < size:  # it shares the file
+            self._together = {
+                name.hex(): BlobFile(file.descriptor, offset, length)
+                for name, offset, length in _pack_entries(file.descriptor, size)
+            }
+        return file
+
+    def get(self, reference: BlobReference) -> memoryview:
+        """Return content as `Blobs.get` does."""
+        content = self.open(reference).view()
+        try:
+            check_content(reference.digest, content)
+        except BlobDigestError:  # it may have been stored again since, in a file of its own
+            return self._blobs.get(reference)
+        return content
+
+    def close(self) -> None:
+        self._together = {}
+        self._stack.close()
 
 
 class Blobs(ABC):
@@ -146,6 +188,16 @@ class Blobs(ABC):
 
         Raises BlobNotFoundError.
         """
+
+    @contextmanager
+    def reads(self) -> Iterator[BlobReads]:
+        """For many blobs in the order that they were stored in: of those that share a file only
+        the first is looked for."""
+        reads = BlobReads(self)
+        try:
+            yield reads
+        finally:
+            reads.close()
 
     @abstractmethod
     def exists(self, reference: BlobReference) -> bool:

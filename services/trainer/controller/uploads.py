@@ -28,7 +28,7 @@ from sluice.runtime.metrics import observe_all
 from sluice.runtime.wire import blob_from_proto, blob_to_proto
 from sluice.samples.arrow import InvalidGroupError, decode_group, encode_group, read_facts
 from sluice.samples.blob_store import open_blobs
-from sluice.samples.blobs import BlobNotFoundError, BlobReference, Blobs
+from sluice.samples.blobs import BlobNotFoundError, BlobReads, BlobReference, Blobs
 from sluice.samples.sample import (
     KNOWN_COLUMNS,
     RowFacts,
@@ -105,7 +105,8 @@ def read_batch(
 
     Raises NotFoundError, DataLossError, OversizeSampleError or InvalidFieldError.
     """
-    parts = [read_known_facts(blobs, reference) for reference in references]
+    with blobs.reads() as reads:
+        parts = [read_known_facts(reads, reference) for reference in references]
     known = [each for each in parts if each is not None]
     facts = RowFacts.join(known)
     if len(known) < len(parts) or not limits.keep(facts):
@@ -141,20 +142,20 @@ def find_facts(blobs: Blobs, reference: BlobReference, limits: RowLimits) -> Row
 
     A blob is read whole, and so checked, where none are known or rows are cut or refused.
     """
-    facts = read_known_facts(blobs, reference)
+    with blobs.reads() as reads:
+        facts = read_known_facts(reads, reference)
     if facts is not None and limits.keep(facts):
         return facts
     return describe_rows(read_rows(blobs, reference, limits))
 
 
-def read_known_facts(blobs: Blobs, reference: BlobReference) -> RowFacts | None:
+def read_known_facts(reads: BlobReads, reference: BlobReference) -> RowFacts | None:
     """Read what a blob says about its rows, without those.
 
     None where that is absent (older versions wrote none) or damaged. Raises NotFoundError.
     """
     try:
-        with blobs.open(reference) as file:
-            return read_facts(file)
+        return read_facts(reads.open(reference))
     except InvalidGroupError:
         return None
     except BlobNotFoundError as error:
@@ -205,7 +206,8 @@ class ReferencedColumns:
         found: list[ColumnRows] = []
         seen: set[int] = set()
         for reference in self._references:
-            facts = read_known_facts(blobs, reference)
+            with blobs.reads() as reads:
+                facts = read_known_facts(reads, reference)
             if facts is None:
                 with blob_errors(reference):
                     facts = describe_rows(decode_group(blobs.get(reference)))

@@ -88,10 +88,11 @@ class RowTable:
         batch = self._batches.setdefault(command.batch_id, {})
         images = self._images.setdefault(command.batch_id, {})
         for together in _together(command.blobs):
-            groups = [
-                OpenGroup.open(self._blobs, blob_from_proto(each.blob), each.indices)
-                for each in together
-            ]
+            with self._blobs.reads() as reads:
+                groups = [
+                    OpenGroup.open(reads, blob_from_proto(each.blob), each.indices)
+                    for each in together
+                ]
             for places in _alike(groups):
                 own = [groups[place] for place in places]
                 rows = itertools.chain.from_iterable(together[place].rows for place in places)

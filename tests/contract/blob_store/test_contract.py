@@ -28,6 +28,10 @@ def test_many_contents_at_once(blobs: Blobs, open_again: OpenBlobs) -> None:
     contents = [b"%d" % (number % 90) for number in range(100)]
     references = blobs.put_all(iter(contents))
     assert [bytes(open_again().get(each)) for each in references] == contents
+    with open_again().reads() as reads:
+        assert [bytes(reads.get(each)) for each in references] == contents
+        with pytest.raises(BlobNotFoundError):
+            reads.open(BlobReference("0" * 32, 1))
     assert blobs.put_all([]) == []
 
 

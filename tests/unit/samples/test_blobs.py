@@ -125,15 +125,44 @@ def test_no_damage_to_a_shared_file_is_read_as_content(store: BlobStore) -> None
     refused = 0
     for changed in changes:
         path.write_bytes(changed)
-        for reference, content in zip(references, contents, strict=True):
-            try:
-                assert store.get(reference) == content
-            except BlobDigestError:
-                refused += 1
-    assert refused > len(whole)
+        with store.reads() as reads:
+            for reference, content in zip(references, contents, strict=True):
+                for get in (store.get, reads.get):
+                    try:
+                        assert get(reference) == content
+                    except BlobDigestError:
+                        refused += 1
+    assert refused > 2 * len(whole)
     path.write_bytes(whole[:-1])
     assert store.put_all(contents) == references
     assert [bytes(store.get(each)) for each in references] == contents
+
+
+def test_who_reads_many_looks_for_a_shared_file_once(store: BlobStore) -> None:
+    contents = [b"first", b"", b"x" * 300]
+    references = store.put_all(contents)
+    alone = store.put(b"alone")
+    for reference in references[1:]:
+        path_of(store, reference).unlink()
+    held = os.listdir("/proc/self/fd")
+    with store.reads() as reads:
+        assert [bytes(reads.get(each)) for each in references] == contents
+        assert reads.get(alone) == b"alone"
+        with pytest.raises(BlobNotFoundError) as failure:
+            reads.get(references[1])
+        assert failure.value.digest == references[1].digest
+        assert reads.open(references[0]).read(1, 3) == b"irs"
+    assert os.listdir("/proc/self/fd") == held
+
+
+def test_a_blob_stored_again_is_read_where_a_shared_file_is_damaged(store: BlobStore) -> None:
+    first, second = store.put_all([b"first", b"second"])
+    path_of(store, second).unlink()
+    assert store.put(b"second") == second
+    path = path_of(store, first)
+    path.write_bytes(path.read_bytes().replace(b"second", b"decond"))
+    with store.reads() as reads:
+        assert [bytes(reads.get(each)) for each in (first, second)] == [b"first", b"second"]
 
 
 def test_where_files_have_one_name_each_blob_has_a_file(
