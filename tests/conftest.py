@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import Generator, Iterator
@@ -54,6 +55,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(EndsWithDirectory())
     if sys.platform == "linux" and not config.getoption("--cold"):
         warm.begin()
+
+
+def pytest_collection_finish() -> None:
+    """Tests and what they import stay to the end: garbage is not looked for among them."""
+    gc.collect()
+    gc.freeze()
 
 
 class EndsWithDirectory:

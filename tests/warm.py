@@ -50,6 +50,7 @@ ROOM = 100_000  # bytes, of a command line or an environment
 ABOVE = 500  # where descriptors are kept on their way
 
 LIBRARIES = (
+    "aiohttp.web",
     "google.longrunning.operations_pb2",
     "google.protobuf.json_format",
     "grpc.aio",
@@ -58,9 +59,11 @@ LIBRARIES = (
     "grpc_status.rpc_status",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
-    "numpy",
+    "numpy.random",
+    "packaging.requirements",
     "prometheus_client",
     "pydantic_settings",
+    "rich._emoji_codes",
     "rich.progress",
     "sqlite3",
     "uvloop",
@@ -72,6 +75,7 @@ MODELS = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",
+    "torch.distributed.checkpoint",  # with what shards models, which transformers began without
 )
 
 OWN = (  # with what they import; none declares metrics of one service
@@ -80,7 +84,9 @@ OWN = (  # with what they import; none declares metrics of one service
     "services.rollout.engine.reference.batch",
     "services.rollout.engine.streaming",
     "services.rollout.engine.wire",
+    "services.rollout.environments.prompts",
     "services.router.config",
+    "services.trainer.backends.fsdp.backend",
     "services.trainer.backends.reference.backend",
     "services.trainer.checkpoint_files",
     "services.trainer.rank.executor",
@@ -93,6 +99,11 @@ OWN = (  # with what they import; none declares metrics of one service
     "sluice.loop.retention",
     "sluice.loop.run_samples",
     "sluice.protoset",
+    "sluice.router_client",
+    "sluice.runtime.http",
+    "sluice.stack",
+    "sluice.weights.convert.hf",
+    "sluice.weights.convert.torch_dist_target",
     "sluice.weights.host_cache",
     "sluice.weights.transfer.group",
 )

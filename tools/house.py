@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -76,6 +76,11 @@ class Module:
     @cached_property
     def line_count(self) -> int:
         return len(self.text.splitlines())
+
+    @cached_property
+    def class_names(self) -> list[str]:
+        """At the top of the module, read without its tree; what looks like one in a text too."""
+        return re.findall(r"^class (\w+)", self.text, re.MULTILINE)
 
     @property
     def is_package(self) -> bool:
@@ -154,7 +159,10 @@ def names_twice(modules: dict[str, Module]) -> dict[str, list[str]]:
     An implementation names the other among its bases, or has every member of a Protocol.
     """
     places: dict[str, list[tuple[str, ast.ClassDef]]] = defaultdict(list)
+    counts = Counter(name for module in modules.values() for name in module.class_names)
     for module in modules.values():
+        if all(counts[name] == 1 for name in module.class_names):
+            continue
         for node in module.tree.body:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append((module.name, node))

@@ -93,7 +93,10 @@ def opening_calls() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in sorted((*ROOT.glob("services/**/*.py"), *ROOT.glob("sluice/**/*.py"))):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        if not any(name in text for name in OPENING):
+            continue
+        for node in ast.walk(ast.parse(text)):
             called = node.func if isinstance(node, ast.Call) else None
             bases = node.bases if isinstance(node, ast.ClassDef) else []
             for part in (called, *bases):

@@ -216,11 +216,18 @@ def start_stack(
 
 def stop_stack(stack: Stack) -> None:
     """Ctrl-C; it ends well and leaves no process behind."""
-    pids = [psutil.Process(stack.process.pid), *psutil.Process(stack.process.pid).children(True)]
+    processes = psutil.Process(stack.process.pid).children(recursive=True)
     stack.process.send_signal(signal.SIGINT)
     assert stack.process.wait(timeout=PATIENCE) == 0
-    _, alive = psutil.wait_procs(pids, timeout=PATIENCE)
-    assert not alive, f"left behind: {alive}"
+    wait_until(lambda: not any(map(runs, processes)), what=f"the end of {processes}")
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended; one whose parent went first is there until init looks."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture(scope="session")

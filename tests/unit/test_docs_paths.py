@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ def names_of(text: str) -> set[tuple[str, str]]:
     return set(re.findall(rf"`((?:{TOPS})/[\w./-]+\.py)(?:::|: )([A-Za-z_][\w.]*)`", text))
 
 
+@cache
 def definitions(path: Path) -> set[str]:
     """Names at the top of a module, and members of its classes as `Class.member`."""
     found: set[str] = set()

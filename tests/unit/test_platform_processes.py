@@ -223,7 +223,9 @@ TRAINING = """
 import json, os
 from sluice import platform
 import torch, torch_npu
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from sluice.imports import uncompiled
+with uncompiled():
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
 def losses(device):
     os.environ["SLUICE_DEVICE"] = device

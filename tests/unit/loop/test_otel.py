@@ -54,7 +54,8 @@ class Collector:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        # looks often whether it is to end
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def take(self, request: otlp.ExportTraceServiceRequest) -> None:
         for resource in request.resource_spans:

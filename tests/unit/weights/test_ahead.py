@@ -22,9 +22,8 @@ from sluice.weights.host_cache import HostCache
 from sluice.weights.manifest import read_manifest
 from sluice.weights.store import Announcement, WeightStore
 from tests.contract.weight_store.policy import Policy, Publication
+from tests.fresh import FRESH
 from tests.patience import PATIENCE
-
-SPAWN = multiprocessing.get_context("spawn")
 
 
 class Counting(WeightStore):
@@ -271,7 +270,7 @@ def test_an_engine_that_is_lost_while_it_makes_a_version_holds_up_no_other(
     versions = serve(cache, policy)
     publication = begin(policy, versions[-1])
     found = [announced(publication, part) for part in range(2)]
-    maker = SPAWN.Process(target=make_ahead, args=(store.location, root, found, number))
+    maker = FRESH.Process(target=make_ahead, args=(store.location, root, found, number))
     processes.append(maker)
     maker.start()
     if number == signal.SIGKILL:

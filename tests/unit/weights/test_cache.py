@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import multiprocessing
 import os
 import resource
 import signal
@@ -23,9 +22,8 @@ from sluice.weights.host_cache import CachedVersion, HostCache
 from sluice.weights.manifest import read_manifest
 from sluice.weights.shards import load_verified
 from sluice.weights.store import WeightStore
+from tests.fresh import FRESH
 from tests.patience import PATIENCE
-
-SPAWN = multiprocessing.get_context("spawn")
 
 
 class Counting(WeightStore):
@@ -208,7 +206,7 @@ def take_and_stop(root: Path, cache: Path, version: int) -> None:
 def test_a_reader_killed_midway_leaves_no_half_version(policy, store, tmp_path) -> None:
     version = policy.publish_chain(2)[-1]
     cache = tmp_path / "cache"
-    process = SPAWN.Process(target=take_and_stop, args=(store.location, cache, version))
+    process = FRESH.Process(target=take_and_stop, args=(store.location, cache, version))
     process.start()
     process.join(PATIENCE)
     assert process.exitcode == -signal.SIGKILL
@@ -222,7 +220,7 @@ def test_what_a_killed_reader_left_goes_with_the_next_version(policy, store, tmp
     """Nobody may ever ask for the same one again."""
     version = policy.publish_chain(2)[-1]
     cache = tmp_path / "cache"
-    process = SPAWN.Process(target=take_and_stop, args=(store.location, cache, version))
+    process = FRESH.Process(target=take_and_stop, args=(store.location, cache, version))
     process.start()
     process.join(PATIENCE)
     assert [path for path in cache.iterdir() if path.name.startswith(".")]
@@ -245,7 +243,7 @@ def take_with_little_room(root: Path, cache: Path, version: int, limit: int) -> 
 def test_a_full_disk_leaves_no_half_version(policy, store, tmp_path) -> None:
     version = policy.publish_chain(2)[-1]
     cache = tmp_path / "cache"
-    process = SPAWN.Process(
+    process = FRESH.Process(
         target=take_with_little_room, args=(store.location, cache, version, 4096)
     )
     process.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -23,9 +22,9 @@ from sluice.weights.transfer.deadline import Deadline
 from sluice.weights.transfer.group import Meeting
 from sluice.weights.transfer.handles import HandleGroup
 from sluice.weights.transfer.plan import HANDLES, Membership
+from tests.fresh import FRESH
 from tests.patience import PATIENCE
 
-SPAWN = multiprocessing.get_context("spawn")
 SIZE = 10_000
 
 
@@ -52,8 +51,8 @@ def share(pipe: Connection) -> None:
 
 class Owner:
     def __init__(self) -> None:
-        self.pipe, other = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=share, args=(other,), daemon=True)
+        self.pipe, other = FRESH.Pipe()
+        self.process = FRESH.Process(target=share, args=(other,), daemon=True)
         self.process.start()
         other.close()
         assert self.pipe.poll(PATIENCE)
@@ -245,9 +244,9 @@ def receive(address: str, sizes: list[int], pipe: Connection) -> None:
 
 def test_buckets_of_all_sizes_arrive_and_memory_is_used_again() -> None:
     sizes = [1, 1, SIZE, 7, *([SIZE] * 100), SIZE * 100, 1]
-    pipe, other = SPAWN.Pipe()
+    pipe, other = FRESH.Pipe()
     meeting = Meeting("127.0.0.1", 2, PATIENCE)
-    process = SPAWN.Process(target=receive, args=(meeting.address, sizes, other), daemon=True)
+    process = FRESH.Process(target=receive, args=(meeting.address, sizes, other), daemon=True)
     process.start()
     other.close()
     group = meeting.join("g", HANDLES, Deadline(PATIENCE))
