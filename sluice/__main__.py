@@ -2,8 +2,11 @@
 
 import sys
 
+from sluice.output import guard_output
+
 
 def main() -> int:
+    guard_output()
     try:
         from sluice import cli
 

@@ -37,6 +37,7 @@ from sluice.loop.status import (
     no_target_text,
     placed,
 )
+from sluice.output import OutputError, guard_output
 from sluice.preflight.command import CHECK_USAGE, check
 from sluice.profile_command import PROFILE_USAGE, profile
 from sluice.protoset import PROTOSET_USAGE, write_protoset
@@ -396,6 +397,17 @@ def _load(cls: type[C], command: str, arguments: Sequence[str]) -> C:
 
 def main() -> int:
     """Entry point; a refusal is one line on stderr and exit code 2, never a trace."""
+    guard_output()
+    try:
+        code = _run_command()
+        sys.stdout.flush()
+        return code
+    except OutputError as error:
+        refuse(str(error))
+        return 2
+
+
+def _run_command() -> int:
     commands = {
         "doctor": doctor,
         "init": init,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import io
 import signal
 import sys
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import uvloop
@@ -25,14 +23,12 @@ from sluice.loop.mixture import ScheduleError
 from sluice.loop.run_directory import RunDirectoryError
 from sluice.loop.training import MismatchError, TrainerBrokenError, TrainerLostError
 from sluice.loop.workers import NoWorkerError, RolloutFailedError
+from sluice.output import OutputError
 from sluice.platform import PlatformError
 from sluice.run_commands import UnansweredError
 from sluice.runtime.errors import text_of
 from sluice.runtime.processes import ending_signals
 from sluice.supervise import ServiceDiedError
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 _EXPECTED = (
     CheckpointError,
@@ -42,6 +38,7 @@ _EXPECTED = (
     MismatchError,
     NoEngineError,
     NoWorkerError,
+    OutputError,
     PlatformError,
     RemoteError,
     RolloutFailedError,
@@ -58,7 +55,6 @@ _EXPECTED = (
 def exit_code(work: Coroutine[Any, Any, None]) -> int:
     """Run to the end: 0, 2 with one line a refusal on stderr, or 128 and the number of a signal."""
     code, received = 0, list[int]()
-    _outlive_terminal()
     try:
         uvloop.run(_ended_by_signals(work, received))
     except* _EXPECTED as errors:
@@ -70,30 +66,6 @@ def exit_code(work: Coroutine[Any, Any, None]) -> int:
     except* asyncio.CancelledError:
         code = 128 + (received[0] if received else signal.SIGTERM)
     return code
-
-
-class _Terminal(io.FileIO):
-    """Takes what is written to a terminal that was closed: a run has its directory to end in."""
-
-    def write(self, data: ReadableBuffer) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            return memoryview(data).nbytes
-
-
-def _outlive_terminal() -> None:
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper) and stream.isatty():
-            stream.flush()
-            raw = _Terminal(stream.fileno(), "w", closefd=False)
-            again = io.TextIOWrapper(
-                io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True
-            )
-            setattr(sys, name, again)
 
 
 async def _ended_by_signals(work: Coroutine[Any, Any, None], received: list[int]) -> None:
