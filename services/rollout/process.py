@@ -371,9 +371,15 @@ class RolloutProcess:
         """Says that nothing is served, and why, while the thread of the device is stuck."""
         status, limit = engine.status(), self._config.engine.stuck_seconds
         what = f"{status.busy} on the device of {self._config.engine_id}"
-        logger.error("%s takes %.0f s: not ready until it ends", what, status.busy_seconds)
+        told = what, status.busy_seconds, status.busy_at
+        logger.error("%s takes %.0f s at %s: not ready until it ends", *told)
         await self.server.set_serving(False)
-        with self.server.waits.waiting(what, on=[self._config.engine_id]) as wait:
+
+        def explain() -> str:
+            return f"it stands at {engine.status().busy_at}"
+
+        on = [self._config.engine_id]
+        with self.server.waits.waiting(what, on=on, explain=explain) as wait:
             wait.began -= status.busy_seconds
             while True:
                 await asyncio.sleep(WATCH_SECONDS)

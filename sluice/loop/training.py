@@ -118,7 +118,8 @@ def why_not_active(trainer: pb.Trainer) -> str:
     now = time.time()
     for rank in trainer.ranks:
         age = max(0.0, now - seconds_of(rank.heartbeat_time))
-        said.append(f"rank {rank.rank} in {rank.activity or 'idle'}, heard of {age:.0f} s ago")
+        at = f" at {rank.where}" if rank.where else ""
+        said.append(f"rank {rank.rank} in {rank.activity or 'idle'}{at}, heard of {age:.0f} s ago")
     if not trainer.ranks:
         said.append("no rank has reported yet")
     return "; ".join(said)

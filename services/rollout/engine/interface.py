@@ -260,7 +260,8 @@ class EngineProfile:
 class EngineStatus:
     """`version` is None before the first weights; `failure` says why an engine serves no more.
 
-    `busy` says what the thread of the device does, `busy_seconds` for how long without a break.
+    `busy` says what the thread of the device does, `busy_seconds` for how long without a break,
+    and `busy_at` where it stands, once that is more than a moment.
 
     `version` may be that of an adapter, and of `base` then too where one asks for it.
 
@@ -291,6 +292,7 @@ class EngineStatus:
     failure: str = ""
     busy: str = ""
     busy_seconds: float = 0.0
+    busy_at: str = ""
     deterministic: bool = False
     takes_min_new_tokens: bool = False
     asleep: bool = False

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from services.rollout.reward_model import metrics
 from services.rollout.reward_model.config import BatchConfig
 from sluice.runtime.http import ApiError
+from sluice.runtime.stacks import standing
 
 T = TypeVar("T")
 Tokens = Sequence[int]
@@ -39,13 +40,19 @@ class ModelThread:
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._since: float | None = None  # when the call that runs began; any thread may look
-        threading.Thread(target=self._run, name="reward-model", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="reward-model", daemon=True)
+        self._thread.start()
 
     @property
     def busy_seconds(self) -> float:
         """For how long it has been at one call."""
         since = self._since
         return 0.0 if since is None else time.monotonic() - since
+
+    @property
+    def where(self) -> str:
+        """Where it stands now."""
+        return standing(self._thread.ident)
 
     async def call(self, function: Callable[[], T]) -> T:
         """Returns what `function` does. Cancelling the wait ends nothing that has begun."""

@@ -89,14 +89,21 @@ class RewardModelProcess:
 
     async def _see_through(self, limit: float) -> None:
         began = self.thread.busy_seconds
-        logger.error("%s takes %.0f s: not ready until it ends", WORK, began)
+        told = WORK, began, self.thread.where
+        logger.error("%s takes %.0f s at %s: not ready until it ends", *told)
         self.classify.set_ready(False)
         await self.server.set_serving(False)
-        with self.server.waits.waiting(WORK, on=["device"], timeout=2 * limit) as wait:
+
+        def explain() -> str:
+            return f"it stands at {self.thread.where}"
+
+        with self.server.waits.waiting(
+            WORK, on=["device"], timeout=2 * limit, explain=explain
+        ) as wait:
             wait.began -= began
             while (seconds := self.thread.busy_seconds) > limit:
                 if seconds > 2 * limit:
-                    self.failure = f"{WORK} takes {seconds:.0f} s"
+                    self.failure = f"{WORK} takes {seconds:.0f} s at {self.thread.where}"
                     logger.error("%s: the process ends", self.failure)
                     self.server.request_stop()
                     return

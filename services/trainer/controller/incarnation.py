@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 MAX_COMMAND_BYTES = 1 << 20
 EXIT_GRACE = 1.0  # seconds in which a process's end explains the end of its stream
 ERROR_GRACE = 30.0  # seconds that ranks have to answer once another one has failed
+NAMED_PLACES = 4  # in an explanation
 HELLO_SECONDS = 30.0  # for a rank to say who it is
 
 Build = Callable[[int], pb.FollowResponse]  # a command for one data-parallel rank
@@ -54,6 +55,7 @@ class RankLink:
     reports: bool = False
     operations: Mapping[str, str] = field(default_factory=dict)
     activity: str = "loading"
+    where: str = ""  # it stands within that
     heard: float = field(default_factory=time.monotonic)
     spoke: asyncio.Event = field(default_factory=asyncio.Event)
     loss: ServiceError | None = None
@@ -68,9 +70,13 @@ class RankLink:
         self.spoke.set()
 
     def describe_silence(self) -> str:
-        return (
-            f"rank {self.rank} silent for {self.silence:.1f} s, last in {self.activity or 'idle'}"
-        )
+        return f"rank {self.rank} silent for {self.silence:.1f} s, last in {self.doing}"
+
+    @property
+    def doing(self) -> str:
+        """Say what it does and where it stands, as of its last heartbeat."""
+        at = f" at {self.where}" if self.where else ""
+        return f"{self.activity or 'idle'}{at}"
 
     def to_proto(self) -> trainer_pb.Rank:
         return trainer_pb.Rank(
@@ -78,6 +84,7 @@ class RankLink:
             process_id=self.process_id,
             host=self.host,
             activity=self.activity,
+            where=self.where,
             data_rank=self.data_rank,
             heartbeat_time=timestamp_of(time.time() - self.silence),
         )
@@ -157,7 +164,7 @@ class RankIncarnation:
         link.hear()
         kind = event.WhichOneof("event")
         if kind == "heartbeat":
-            link.activity = event.heartbeat.activity
+            link.activity, link.where = event.heartbeat.activity, event.heartbeat.where
         elif kind == "ready":
             self._take_ready(link, event.ready)
         elif kind == "result":
@@ -213,7 +220,7 @@ class RankIncarnation:
         pending = self._pending[sequence] = _Pending(activity, set(self.links))
         for link in self.links.values():
             commands[link.data_rank].sequence = sequence
-            link.activity = activity
+            link.activity, link.where = activity, ""
             link.outgoing.put_nowait(commands[link.data_rank])
         return sequence, pending
 
@@ -269,14 +276,14 @@ class RankIncarnation:
             stuck_after = min(seconds, self._config.stuck_seconds)
             done, _ = await asyncio.wait([pending.done], timeout=stuck_after)
             if not done and stuck_after < seconds:
-                logger.error("%s takes more than %g s: not ready", pending.activity, stuck_after)
+                late = pending.activity, stuck_after, self._explain(pending)
+                logger.error("%s takes more than %g s, so it is not ready: %s", *late)
                 with self._being_stuck():
                     done, _ = await asyncio.wait([pending.done], timeout=seconds - stuck_after)
         if not done:
-            slowest = min(pending.waiting)
-            self.fail(
-                RankLostError(slowest, f"did not end {pending.activity} within {seconds:g} s")
-            )
+            detail = f"did not end {pending.activity} within {seconds:g} s"
+            where = self._explain(pending)
+            self.fail(RankLostError(self._suspect(pending), f"{detail}: {where}"))
         await pending.done
 
     @contextmanager
@@ -290,12 +297,22 @@ class RankIncarnation:
             self._stuck -= 1
             self.on_stuck(self._stuck > 0)
 
+    def _suspect(self, pending: _Pending) -> int:
+        """Name one whom the others may wait for: a silent rank, or one that is elsewhere."""
+        links = [self.links[rank] for rank in sorted(pending.waiting)]
+        if silent := self._silent(links):
+            return silent[0].rank
+        return min(places_of(links).values(), key=len)[0]
+
+    def _silent(self, links: Sequence[RankLink]) -> list[RankLink]:
+        return [link for link in links if link.silence > self._config.silent_seconds]
+
     def _explain(self, pending: _Pending) -> str:
         links = [self.links[rank] for rank in sorted(pending.waiting)]
-        silent = [link for link in links if link.silence > self._config.silent_seconds]
+        silent = self._silent(links)
         if silent:
             return "; ".join(link.describe_silence() for link in silent)
-        return "; ".join(f"rank {link.rank} in {link.activity or 'idle'}" for link in links)
+        return describe_places(links)
 
     def _take_ready(self, link: RankLink, ready: pb.RankReady) -> None:
         if ready.HasField("error"):
@@ -317,7 +334,7 @@ class RankIncarnation:
         if pending is None or link.rank not in pending.waiting:
             return
         pending.waiting.remove(link.rank)
-        link.activity = ""
+        link.activity = link.where = ""
         pending.results[link.rank] = result
         if not pending.waiting:
             if not pending.done.done():
@@ -337,10 +354,8 @@ class RankIncarnation:
     def _give_up(self, pending: _Pending) -> None:
         if pending.waiting and not pending.done.done():
             cause = max(pending.errors, key=lambda error: error.lacked_memory)
-            waiting = ", ".join(map(str, sorted(pending.waiting)))
-            detail = (
-                f"failed in {pending.activity}, and rank {waiting} did not end it: {cause.said}"
-            )
+            waiting = self._explain(pending)
+            detail = f"failed in {pending.activity}: {cause.said} (still there: {waiting})"
             self.fail(RankLostError(cause.rank, detail, lacked_memory=cause.lacked_memory))
 
     async def _watch(self, link: RankLink) -> None:
@@ -365,7 +380,35 @@ class RankIncarnation:
                     async with asyncio.timeout(left):
                         await link.spoke.wait()
                 except TimeoutError:
-                    self.fail(RankLostError(link.rank, f"was silent for {link.silence:.1f} s"))
+                    silent = f"was silent for {link.silence:.1f} s, last in {link.doing}"
+                    self.fail(RankLostError(link.rank, silent))
+
+
+def describe_places(links: Sequence[RankLink]) -> str:
+    """Say which ranks stand where, the fewest first: one that is elsewhere than all others is
+    what those wait for."""
+    told = sorted(places_of(links).items(), key=lambda place: len(place[1]))
+    more = f"; and at {len(told) - NAMED_PLACES} more places" if len(told) > NAMED_PLACES else ""
+    return "; ".join(f"{named(ranks)} in {doing}" for doing, ranks in told[:NAMED_PLACES]) + more
+
+
+def places_of(links: Sequence[RankLink]) -> dict[str, list[int]]:
+    """Return ranks, ascending as they come, by what they do and where they stand."""
+    places: dict[str, list[int]] = {}
+    for link in links:
+        places.setdefault(link.doing, []).append(link.rank)
+    return places
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Name ascending ranks, those that follow each other by the first and the last."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return f"rank {', '.join('-'.join(map(str, run)) for run in runs)}"
 
 
 Admit = Callable[[pb.RankHello], Awaitable[tuple[RankIncarnation, RankLink]]]

@@ -33,6 +33,7 @@ from sluice.imports import keep_loaded, run_process, uncollected
 from sluice.runtime.channel import create_channel
 from sluice.runtime.errors import LoadingError, has_lost_status
 from sluice.runtime.processes import end_with_parent
+from sluice.runtime.stacks import standing
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +268,9 @@ class ControllerStream:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._config.ranks.heartbeat_seconds)
-            beat = pb.RankHeartbeat(activity=self._activity)
+            activity = self._activity
+            where = standing(threading.main_thread().ident) if activity else ""
+            beat = pb.RankHeartbeat(activity=activity, where=where)
             self._outgoing.put_nowait(pb.FollowRequest(heartbeat=beat))
 
 

@@ -238,7 +238,7 @@ async def test_a_thread_that_never_moves_ends_the_process(qwen3: Path) -> None:
         held = Held(process)
         async with asyncio.timeout(PATIENCE):
             await process.server.run_until_signal()
-        assert "batch" in process.failure
+        assert "batch" in process.failure and f"{__name__}:" in process.failure, "where it is held"
         await held.end()
 
 

@@ -340,6 +340,9 @@ async def test_an_engine_whose_device_is_stuck_is_not_ready_and_says_what_it_doe
             await comes(is_not_ready)
             (wait,) = [w for w in await client.list_waits() if "hold_up" in w.what]
             assert list(wait.on) == ["rollout-0"]
+            line = hold_up.__code__.co_firstlineno + 1
+            assert "it stands at threading:" in wait.explanation
+            assert f"called by {__name__}:{line} hold_up" in wait.explanation
             assert wait.start_time.ToSeconds() > 0
             await comes(is_empty)
         finally:

@@ -241,7 +241,7 @@ async def test_a_rank_silent_for_too_long_is_lost(open_house: Any) -> None:
     house = await open_house(count=1, heartbeat_seconds=0.1, silent_seconds=0.3, lost_seconds=0.6)
     house.connect(0).beating.clear()
     await until(lambda: house.group.failure != "")
-    found = re.fullmatch(r"rank 0 was silent for (\d+\.\d) s", house.group.failure)
+    found = re.fullmatch(r"rank 0 was silent for (\d+\.\d) s, last in \w+", house.group.failure)
     assert found is not None and float(found[1]) >= 0.6, house.group.failure
 
 
@@ -269,6 +269,37 @@ async def test_a_command_has_a_deadline(open_house: Any) -> None:
     await house.connect_all()
     assert house.restored == [1, 2]
     assert house.group.restart_count == 1
+
+
+async def test_a_rank_that_is_elsewhere_than_the_others_is_told_first_and_named(
+    open_house: Any,
+) -> None:
+    """Seven stand in a collective, and one where it read a file: all wait for that one."""
+    house = await open_house(count=8, command_timeout=2.0)
+
+    async def never(command: pb.FollowResponse) -> None:
+        return None
+
+    gathering = "torch.distributed:1 all_gather, called by sluice.algo.collectives:2 gather"
+    reading = "pathlib:3 read_bytes, called by my_losses:4 table"
+    ranks = [house.connect(rank, answer=never) for rank in range(8)]
+    await until(lambda: house.group.state == ACTIVE)
+    group = house.group.incarnation
+    running = asyncio.create_task(group.run(STEP))
+    await until(lambda: all(rank.received for rank in ranks))
+    for rank in ranks:
+        rank.beating.clear()
+    for number, rank in enumerate(ranks):
+        where = reading if number == 5 else gathering
+        rank.say(pb.FollowRequest(heartbeat=pb.RankHeartbeat(activity="step", where=where)))
+    await until(lambda: all(link.where for link in group.links.values()))
+    told = f"rank 5 in step at {reading}; rank 0-4, 6-7 in step at {gathering}"
+    assert (await house.listed())["step on all ranks"].explanation == told
+    assert group.links[5].to_proto().where == reading
+    with pytest.raises(RankLostError) as caught:
+        await running
+    assert str(caught.value) == f"rank 5 did not end step within 2 s: {told}"
+    assert caught.value.rank == 5
 
 
 async def test_a_rank_that_leaves_ends_the_commands_under_way(open_house: Any) -> None:
@@ -302,7 +333,7 @@ async def test_one_failing_rank_does_not_leave_the_others_in_a_collective(
     house.connect(0, answer=never)
     house.connect(1, answer=fail)
     await until(lambda: house.group.state == ACTIVE)
-    with pytest.raises(RankLostError, match=r"rank 1 failed in step.*rank 0.*: broken") as caught:
+    with pytest.raises(RankLostError, match=r"rank 1 failed in step: broken .*rank 0 ") as caught:
         await house.group.incarnation.run(STEP)
     assert not caught.value.lacked_memory
 

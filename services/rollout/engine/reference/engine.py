@@ -59,6 +59,7 @@ from sluice import platform
 from sluice.priority import lower_priority, threads_beside
 from sluice.runtime.errors import ServiceError
 from sluice.runtime.idempotency import to_its_end
+from sluice.runtime.stacks import standing
 from sluice.weights.manifest import Manifest, ShardFile
 from sluice.weights.transfer.group import Receiver
 from sluice.weights.transfer.plan import Membership
@@ -68,6 +69,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 IDLE_SECONDS = 1.0  # longest wait for commands in one go
 CLOSE_SECONDS = 60.0  # longest step that close waits for
+LONG_SECONDS = 0.1  # after which it is asked where a step stands
 
 Outbox = list[tuple[int, Outcome]]
 
@@ -118,19 +120,24 @@ class DeviceThread:
         self._failure: EngineFailedError | None = EngineFailedError("the engine is not started")
         self._finished = asyncio.Event()
         self._doing: tuple[str, float] | None = None  # what, and since when; any thread may look
+        self._thread: threading.Thread | None = None
 
     @property
-    def doing(self) -> tuple[str, float]:
-        """What it does now, empty for nothing, and for how many seconds."""
+    def doing(self) -> tuple[str, float, str]:
+        """What it does now, empty for nothing, for how many seconds, and where if that is long."""
         doing = self._doing
-        return ("", 0.0) if doing is None else (doing[0], time.monotonic() - doing[1])
+        if doing is None or self._thread is None:
+            return "", 0.0, ""
+        seconds = time.monotonic() - doing[1]
+        return doing[0], seconds, standing(self._thread.ident) if seconds > LONG_SECONDS else ""
 
     def start(self, loop: asyncio.AbstractEventLoop, threads: int) -> None:
         self._loop, self._failure = loop, None
         # `close` ends it; as a daemon it does not hold up a process that ends without.
-        threading.Thread(
+        self._thread = threading.Thread(
             target=self._main, args=(threads,), name="engine-device", daemon=True
-        ).start()
+        )
+        self._thread.start()
 
     def post(self, run: Callable[[], None], key: int) -> None:
         """Runs before the next step; a ServiceError is delivered under `key`."""
@@ -523,7 +530,7 @@ class ReferenceEngine(Engine):
     def status(self) -> EngineStatus:
         core = self._core
         version, digest, _ = core.version or (None, "", "")
-        busy, busy_seconds = self._thread.doing
+        busy, busy_seconds, busy_at = self._thread.doing
         load = RankLoad(
             running_count=core.running_count,
             waiting_count=core.waiting_count,
@@ -546,6 +553,7 @@ class ReferenceEngine(Engine):
             failure=self._failure,
             busy=busy,
             busy_seconds=busy_seconds,
+            busy_at=busy_at,
             deterministic=self._config.deterministic,
             takes_min_new_tokens=True,
             transfer_ranks=1,

@@ -30,20 +30,22 @@ OVERSIZE_POLICY_TRUNCATE: OversizePolicy
 OVERSIZE_POLICY_ALONE: OversizePolicy
 
 class Rank(_message.Message):
-    __slots__ = ("rank", "process_id", "host", "heartbeat_time", "activity", "data_rank")
+    __slots__ = ("rank", "process_id", "host", "heartbeat_time", "activity", "data_rank", "where")
     RANK_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_TIME_FIELD_NUMBER: _ClassVar[int]
     ACTIVITY_FIELD_NUMBER: _ClassVar[int]
     DATA_RANK_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
     rank: int
     process_id: int
     host: str
     heartbeat_time: _timestamp_pb2.Timestamp
     activity: str
     data_rank: int
-    def __init__(self, rank: _Optional[int] = ..., process_id: _Optional[int] = ..., host: _Optional[str] = ..., heartbeat_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., activity: _Optional[str] = ..., data_rank: _Optional[int] = ...) -> None: ...
+    where: str
+    def __init__(self, rank: _Optional[int] = ..., process_id: _Optional[int] = ..., host: _Optional[str] = ..., heartbeat_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., activity: _Optional[str] = ..., data_rank: _Optional[int] = ..., where: _Optional[str] = ...) -> None: ...
 
 class ParallelLayout(_message.Message):
     __slots__ = ("data", "tensor", "pipeline", "context", "expert", "virtual_pipeline", "replicas")

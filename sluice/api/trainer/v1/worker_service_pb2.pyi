@@ -64,10 +64,12 @@ class RankReady(_message.Message):
     def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., layout: _Optional[_Union[_trainer_service_pb2.ParallelLayout, _Mapping]] = ..., data_rank: _Optional[int] = ..., reports: bool = ..., operations: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class RankHeartbeat(_message.Message):
-    __slots__ = ("activity",)
+    __slots__ = ("activity", "where")
     ACTIVITY_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
     activity: str
-    def __init__(self, activity: _Optional[str] = ...) -> None: ...
+    where: str
+    def __init__(self, activity: _Optional[str] = ..., where: _Optional[str] = ...) -> None: ...
 
 class CommandResult(_message.Message):
     __slots__ = ("sequence", "error", "sums", "step", "columns", "shards", "advantages", "transfer_address", "encode_seconds", "transfer_failure", "sent_bytes", "transfer_backend", "checkpoint_files", "traits", "measured", "slept", "profile", "memory")
