@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from importlib import metadata
@@ -13,12 +11,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from sluice import logs
 from sluice.check_command import check_loss_command
-from sluice.client import Client, RemoteError
 from sluice.completion import COMPLETION_USAGE, completion_script
 from sluice.config import ConfigError, ProcessConfig, hint, load_config, refuse_unknown_flags
 from sluice.convert_command import convert, verify
@@ -31,11 +26,7 @@ from sluice.logs_command import LOGS_USAGE
 from sluice.logs_command import logs as show_logs
 from sluice.loop.config import DpoConfig, RewardModelRunConfig, RowsRunConfig, RunConfig, SftConfig
 from sluice.loop.status import (
-    ADDRESS,
-    LOOP_ADDRESS,
     StatusConfig,
-    no_target_text,
-    placed,
 )
 from sluice.output import OutputError, guard_output
 from sluice.preflight.command import CHECK_USAGE, check
@@ -55,11 +46,9 @@ from sluice.run_commands import (
 )
 from sluice.runtime.addresses import by_name
 from sluice.runtime.processes import ending_signals
-from sluice.runtime.security import SecurityConfig
-from sluice.runtime.waits import age_of
 from sluice.stack import STACK_FILE, UpConfig
-from sluice.starting import NO_ADDRESS, read_starting
 from sluice.supervise import LONGEST_PATH, Supervisor, end_supervisor, supervised
+from sluice.waits_command import WAITS_USAGE, WaitsConfig, waits
 
 USAGE = {
     "demo": "sluice demo [--run-dir DIR] [--steps N] ...",
@@ -86,7 +75,7 @@ USAGE = {
     "completion": COMPLETION_USAGE,
     "protoset": PROTOSET_USAGE,
     "check-loss": "sluice check-loss NAME|PACKAGE.MODULE:NAME [--settings JSON]",
-    "waits": "sluice waits ADDRESS|RUN_DIR [--security.token_file FILE] [--security.tls.ca X] ...",
+    "waits": WAITS_USAGE,
 }
 SUMMARY = {
     "demo": "a tiny model learns by GRPO over all services, on this machine",
@@ -129,12 +118,6 @@ class ScoredRunConfig(RunConfig):
     It is the file that `sluice train` takes. Read are services or router, security, evaluation,
     environment and sampling; nothing is trained, and run_dir is left as it is.
     """
-
-
-class WaitsConfig(ProcessConfig):
-    """How `sluice waits` proves itself."""
-
-    security: SecurityConfig = SecurityConfig()
 
 
 C = TypeVar("C", bound=ProcessConfig)
@@ -260,49 +243,6 @@ async def _own_services(services_yaml: str | None) -> AsyncIterator[None]:
     supervisor = Supervisor(_load(UpConfig, "up", [services_yaml]))
     async with supervised(supervisor):
         yield
-
-
-async def waits(arguments: Sequence[str]) -> None:
-    """Print what a server waits for, or the loop of a run directory."""
-    if arguments[0].startswith("-") and arguments[0] not in HELP:
-        raise ConfigError(f"ADDRESS comes first: {USAGE['waits']}")
-    address, *flags = arguments if arguments[0] not in HELP else ("", "--help")
-    config = load_config(WaitsConfig, flags, USAGE["waits"])
-    starting = read_starting(Path(address))
-    table = Table("what", "on", "for", "explanation")
-    for service in starting:
-        if service.reason:
-            on, age = service.address or NO_ADDRESS, f"{service.seconds:.1f} s"
-            told = (f"start of {service.name}", on, age, service.reason)
-            table.add_row(*(Text(logs.printable(text)) for text in told))
-    try:
-        async with Client(_address_to_ask(address), config.security) as client:
-            for wait in await client.list_waits():
-                age = f"{age_of(wait):.1f} s"
-                told = (wait.what, ", ".join(wait.on), age, wait.explanation)
-                table.add_row(*(Text(logs.printable(text)) for text in told))
-    except (ConfigError, RemoteError):  # the loop begins after its services
-        if not starting:
-            raise
-    Console().print(table if table.row_count else "waits for nothing")
-
-
-def _address_to_ask(given: str) -> str:
-    """The address, or that of the loop of a run directory. Raises ConfigError if none is there."""
-    if not os.path.isdir(given):
-        address = placed(given)
-        if not ADDRESS.fullmatch(address):
-            raise ConfigError(f"waits: {no_target_text(given)}")
-        return address
-    run_dir = Path(given)
-    try:
-        return str(json.loads((run_dir / LOOP_ADDRESS).read_text())["address"])
-    except (OSError, ValueError, KeyError, TypeError):
-        up = (run_dir / "services.json").exists()
-        more = f"; its services are up: ask {run_dir}/services.json#NAME" if up else ""
-        raise ConfigError(
-            f"waits: no loop is at work in {run_dir}, or it has no port{more}"
-        ) from None
 
 
 async def trace(arguments: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from sluice.config import parse_config
@@ -60,8 +61,26 @@ def test_the_loop_names_the_service_that_it_waits_for(stack: Stack, service: str
             )
         )
         assert call in listed
+        further = wait_until(
+            lambda: [x for x in waits_of(training.run_dir).splitlines() if "└" in x]
+        )
+        assert address in further[0] and "it is stopped, or cut off" in further[0]
     training.finish()
     assert not (training.run_dir / "loop.address.json").exists()
+
+
+def test_the_loop_shows_what_keeps_whom_it_waits_for(stack: Stack):
+    """A rank is stopped: its trainer answers, and what is asked of the run tells of the rank."""
+    training = stack.train("waits-for-a-rank", stops_at=("consumed", 2))
+    with ExitStack() as stopping:
+        with training.held():
+            for child in psutil.Process(stack.pid("trainer")).children(recursive=True):
+                stopping.enter_context(stopped(child.pid))
+        told = wait_until(
+            lambda: [x for x in waits_of(training.run_dir).splitlines() if "on all ranks" in x]
+        )
+        assert "└" in told[0] and "rank 0" in told[0]
+    training.finish()
 
 
 def test_a_run_that_waits_to_go_on_shows_the_step_that_it_goes_back_to(stack: Stack):
