@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -51,13 +52,13 @@ async def init(arguments: Sequence[str]) -> None:
     if len(places) != 2:
         raise ConfigError(f"init takes MODEL_DIR and TASK: {INIT_USAGE}")
     write_new(output, files_for(Path(places[0]), places[1], config, output))
-    services, run = (output / name for name in FILES)
+    services, run = (shlex.quote(str(output / name)) for name in FILES)
     console = Console()
     for line in (
         f"wrote {services} and {run}; then:",
         f"  sluice up {services}",
         f"  sluice train {run}            # in another terminal",
-        f"  sluice status {config.run_dir}",
+        f"  sluice status {shlex.quote(str(config.run_dir))}",
     ):
         console.print(plain_text(line, 1000), highlight=False, markup=False, soft_wrap=True)
 
@@ -67,12 +68,16 @@ def write_new(directory: Path, texts: Mapping[str, str]) -> None:
     there = [str(directory / name) for name in texts if os.path.lexists(directory / name)]
     if there:
         raise ConfigError(f"{there[0]} is there already; give -o another directory")
+    made: list[Path] = []
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             with (directory / name).open("x") as file:
+                made.append(directory / name)
                 file.write(text)
     except OSError as error:
+        for path in made:
+            path.unlink(missing_ok=True)
         raise ConfigError(f"-o: {str(directory)[:200]}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"-o: {error}") from None
@@ -198,7 +203,8 @@ def _task(task: str, *, chat: bool) -> tuple[str, str, str]:
     path = Path(task)
     if path.suffix in (".jsonl", ".parquet"):
         if not os.path.isfile(path):
-            raise ConfigError(f"init: TASK: {task[:200]} does not exist")
+            what = "is no file" if os.path.exists(path) else "does not exist"
+            raise ConfigError(f"init: TASK: {task[:200]} {what}")
         settings = "{reward: exact_match, chat: true}" if chat else "{reward: exact_match}"
         told = "rows have `prompt` (or `messages`) and `answer`; docs/rollout.md has more rewards"
         file = f"{{file: {_quoted(str(path.absolute()))}}}"

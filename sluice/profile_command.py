@@ -135,7 +135,8 @@ def _addresses(status: Mapping[str, Any], *, engines: bool) -> dict[str, str]:
 def _nobody_text(status: Mapping[str, Any]) -> str:
     silent = [each for each in status["services"] if each["health"] == NO_ANSWER]
     if silent:
-        return f"{silent[0]['name']}: {silent[0]['detail']}"
+        who = "" if silent[0]["name"] == status["target"] else f"{silent[0]['name']}: "
+        return f"{who}{silent[0]['detail']}"
     return "no trainer is there; give --engines for engines"
 
 

@@ -16,7 +16,14 @@ from rich.text import Text
 from sluice import logs
 from sluice.client import Client, RemoteError
 from sluice.config import ConfigError, ProcessConfig, load_config
-from sluice.loop.status import ADDRESS, LOOP_ADDRESS, no_target_text, placed
+from sluice.loop.status import (
+    ADDRESS,
+    LOOP_ADDRESS,
+    no_target_text,
+    placed,
+    unreachable_text,
+)
+from sluice.run_commands import UnansweredError
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.waits import age_of
 from sluice.starting import NO_ADDRESS, read_starting
@@ -65,9 +72,10 @@ async def waits(arguments: Sequence[str]) -> None:
     try:
         async for told in follow(_address_to_ask(address), config.security, set()):
             table.add_row(*told.texts)
-    except (ConfigError, RemoteError):  # the loop begins after its services
+    except (ConfigError, RemoteError) as error:  # the loop begins after its services
         if not starting:
-            raise
+            nobody = unreachable_text(error) if isinstance(error, RemoteError) else ""
+            raise UnansweredError(f"waits: {address}: {nobody}") if nobody else error from None
     Console().print(table if table.row_count else "waits for nothing")
 
 

@@ -168,7 +168,8 @@ def test_a_mistake_is_answered_in_one_line(sluice, tmp_path, monkeypatch, argume
     ("arguments", "message"),
     [
         (["status", "127.0.0.1:1", "--timeout_seconds", "600"], "nobody listens there"),
-        (["waits", "127.0.0.1:1"], "is the service up"),
+        (["waits", "127.0.0.1:1"], "waits: 127.0.0.1:1: nobody listens there"),
+        (["profile", "127.0.0.1:1"], "profile: 127.0.0.1:1: nobody listens there"),
     ],
 )
 def test_a_service_that_is_not_there_is_told_in_one_line(tmp_path, arguments, message):

@@ -6,6 +6,9 @@ import contextlib
 import io
 import json
 import os
+import resource
+import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +23,7 @@ from services.trainer.config import TrainerConfig
 from sluice import cli, doctor
 from sluice.config import ConfigError, parse_config
 from sluice.doctor import DoctorConfig, examine
+from sluice.init import write_new
 from sluice.loop.config import RunConfig
 from sluice.stack import UpConfig
 from tests.patience import PATIENCE
@@ -178,6 +182,7 @@ def test_files_of_init_load_in_every_service(tmp_path: Path, flags: list[str]) -
     [
         ({}, "chain_summ", [], "did you mean chain_sum?"),
         ({}, "missing.jsonl", [], "does not exist"),
+        ({}, "FOLDER/folder.jsonl", [], "folder.jsonl is no file"),
         ({}, "a\0b", [], "neither a .jsonl"),
         ({}, "x" * 5000, [], "neither a .jsonl"),
         ({"max_position_embeddings": "many"}, "chain_sum", [], "max_position_embeddings"),
@@ -189,10 +194,37 @@ def test_files_of_init_load_in_every_service(tmp_path: Path, flags: list[str]) -
 )
 def test_a_mistake_writes_nothing(tmp_path: Path, config, task: str, flags, told: str) -> None:
     model = a_model(tmp_path / "model", **config)
+    (tmp_path / "folder.jsonl").mkdir()
+    task = task.replace("FOLDER", str(tmp_path))
     answer = sluice("init", model, task, "-o", tmp_path / "out", *flags)
     assert (answer.code, len(answer.error.splitlines())) == (2, 1)
     assert told in answer.error
     assert not (tmp_path / "out").exists()
+
+
+def test_files_that_a_full_disk_cuts_off_are_not_left(tmp_path: Path) -> None:
+    texts = {"first": "a", "second": "b" * 5000}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"-o: .*: File too large"):
+            write_new(tmp_path, texts)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_commands_that_init_names_may_be_pasted(tmp_path: Path) -> None:
+    model, out = a_model(tmp_path / "model"), tmp_path / "a b"
+    answer = sluice("init", model, "chain_sum", "-o", out, "--run_dir", tmp_path / "it's # 1")
+    told = [shlex.split(line, comments=True) for line in answer.out.splitlines()[1:]]
+    assert [words[2] for words in told] == [
+        str(out / "services.yaml"),
+        str(out / "run.yaml"),
+        str(tmp_path / "it's # 1"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -471,7 +471,7 @@ def write_page(
     try:
         path.write_text(render(trace, f"Run {run_dir.resolve().name}"), "utf-8", "replace")
     except OSError as error:
-        raise ConfigError(f"-o: {error}") from None
+        raise ConfigError(f"-o: {str(path)[:200]}: {error.strerror}") from None
     summary = summarise(trace)
     shown = f"{path}: steps {trace.steps[0]}-{trace.steps[1]}, {summary.sample_count} samples"
     if trace.is_shortened:
