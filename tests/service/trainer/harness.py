@@ -210,7 +210,7 @@ async def killed_in_a_pass(client: TrainerClient, batch: str) -> None:
         return any("forward_backward" in wait.what for wait in await client.list_waits())
 
     await poll(is_under_way)
-    stands = await until(client, lambda now: "services.trainer." in now.ranks[1].where)
+    stands = await until(client, lambda now: "called by" in now.ranks[1].where)
     assert stands.ranks[1].activity == "forward_backward"
     end(ranks[1], signal.SIGKILL)
     with pytest.raises(RemoteError):
