@@ -15,6 +15,7 @@ from sluice.runtime.errors import RequestIdReusedError
 
 T = TypeVar("T")
 V = TypeVar("V")
+_Answer = tuple[Any]  # of a call that has ended; it may be None
 
 
 def request_digest(request: pb.Message) -> str:
@@ -31,13 +32,13 @@ class RequestTable(Generic[V]):
 
     def __init__(self, capacity: float, weigh: Callable[[V], float] = lambda value: 1) -> None:
         self._capacity, self._weigh = capacity, weigh
-        self._running: dict[str, tuple[str, V]] = {}
-        self._done: OrderedDict[str, tuple[str, V]] = OrderedDict()
+        self._running: dict[str, tuple[str, V, float]] = {}  # digest, value and weight
+        self._done: OrderedDict[str, tuple[str, V, float]] = OrderedDict()
         self._weight = 0.0  # of the done ones
 
     def __iter__(self) -> Iterator[V]:
         """Those that are done, oldest first, then those that are not."""
-        return iter([value for _, value in (*self._done.values(), *self._running.values())])
+        return iter([value for _, value, _ in (*self._done.values(), *self._running.values())])
 
     def get(self, request_id: str) -> V | None:
         """The value of the id, whatever its body."""
@@ -55,19 +56,24 @@ class RequestTable(Generic[V]):
     def add(self, request_id: str, digest: str, value: V) -> V:
         """Remember a value that is not done, in the place of an earlier one."""
         self.discard(request_id)
-        self._running[request_id] = digest, value
+        self._running[request_id] = digest, value, 0.0
         return value
+
+    def keep(self, request_id: str, digest: str, value: V) -> None:
+        """Remember a value that is done, in the place of an earlier one."""
+        self.discard(request_id)
+        self._done[request_id] = digest, value, (weight := self._weigh(value))
+        self._weight += weight
+        while self._weight > self._capacity:
+            _, (_, _, weight) = self._done.popitem(last=False)
+            self._weight -= weight
 
     def done(self, request_id: str, value: V) -> None:
         """Note that the value of the id is done, unless the id stands for another one by now."""
         entry = self._running.get(request_id)
         if entry is None or entry[1] is not value:
             return
-        self._done[request_id] = self._running.pop(request_id)
-        self._weight += self._weigh(value)
-        while self._weight > self._capacity:
-            _, (_, oldest) = self._done.popitem(last=False)
-            self._weight -= self._weigh(oldest)
+        self.keep(request_id, entry[0], value)
 
     def discard(self, request_id: str, value: V | None = None) -> None:
         """Forget the id; with a value, only where it still stands for that one."""
@@ -76,8 +82,7 @@ class RequestTable(Generic[V]):
             if entry is None or (value is not None and entry[1] is not value):
                 continue
             del entries[request_id]
-            if entries is self._done:
-                self._weight -= self._weigh(entry[1])
+            self._weight -= entry[2]
 
 
 def share_of(
@@ -140,6 +145,10 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await cancel_all(tasks)
 
 
+def _answer_of(call: asyncio.Future[Any] | _Answer) -> object:
+    return call[0] if isinstance(call, tuple) else None
+
+
 class RequestLog:
     """Runs each request id once; repeats share its result, also while it still runs.
 
@@ -148,8 +157,10 @@ class RequestLog:
     """
 
     def __init__(self, capacity: int = 1024, max_bytes: int = 1 << 24) -> None:
-        self._calls: RequestTable[asyncio.Future[Any]] = RequestTable(
-            max_bytes, weigh=share_of(max_bytes, capacity, asyncio.Future.result)
+        # Of each id the task that runs, or its answer without that: a task holds all that its
+        # caller held.
+        self._calls: RequestTable[asyncio.Future[Any] | _Answer] = RequestTable(
+            max_bytes, weigh=share_of(max_bytes, capacity, _answer_of)
         )
 
     async def once(
@@ -162,12 +173,13 @@ class RequestLog:
         if not request_id:
             return await run()
         digest = request_digest(request)
-        task = self._calls.find(request_id, digest)
-        if task is None:
-            task = self._calls.add(request_id, digest, asyncio.ensure_future(run()))
+        call = self._calls.find(request_id, digest)
+        if call is None:
+            call = task = asyncio.ensure_future(run())
+            self._calls.add(request_id, digest, task)
             task.add_done_callback(lambda done: self._settle(request_id, digest, done))
         # A caller that goes away must not cancel the work others wait for.
-        result: T = await asyncio.shield(task)
+        result: T = call[0] if isinstance(call, tuple) else await asyncio.shield(call)
         return result
 
     def once_now(self, request_id: str, request: pb.Message, run: Callable[[], T]) -> T:
@@ -177,24 +189,18 @@ class RequestLog:
         digest = request_digest(request)
         call = self._calls.find(request_id, digest)
         if call is None:
-            call = self._remember(request_id, digest, run())
-        known: T = call.result()
+            call = (run(),)
+            self._calls.keep(request_id, digest, call)
+        assert isinstance(call, tuple), "work that waits has other requests"
+        known: T = call[0]
         return known
 
     async def close(self) -> None:
         """Cancel what still runs and wait for its end."""
-        await cancel_all(list(self._calls))
+        await cancel_all([call for call in self._calls if not isinstance(call, tuple)])
 
     def _settle(self, request_id: str, digest: str, task: asyncio.Future[Any]) -> None:
         if has_failed(task):
             self._calls.discard(request_id, task)
         else:
-            self._remember(request_id, digest, task.result())
-
-    def _remember(self, request_id: str, digest: str, answer: object) -> asyncio.Future[Any]:
-        """Keep an answer without the task that gave it, which holds all that its caller held."""
-        call = asyncio.get_running_loop().create_future()
-        call.set_result(answer)
-        self._calls.add(request_id, digest, call)
-        self._calls.done(request_id, call)
-        return call
+            self._calls.keep(request_id, digest, (task.result(),))

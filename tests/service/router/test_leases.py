@@ -70,7 +70,7 @@ async def test_a_repeated_answer_comes_with_the_engines_of_now(router):
     assert [engine.engine_id for engine in first.engines] == ["a"]
     assert [engine.engine_id for engine in again.engines] == ["a", "b"]
     assert again.epoch > first.epoch and again.engines[0].first_target_index == 0
-    remembered = router.process._servicer._requests._calls.get(request_id).result()
+    (remembered,) = router.process._servicer._requests._calls.get(request_id)
     assert not remembered.engines
 
 

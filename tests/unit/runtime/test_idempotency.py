@@ -164,3 +164,16 @@ async def test_what_must_not_be_left_half_done_ends_however_often_it_is_cancelle
     with pytest.raises(asyncio.CancelledError):
         await caller
     assert done == ["all of it"]
+
+
+def test_what_grows_after_it_is_kept_weighs_as_it_did():
+    table: RequestTable[list[int]] = RequestTable(5, weigh=len)
+    grows = [1]
+    table.keep("a", "digest", grows)
+    grows += [1] * 4
+    table.keep("b", "digest", [2] * 2)
+    table.discard("a")
+    table.keep("c", "digest", [3] * 3)
+    assert list(table) == [[2] * 2, [3] * 3]
+    table.keep("d", "digest", [4])
+    assert list(table) == [[3] * 3, [4]]
