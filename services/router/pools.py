@@ -144,10 +144,10 @@ class PoolRoom:
             for notify in listeners:
                 notify()
 
-    def acquire(self, client: str, request: LeaseRequest) -> Grant:
+    def acquire(self, client: str, request: LeaseRequest, now: float) -> Grant:
         """Lease from the pool, and count what it decides. Raises LeasesRefusedError."""
         try:
-            grant = self.pool.acquire(client, request, self.clock())
+            grant = self.pool.acquire(client, request, now)
         except LeaseRefusedError as refused:
             metrics.REFUSALS.labels(self.name, refused.reason.value).inc(request.count)
             raise LeasesRefusedError(refused, self.name) from None

@@ -249,7 +249,7 @@ class Proxy:
             may_wait=True,
             excluded=frozenset(failed),
         )
-        grant = room.acquire(self._client, wanted)
+        grant = room.acquire(self._client, wanted, room.clock())
         leases = np.arange(grant.first_id, grant.first_id + count)
         proxied = ProxiedRequest(room, leases, session=key, one_shot=not session)
         if grant.targets[0] == QUEUED:

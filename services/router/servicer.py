@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import time
+import weakref
+from collections import deque
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -14,7 +15,7 @@ from collections.abc import (
     Sequence,
     Sized,
 )
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from google.protobuf import duration_pb2
@@ -43,11 +44,16 @@ from sluice.runtime.idempotency import RequestLog, cancel_all, has_failed
 from sluice.runtime.waits import Waits
 from sluice.runtime.wire import check_address, duration_of, seconds_of, timestamp_of
 
+T = TypeVar("T")
 IntArray = NDArray[np.int64]
+_Column = NDArray[Any] | list[int]
+_Outcome = dict[str, Any]  # a StreamedLeaseAnswer's, by the name of the field
+_Released = tuple[_Column, _Column, _Column | None]  # ids, outcomes, token counts
 
 MAX_COUNT = 65_536  # leases of one call
 MAX_DP_SIZE = 4_096
-_ALL_OK = np.full(MAX_COUNT, int(Outcome.OK), np.uint8)  # to be read alone
+_OK = int(Outcome.OK)
+_ALL_OK = np.full(MAX_COUNT, _OK, np.uint8)  # to be read alone
 _STATES = {
     EngineState.ACTIVE: pb.ENGINE_STATE_ACTIVE,
     EngineState.DRAINING: pb.ENGINE_STATE_DRAINING,
@@ -71,7 +77,8 @@ _NOTHING = LeaseRequest(count=0, needs=Needs(), may_wait=True)
 class _LeaseAnswers:
     """One client's stream of requests for leases: many under way, each answered on its own.
 
-    Answers go in the order in which they are there; those ready together go together.
+    Answers go in the order in which they are there; those ready together go together. While
+    nothing waits, one task reads, answers and writes.
 
     now: answers a request without a wait; later: one that may wait.
     """
@@ -82,9 +89,11 @@ class _LeaseAnswers:
         later: Callable[[pb.AcquireLeasesRequest], Awaitable[pb.AcquireLeasesResponse]],
     ) -> None:
         self._now, self._later = now, later
-        self._answers: list[pb.StreamedLeaseAnswer] = []  # on their way
+        self._asked: deque[pb.StreamedLeaseRequest] = deque()  # read, and not taken yet
+        self._answers: deque[tuple[int, _Outcome]] = deque()  # by number, on their way
         self._waiting: dict[asyncio.Task[None], int] = {}  # with the bytes of its request
-        self._changed, self._drained = asyncio.Event(), asyncio.Event()
+        self._changed = asyncio.Event()  # what is read, or waits
+        self._idle: asyncio.Task[Any] | None = None  # of the stream, while it reads and no more
         self._ending = False
         self._failed: asyncio.Task[None] | None = None
 
@@ -92,78 +101,90 @@ class _LeaseAnswers:
         """End once what waits has been answered, which the end of a pool hastens."""
         self._ending = True
         self._changed.set()
+        if self._idle is not None:
+            self._idle.cancel()
 
     async def answers(
         self, messages: AsyncIterator[pb.StreamLeasesRequest]
     ) -> AsyncGenerator[pb.StreamLeasesResponse, None]:
         """Yields until the client has no more to ask, or `end`. Raises what `messages` raises."""
-        reading = asyncio.create_task(self._read(messages), name="read lease requests")
+        own = asyncio.current_task()
+        reading: asyncio.Task[pb.StreamLeasesRequest | None] | None = None  # beside what waits
         try:
             while True:
-                await self._changed.wait()  # for as long as the caller listens
-                self._changed.clear()
-                while self._answers:
-                    yield pb.StreamLeasesResponse(answers=self._next())
-                if (ended := self._failed or reading).done():
-                    ended.result()
-                    return
+                while self._asked and not self._is_full():
+                    self._take(self._asked.popleft())
+                if self._answers:
+                    yield self._next()
+                    continue
+                if self._failed is not None:
+                    self._failed.result()
                 if self._ending and not self._waiting:
                     return
+                if reading is None and not self._waiting and not self._asked:
+                    self._idle = own
+                    message = await anext(messages, None)
+                    self._idle = None
+                elif reading is not None and reading.done() and not self._asked:
+                    message, reading = reading.result(), None
+                else:
+                    if reading is None:
+                        reading = asyncio.create_task(_next_of(messages), name="read requests")
+                        reading.add_done_callback(lambda _: self._changed.set())
+                    await self._changed.wait()  # for as long as the caller listens
+                    self._changed.clear()
+                    continue
+                if message is None:
+                    return
+                self._asked.extend(message.requests[:])
+        except asyncio.CancelledError:
+            if own is None or self._idle is None or not self._ending:
+                raise
+            own.uncancel()  # it was `end`
         finally:
-            await cancel_all([reading, *self._waiting])
-
-    async def _read(self, messages: AsyncIterator[pb.StreamLeasesRequest]) -> None:
-        try:
-            async for message in messages:
-                for request in message.requests:
-                    while self._is_full():
-                        self._changed.set()
-                        self._drained.clear()
-                        await self._drained.wait()  # for as long as the caller listens
-                    self._take(request.number, request.acquire)
-                self._changed.set()
-        finally:
-            self._changed.set()
+            self._idle = None
+            await cancel_all([*self._waiting, *([] if reading is None else [reading])])
 
     def _is_full(self) -> bool:
         under_way = len(self._answers) + len(self._waiting)
         return under_way >= _UNDER_WAY or sum(self._waiting.values()) >= _WAITING_BYTES
 
-    def _take(self, number: int, request: pb.AcquireLeasesRequest) -> None:
+    def _take(self, asked: pb.StreamedLeaseRequest) -> None:
+        number, request = asked.number, asked.acquire
         if seconds_of(request.max_wait) > 0:
             task = asyncio.create_task(self._wait(number, request), name="wait for leases")
             self._waiting[task] = request.ByteSize()
             task.add_done_callback(self._settle)
             return
         try:
-            answer = pb.StreamedLeaseAnswer(number=number, leases=self._now(request))
+            self._answers.append((number, {"leases": self._now(request)}))
         except ServiceError as error:
-            answer = pb.StreamedLeaseAnswer(number=number, error=error.to_status())
-        self._answers.append(answer)
+            self._answers.append((number, {"error": error.to_status()}))
 
     async def _wait(self, number: int, request: pb.AcquireLeasesRequest) -> None:
         try:
-            answer = pb.StreamedLeaseAnswer(number=number, leases=await self._later(request))
+            self._answers.append((number, {"leases": await self._later(request)}))
         except ServiceError as error:
-            answer = pb.StreamedLeaseAnswer(number=number, error=error.to_status())
-        self._answers.append(answer)
+            self._answers.append((number, {"error": error.to_status()}))
 
     def _settle(self, task: asyncio.Task[None]) -> None:
         del self._waiting[task]
         if has_failed(task) and not task.cancelled():
             self._failed = task
         self._changed.set()
-        self._drained.set()
 
-    def _next(self) -> list[pb.StreamedLeaseAnswer]:
+    def _next(self) -> pb.StreamLeasesResponse:
         """Takes out the answers of one message."""
-        size = count = 0
-        while count < len(self._answers) and size < _ANSWER_BYTES:
-            size += self._answers[count].ByteSize()
-            count += 1
-        answers, self._answers = self._answers[:count], self._answers[count:]
-        self._drained.set()
-        return answers
+        message, size = pb.StreamLeasesResponse(), 0
+        while self._answers and size < _ANSWER_BYTES:
+            number, outcome = self._answers.popleft()
+            size += message.answers.add(number=number, **outcome).ByteSize()
+        return message
+
+
+async def _next_of(messages: AsyncIterator[T]) -> T | None:
+    """What `anext` returns is no coroutine, as a task needs one."""
+    return await anext(messages, None)
 
 
 class RouterServicer(pb_grpc.RouterServiceServicer):
@@ -176,11 +197,11 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         self._rivals = rivals
         self._requests = RequestLog(_REMEMBERED_REQUESTS)
         self._news: dict[str, pb.WatchEnginesResponse] = {}  # by pool, of its epoch
-        self._streams: set[_LeaseAnswers] = set()
+        self._streams: weakref.WeakSet[_LeaseAnswers] = weakref.WeakSet()  # until they end
 
     def end_streams(self) -> None:
         """Let go of the clients that stream, as the server stops."""
-        for stream in self._streams:
+        for stream in list(self._streams):
             stream.end()
 
     async def close(self) -> None:
@@ -288,17 +309,12 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             return await self._acquire_later(request)
         return self._acquire_now(request)
 
-    async def StreamLeases(
+    def StreamLeases(
         self, request_iterator: AsyncIterator[pb.StreamLeasesRequest], context: Any
     ) -> AsyncIterator[pb.StreamLeasesResponse]:
         stream = _LeaseAnswers(self._acquire_now, self._acquire_later)
         self._streams.add(stream)
-        try:
-            async with contextlib.aclosing(stream.answers(request_iterator)) as responses:
-                async for response in responses:
-                    yield response
-        finally:
-            self._streams.discard(stream)
+        return stream.answers(request_iterator)
 
     def _acquire_now(self, request: pb.AcquireLeasesRequest) -> pb.AcquireLeasesResponse:
         response = self._requests.once_now(
@@ -382,7 +398,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         response = self._acquire(request)
         if not response.bound_lease_ids and all(target < 0 for target in response.target_indices):
             await self._wait(request)
-            self._add_news(request, response)
+            _add_news(self._pools.room(request.pool), request.client_id, response)
         return response
 
     def _acquire(self, request: pb.AcquireLeasesRequest) -> pb.AcquireLeasesResponse:
@@ -391,14 +407,12 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             self._rivals.check()
             wanted = request_from_proto(request)
         ids, outcomes, tokens = released_from_proto(request.released)
-        room, client = self._pools.room(request.pool), request.client_id
-        room.pool.greet(client, request.known_epoch, self._pools.clock())
+        room, client, now = self._pools.room(request.pool), request.client_id, self._pools.clock()
+        room.pool.greet(client, request.known_epoch, now)
         if len(ids):
-            count = room.pool.release(
-                client, ids, self._pools.clock(), outcomes=outcomes, output_tokens=tokens
-            )
+            count = room.pool.release(client, ids, now, outcomes=outcomes, output_tokens=tokens)
             room.releases.inc(count)
-        grant = room.acquire(client, wanted)
+        grant = room.acquire(client, wanted, now)
         response = pb.AcquireLeasesResponse(
             first_lease_id=grant.first_id, ttl=_duration(room.pool.config.client_ttl)
         )
@@ -407,16 +421,8 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             response.target_indices.extend(targets.tolist())
         else:
             response.MergeFromString(write_column(_TARGET_INDICES, targets))
-        self._add_news(request, response)
+        _add_news(room, client, response)
         return response
-
-    def _add_news(
-        self, request: pb.AcquireLeasesRequest, response: pb.AcquireLeasesResponse
-    ) -> None:
-        """Put in the answer which waiting leases of the client have got a target."""
-        for lease, target in self._pools.room(request.pool).pool.collect(request.client_id):
-            response.bound_lease_ids.append(lease)
-            response.bound_target_indices.append(target)
 
     async def _wait(self, request: pb.AcquireLeasesRequest) -> None:
         """Wait until a lease of the client has a target, or max_wait is over."""
@@ -450,6 +456,13 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             news = pb.WatchEnginesResponse(engines=engines, epoch=room.pool.epoch)
             self._news[room.name] = news
         return news
+
+
+def _add_news(room: PoolRoom, client: str, response: pb.AcquireLeasesResponse) -> None:
+    """Put in the answer which waiting leases of the client have got a target."""
+    for lease, target in room.pool.collect(client):
+        response.bound_lease_ids.append(lease)
+        response.bound_target_indices.append(target)
 
 
 def _states_of(room: PoolRoom) -> str:
@@ -533,35 +546,39 @@ def request_from_proto(request: pb.AcquireLeasesRequest) -> LeaseRequest:
     count = request.count
     if not 0 <= count <= MAX_COUNT:
         raise InvalidFieldError("count", f"must be 0 to {MAX_COUNT}")
-    for name in ("expected_token_counts", "session_ids", "cached_token_counts"):
-        _check_length(name, getattr(request, name), count)
-    names, sizes = request.group_ids[:], request.group_sizes[:]
-    if (names or sizes) and (len(sizes) != len(names) or min(sizes) < 0 or sum(sizes) != count):
-        raise InvalidFieldError("group_sizes", f"must be one per group and sum to {count}")
-    expected = None
+    groups: list[tuple[str, int]] = []
+    if request.group_ids or request.group_sizes:
+        names, sizes = request.group_ids[:], request.group_sizes[:]
+        if len(sizes) != len(names) or min(sizes) < 0 or sum(sizes) != count:
+            raise InvalidFieldError("group_sizes", f"must be one per group and sum to {count}")
+        groups = list(zip(names, sizes, strict=True))
+    expected = cached = None
     if request.expected_token_counts:
+        _check_length("expected_token_counts", request.expected_token_counts, count)
         expected = np.asarray(request.expected_token_counts, dtype=np.float64)
         if np.isinf(expected).any():
             raise InvalidFieldError("expected_token_counts", "must be finite, 0 where unknown")
         expected[~(expected > 0)] = np.nan
-    cached = None
+    if sessions := request.session_ids:
+        _check_length("session_ids", sessions, count)
     if request.cached_token_counts:
+        _check_length("cached_token_counts", request.cached_token_counts, count)
         cached = np.asarray(request.cached_token_counts, dtype=np.int64)
         if (cached < 0).any():
             raise InvalidFieldError("cached_token_counts", "must not be negative")
-    for name in ("min_version", "exact_version"):
-        if getattr(request, name) < 0:
-            raise InvalidFieldError(name, "must not be negative")
+    minimum = request.min_version  # 0 where it is not set
+    exact = request.exact_version if request.HasField("exact_version") else None
+    if minimum < 0:
+        raise InvalidFieldError("min_version", "must not be negative")
+    if exact is not None and exact < 0:
+        raise InvalidFieldError("exact_version", "must not be negative")
     return LeaseRequest(
         count=count,
-        groups=list(zip(names, sizes, strict=True)),
+        groups=groups,
         expected_tokens=expected,
-        sessions=request.session_ids,
+        sessions=sessions,
         prefix_tokens=cached,
-        needs=Needs(
-            minimum=request.min_version if request.HasField("min_version") else 0,
-            exact=request.exact_version if request.HasField("exact_version") else None,
-        ),
+        needs=Needs(minimum, exact),
         may_wait=request.HasField("max_wait"),
         excluded=frozenset(request.excluded_engine_ids or ()),
     )
@@ -612,9 +629,7 @@ def int_column(values: Sequence[int]) -> IntArray:
     return np.fromiter(values, dtype=np.int64, count=len(values))
 
 
-def released_from_proto(
-    released: pb.ReleasedLeases,
-) -> tuple[IntArray, NDArray[Any], NDArray[Any] | None]:
+def released_from_proto(released: pb.ReleasedLeases) -> _Released:
     """Decodes ids, outcomes (OK where the column is empty) and token counts (None) of releases.
 
     Raises InvalidFieldError naming the column that does not fit.
@@ -625,7 +640,7 @@ def released_from_proto(
     ids = np.frombuffer(columns.get(1, b""), dtype="<i8")
     outcomes: NDArray[Any] = _ALL_OK[: len(ids)]
     if len(ids) > MAX_COUNT:
-        outcomes = np.full(len(ids), _ALL_OK[0])
+        outcomes = np.full(len(ids), _OK, np.uint8)
     tokens: NDArray[Any] | None = None
     if 2 in columns:
         data = columns[2]  # packed varints: of one byte each, unless a newer client has more
@@ -638,20 +653,13 @@ def released_from_proto(
     return ids, outcomes, tokens
 
 
-def _few_released_from_proto(
-    released: pb.ReleasedLeases,
-) -> tuple[IntArray, NDArray[Any], NDArray[Any] | None]:
+def _few_released_from_proto(released: pb.ReleasedLeases) -> _Released:
     """As `released_from_proto`; for a handful an object for each is cheaper."""
-    ids = int_column(released.lease_ids)
-    outcomes: NDArray[Any] = _ALL_OK[: len(ids)]
-    if released.outcomes:
-        outcomes = int_column(released.outcomes)
-        _check_length("released.outcomes", outcomes, len(ids))
-    if not released.token_counts:
-        return ids, outcomes, None
-    tokens = int_column(released.token_counts)
+    ids, tokens = released.lease_ids[:], released.token_counts[:]
+    outcomes = cast(list[int], released.outcomes[:])
+    _check_length("released.outcomes", outcomes, len(ids))
     _check_length("released.token_counts", tokens, len(ids))
-    return ids, outcomes, tokens
+    return ids, outcomes or [_OK] * len(ids), tokens or None
 
 
 def read_columns(data: bytes) -> dict[int, bytes]:

@@ -30,12 +30,15 @@ from sluice.router_client.lease_book import (
     renewal,
 )
 from sluice.router_client.lease_stream import LeaseStream, StreamRefusedError
+from sluice.runtime.deadlines import Deadlines
 from sluice.runtime.errors import RemoteError, typed_errors
-from sluice.runtime.idempotency import cancel_all
+from sluice.runtime.idempotency import cancel_all, has_failed
 from sluice.runtime.recovery import Backoff, is_passing
 from sluice.runtime.wire import duration_of, seconds_of
 
 logger = logging.getLogger(__name__)
+
+Asked = asyncio.Future[pb.AcquireLeasesResponse]  # an answer to come
 
 DOWN_SECONDS = 1.0  # leases picked locally before the router is tried again
 RETRY_SECONDS = 0.5
@@ -78,13 +81,25 @@ class RouterLink:
         seconds = max(self._pause, RETRY_SECONDS)
         await asyncio.sleep(Backoff(seconds, seconds, _SCATTER).seconds(1, self._rng))
 
+    def ask(self, request: pb.AcquireLeasesRequest, seconds: float) -> Asked | None:
+        """Ask, and return the answer to come, for `acquire` should it be an error.
+
+        None while no router is reached, and of one that has no stream.
+        """
+        if self.is_down or not self._has_stream:
+            return None
+        return self._stream.ask(request, seconds)
+
     async def acquire(
-        self, request: pb.AcquireLeasesRequest, seconds: float
+        self, request: pb.AcquireLeasesRequest, seconds: float, asked: Asked | None = None
     ) -> pb.AcquireLeasesResponse | None:
-        """Returns the answer; None when the same call may succeed later. Raises RemoteError."""
+        """Returns the answer; None when the same call may succeed later. Raises RemoteError.
+
+        asked: what `ask` has returned for it.
+        """
         self.refuses = False
         try:
-            answer = await self._call(request, seconds)
+            answer = await self._call(request, seconds, asked)
         except RemoteError as error:
             if not self._may_pass(error):
                 raise
@@ -97,12 +112,14 @@ class RouterLink:
         await self._stream.close()
 
     async def _call(
-        self, request: pb.AcquireLeasesRequest, seconds: float
+        self, request: pb.AcquireLeasesRequest, seconds: float, asked: Asked | None
     ) -> pb.AcquireLeasesResponse:
         """Ask on the stream; where that is refused it is said of each request on its own."""
-        if self._has_stream:
+        if asked is None and self._has_stream:
+            asked = self._stream.ask(request, seconds)
+        if asked is not None:
             try:
-                return await self._stream.acquire(request, seconds)
+                return await asked
             except StreamRefusedError as refused:
                 self._has_stream = refused.error.code is not grpc.StatusCode.UNIMPLEMENTED
         with typed_errors():
@@ -124,17 +141,26 @@ class RouterLink:
         return True
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Ask:
-    """What one caller asks for; `taken` is done once a router has, or engines are picked."""
+    """What one caller asks for.
+
+    taken: of one who waits for that, done once a router has the request or engines are picked.
+    """
 
     wanted: LeaseDemand
     tickets: list[Ticket]
-    taken: asyncio.Future[None]
+    taken: asyncio.Future[None] | None = None
 
     @property
     def futures(self) -> list[asyncio.Future[Any]]:
-        return [self.taken, *(ticket.future for ticket in self.tickets)]
+        """What the caller waits for, one after the other."""
+        taken = () if self.taken is None else (self.taken,)
+        return [*taken, *(ticket.future for ticket in self.tickets)]
+
+    def take(self) -> None:
+        if self.taken is not None and not self.taken.done():
+            self.taken.set_result(None)
 
     def fail(self, error: BaseException) -> None:
         """Tell the caller, whichever of the futures it waits for."""
@@ -146,6 +172,24 @@ class _Ask:
     def give_up(self) -> None:
         for future in self.futures:
             future.cancel()
+
+
+class _Shown:
+    """What goes wrong in the block is a bug, which is the callers' to show: all of them get it."""
+
+    def __init__(self, asks: Iterable[_Ask]) -> None:
+        self._asks = asks
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> bool:
+        if error is not None:
+            for ask in self._asks:
+                ask.fail(error)
+        return isinstance(error, Exception)
 
 
 class LeaseClient:
@@ -173,7 +217,8 @@ class LeaseClient:
         self._ttl = 30.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._asks: dict[object, list[_Ask]] = {}  # of this turn of the loop, by kind
-        self._submits: dict[asyncio.Task[None], list[_Ask]] = {}
+        self._submits: dict[asyncio.Future[Any], list[_Ask]] = {}
+        self._deadlines = Deadlines[_Ask](lambda ask: ask.fail(TimeoutError()))
         self._has_releases = asyncio.Event()
         self._renew_now = asyncio.Event()
         self._renewing = asyncio.Lock()
@@ -207,11 +252,12 @@ class LeaseClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for ask in itertools.chain(*self._submits.values()):
+        for ask in itertools.chain(*self._asks.values(), *self._submits.values()):
             ask.give_up()
         if self._submits:  # what a router gives in this moment goes back, too
             await asyncio.wait(self._submits, timeout=_CALL_SECONDS)
             await cancel_all(list(self._submits))
+        self._deadlines.close()
         self._book.close()
         await self._send_releases()
         await self._link.close()
@@ -222,6 +268,7 @@ class LeaseClient:
         Cancelling a future gives its lease up.
         """
         ask = self._ask_for(wanted)
+        ask.taken = asyncio.get_running_loop().create_future()
         futures = [ticket.future for ticket in ask.tickets]
         try:
             await ask.taken
@@ -237,15 +284,18 @@ class LeaseClient:
 
         Raises TimeoutError after `timeout` seconds.
         """
-        futures = [ticket.future for ticket in self._ask_for(wanted).tickets]
+        ask = self._ask_for(wanted)
+        self._deadlines.add(ask, timeout)
         try:
-            async with asyncio.timeout(timeout):
-                return [await future for future in futures]
+            return [await ticket.future for ticket in ask.tickets]
         except (TimeoutError, asyncio.CancelledError):
+            futures = [ticket.future for ticket in ask.tickets]
             for future in futures:
                 future.cancel()
             self.release([f.result() for f in futures if not f.cancelled() and not f.exception()])
             raise
+        finally:
+            self._deadlines.remove(ask)
 
     def release(
         self,
@@ -279,26 +329,25 @@ class LeaseClient:
     def _ask_for(self, wanted: LeaseDemand) -> _Ask:
         """Ask, with all who ask for leases of the same kind in this turn of the loop."""
         loop = asyncio.get_running_loop()
-        tickets = [Ticket(single, loop.create_future()) for single in wanted.singles()]
-        ask = _Ask(wanted, tickets, loop.create_future())
+        ask = _Ask(wanted, [Ticket(single, loop.create_future()) for single in wanted.singles()])
         kind = wanted.kind
         same = self._asks.get(kind)
         if same is None:
             same = self._asks[kind] = []
-            self._start(self._submit_kind(kind), same)
+            loop.call_soon(self._submit_kind, kind)
         same.append(ask)
         return ask
 
-    async def _submit_kind(self, kind: object) -> None:
-        """Runs in the next turn of the loop, when all who ask together have joined."""
+    def _submit_kind(self, kind: object) -> None:
+        """Called in the next turn of the loop, when all who ask together have joined."""
         same = self._asks.pop(kind)
         start = count = 0
         for index, ask in enumerate(same):
             if index > start and count + ask.wanted.count > _ASKED_AT_ONCE:
-                self._start(self._submit_all(same[start:index]), same[start:index])
+                self._submit_all(same[start:index])
                 start, count = index, 0
             count += ask.wanted.count
-        await self._submit_all(same[start:])
+        self._submit_all(same[start:])
 
     def _start(self, work: Coroutine[Any, Any, None], asks: list[_Ask]) -> None:
         """Run what asks a router, to its end though the callers leave: they give back then."""
@@ -314,40 +363,86 @@ class LeaseClient:
             elif error := task.exception():  # a bug, which is the callers' to show
                 ask.fail(error)
 
-    async def _submit_all(self, asks: list[_Ask]) -> None:
-        """Ask for all at once; where that is refused, for each caller alone.
+    def _submit_all(self, asks: list[_Ask]) -> None:
+        """Ask for all at once; a task is made only for what is not answered at the first try."""
+        tickets = [ticket for ask in asks for ticket in ask.tickets]
+        if all(ticket.future.done() for ticket in tickets):
+            return  # the callers have left
+        # The same each time: it counts once.
+        request_id = f"{self._request_prefix}-{next(self._request_numbers)}"
+        with _Shown(asks):
+            request = self._request(join([ask.wanted for ask in asks]), request_id)
+            asked = self._link.ask(request, _CALL_SECONDS)
+            if asked is None:
+                self._start(self._insist(asks, tickets, request), asks)
+            else:
+                self._submits[asked] = asks
+                asked.add_done_callback(lambda asked: self._hear(asks, tickets, request, asked))
+
+    def _hear(
+        self,
+        asks: list[_Ask],
+        tickets: Sequence[Ticket],
+        request: pb.AcquireLeasesRequest,
+        asked: Asked,
+    ) -> None:
+        """Take the answer to a request."""
+        del self._submits[asked]
+        if not has_failed(asked):
+            with _Shown(asks):
+                self._link.answered()
+                self._take(asked.result(), tickets)
+                for ask in asks:
+                    ask.take()
+            return
+        self._owed = _RENEWALS_TO_DROP
+        if all(ticket.future.done() for ticket in tickets):
+            self._put_back(request)
+        else:
+            self._start(self._insist(asks, tickets, request, asked), asks)
+
+    async def _insist(
+        self,
+        asks: list[_Ask],
+        tickets: Sequence[Ticket],
+        request: pb.AcquireLeasesRequest,
+        asked: Asked | None = None,
+    ) -> None:
+        """Ask until a router takes the request; where it is refused, for each caller alone.
 
         For one of them may be what is wrong, or there may be room for some.
         """
-        tickets = [ticket for ask in asks for ticket in ask.tickets]
-        wanted = join([ask.wanted for ask in asks])
         try:
-            is_taken = await self._submit(wanted, tickets, is_joined=len(asks) > 1)
+            is_taken = await self._submit(request, tickets, asked, is_joined=len(asks) > 1)
         except RemoteError as error:
             if len(asks) == 1:
                 asks[0].fail(error)
                 return
             is_taken = False
         for ask in asks:
-            if not is_taken:
-                self._start(self._submit_all([ask]), [ask])
-            elif not ask.taken.done():
-                ask.taken.set_result(None)
+            if is_taken:
+                ask.take()
+            else:
+                self._submit_all([ask])
 
     async def _submit(
-        self, wanted: LeaseDemand, tickets: Sequence[Ticket], *, is_joined: bool = False
+        self,
+        request: pb.AcquireLeasesRequest,
+        tickets: Sequence[Ticket],
+        asked: Asked | None = None,
+        *,
+        is_joined: bool = False,
     ) -> bool:
         """Ask the router until it takes the request; pick locally while it is down.
 
-        is_joined: return False where it has refused it.
+        asked: where that has begun. is_joined: return False where it has refused it.
         """
-        # The same each time: it counts once.
-        request = self._request(wanted, f"{self._request_prefix}-{next(self._request_numbers)}")
         try:
             while not all(ticket.future.done() for ticket in tickets):
-                if not self._link.is_down:
-                    if await self._send(request, tickets):
+                if asked is not None or not self._link.is_down:
+                    if await self._send(request, tickets, asked):
                         return True
+                    asked = None
                     if is_joined and self._link.refuses:
                         return False
                 if not (self._link.is_down and self._book.pick(tickets)):
@@ -356,11 +451,13 @@ class LeaseClient:
         finally:
             self._put_back(request)
 
-    async def _send(self, request: pb.AcquireLeasesRequest, tickets: Sequence[Ticket]) -> bool:
+    async def _send(
+        self, request: pb.AcquireLeasesRequest, tickets: Sequence[Ticket], asked: Asked | None
+    ) -> bool:
         """Send a request; whether the router took it."""
         response = None
         try:
-            response = await self._link.acquire(request, _CALL_SECONDS)
+            response = await self._link.acquire(request, _CALL_SECONDS, asked)
             if response is None and self._link.wants_renewal and await self._renew_first():
                 response = await self._link.acquire(request, _CALL_SECONDS)
         finally:
@@ -373,23 +470,10 @@ class LeaseClient:
         return True
 
     def _request(self, wanted: LeaseDemand, request_id: str = "") -> pb.AcquireLeasesRequest:
-        releases, self._releases = self._releases, PendingReleases()
-        request = pb.AcquireLeasesRequest(
-            client_id=self.client_id,
-            pool=self._pool,
-            count=wanted.count,
-            min_version=wanted.min_version,
-            exact_version=wanted.exact_version,
-            released=releases.to_proto(),
-            group_ids=[name for name, _ in wanted.groups],
-            group_sizes=[size for _, size in wanted.groups],
-            expected_token_counts=wanted.expected_tokens,
-            session_ids=wanted.sessions,
-            cached_token_counts=wanted.cached_tokens,
-            excluded_engine_ids=wanted.excluded_engines,
-            known_epoch=self._fleet.epoch,
-            request_id=request_id,
-        )
+        request = wanted.to_proto()
+        request.client_id, request.pool, request.request_id = self.client_id, self._pool, request_id
+        request.known_epoch = self._fleet.epoch
+        self._releases.move_to(request)
         request.max_wait.SetInParent()  # 0 s: what has to wait gets a ticket, at once
         return request
 
@@ -499,7 +583,6 @@ class LeaseClient:
 
     def _ask_again(self, void: Iterable[int]) -> None:
         """Ask again for waiting leases that a restarted router has forgotten."""
-        loop = asyncio.get_running_loop()
         kinds: dict[object, list[tuple[int, Ticket]]] = {}
         for lease_id in sorted(void):
             ticket = self._book.waiting.pop(lease_id, None)
@@ -509,12 +592,13 @@ class LeaseClient:
             for start in range(0, len(tickets), _ASKED_AT_ONCE):
                 some = dict(tickets[start : start + _ASKED_AT_ONCE])
                 wanted = join([ticket.wanted for ticket in some.values()])
-                ask = _Ask(wanted, list(some.values()), loop.create_future())
+                ask = _Ask(wanted, list(some.values()))
                 self._start(self._submit_again(ask, list(some)), [ask])
 
     async def _submit_again(self, ask: _Ask, lease_ids: Sequence[int]) -> None:
         try:
-            await self._submit(ask.wanted, ask.tickets)
+            request_id = f"{self._request_prefix}-{next(self._request_numbers)}"
+            await self._submit(self._request(ask.wanted, request_id), ask.tickets)
         except RemoteError as error:
             logger.warning("router: waiting leases not asked for again: %s", error)
             for lease_id, ticket in zip(lease_ids, ask.tickets, strict=True):

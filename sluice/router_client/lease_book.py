@@ -75,6 +75,24 @@ class LeaseDemand:
         """Equal for leases that one call can ask for."""
         return self.min_version, self.exact_version, *self.excluded_engines
 
+    def to_proto(self) -> pb.AcquireLeasesRequest:
+        """Encodes the columns; those that say nothing are left out."""
+        request = pb.AcquireLeasesRequest(
+            count=self.count, min_version=self.min_version, exact_version=self.exact_version
+        )
+        for name, size in self.groups:
+            request.group_ids.append(name)
+            request.group_sizes.append(size)
+        for name, values in (
+            ("expected_token_counts", self.expected_tokens),
+            ("session_ids", self.sessions),
+            ("cached_token_counts", self.cached_tokens),
+            ("excluded_engine_ids", self.excluded_engines),
+        ):
+            if values:
+                getattr(request, name).extend(values)
+        return request
+
     def singles(self) -> list[LeaseDemand]:
         """Returns one demand for each of the leases; those that are alike share one."""
         if self.count == 1:
@@ -251,7 +269,7 @@ def _serves(engine: EngineEntry, needs: Needs) -> bool:
     return engine.version >= needs.minimum
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Ticket:
     """Waits for one lease; `wanted` is asked for again should the router forget it."""
 
@@ -272,14 +290,16 @@ class PendingReleases:
         self.outcomes.append(outcome)
         self.tokens.append(tokens)
 
-    def to_proto(self) -> pb.ReleasedLeases:
-        """Encodes the columns; those that say nothing are left out."""
-        said = any(tokens >= 0 for tokens in self.tokens)
-        return pb.ReleasedLeases(
-            lease_ids=self.ids,
-            outcomes=() if self.outcomes.count(pb.OUTCOME_OK) == len(self.ids) else self.outcomes,
-            token_counts=self.tokens if said else (),
-        )
+    def move_to(self, request: pb.AcquireLeasesRequest) -> None:
+        """Have a request give them back, in columns; those that say nothing are left out."""
+        if not self.ids:
+            return
+        request.released.lease_ids.extend(self.ids)
+        if self.outcomes.count(pb.OUTCOME_OK) < len(self.ids):
+            request.released.outcomes.extend(self.outcomes)
+        if max(self.tokens) >= 0:
+            request.released.token_counts.extend(self.tokens)
+        self.ids, self.outcomes, self.tokens = [], [], []
 
     def take_back(self, request: pb.AcquireLeasesRequest) -> None:
         """Keep what a failed call was to give back for the next one."""
@@ -328,7 +348,8 @@ class LeaseBook:
                 self._keep(lease_id, ticket)
             else:
                 self._resolve(lease_id, ticket, place)
-        self.bind(response.epoch, response.bound_lease_ids, response.bound_target_indices)
+        if response.bound_lease_ids:
+            self.bind(response.epoch, response.bound_lease_ids, response.bound_target_indices)
 
     def bind(self, epoch: int, lease_ids: Sequence[int], targets: Sequence[int]) -> None:
         """Resolve leases that had waited."""

@@ -6,13 +6,14 @@ import asyncio
 import contextvars
 import itertools
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import grpc
 
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
 from sluice.runtime import waits
+from sluice.runtime.deadlines import Deadlines
 from sluice.runtime.errors import RemoteError, error_from_status, typed_errors
 from sluice.runtime.idempotency import cancel_all
 from sluice.runtime.recovery import is_passing
@@ -23,10 +24,10 @@ _OVER = RemoteError(grpc.StatusCode.UNAVAILABLE, "", "the router ended the strea
 _CLOSED = RemoteError(grpc.StatusCode.CANCELLED, "", "the stream is closed", {})
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Asked:
+class _Asked(NamedTuple):
     request: pb.AcquireLeasesRequest
-    future: asyncio.Future[pb.StreamedLeaseAnswer]
+    seconds: float
+    future: asyncio.Future[pb.AcquireLeasesResponse]
 
 
 class StreamRefusedError(Exception):
@@ -48,38 +49,34 @@ class LeaseStream:
         self._stub = stub
         self._numbers = itertools.count(1)
         self._asked: dict[int, _Asked] = {}  # without an answer
+        self._deadlines = Deadlines[int](self._leave)
         self._unsent: list[int] = []
-        self._has_unsent = asyncio.Event()
+        self._idle: asyncio.Future[None] | None = None  # of a stream with nothing to send
         self._task: asyncio.Task[None] | None = None
         self._current = object()  # of each stream another one; that of an earlier takes nothing
 
-    async def acquire(
+    def ask(
         self, request: pb.AcquireLeasesRequest, seconds: float
-    ) -> pb.AcquireLeasesResponse:
-        """Returns the answer to a request. Raises RemoteError and StreamRefusedError."""
+    ) -> asyncio.Future[pb.AcquireLeasesResponse]:
+        """Returns the answer to come. It raises RemoteError and StreamRefusedError."""
         number = next(self._numbers)
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[pb.StreamedLeaseAnswer] = loop.create_future()
-        self._asked[number] = _Asked(request, future)
+        future = asyncio.get_running_loop().create_future()
+        self._asked[number] = _Asked(request, seconds, future)
+        self._deadlines.add(number, seconds)
         self._unsent.append(number)
-        self._has_unsent.set()
+        self._wake()
         if self._task is None:
             self._start()
-        limit = loop.call_later(seconds, self._leave, number, seconds)
-        try:
-            with waits.waiting("RouterService.AcquireLeases", on=("router",), timeout=seconds):
-                answer = await future
-        finally:
-            limit.cancel()
-            self._asked.pop(number, None)
-        if answer.HasField("error"):
-            raise error_from_status(answer.error)
-        return answer.leases
+        if (listed := waits.of_context()) is not None:
+            wait = listed.begin("RouterService.AcquireLeases", on=("router",), timeout=seconds)
+            future.add_done_callback(lambda _: listed.end(wait))
+        return future
 
     async def close(self) -> None:
         """End the stream; what has no answer fails."""
         if self._task is not None:
             await cancel_all([self._task])
+        self._deadlines.close()
 
     def _start(self) -> None:
         # In no one's context: it is no wait of the caller who happens to be first.
@@ -87,12 +84,12 @@ class LeaseStream:
             self._stream(), name="stream leases", context=contextvars.Context()
         )
 
-    def _leave(self, number: int, seconds: float) -> None:
+    def _leave(self, number: int) -> None:
         """Leave a stream on which an answer does not come; what else is asked goes on another."""
         late = self._asked.pop(number, None)
         if late is None or late.future.done():
             return
-        message = f"no answer in {seconds:g} s"
+        message = f"no answer in {late.seconds:g} s"
         late.future.set_exception(RemoteError(grpc.StatusCode.DEADLINE_EXCEEDED, "", message, {}))
         if self._task is not None:
             self._task.cancel()
@@ -102,9 +99,14 @@ class LeaseStream:
             self._start()
 
     def _send_again(self) -> None:
+        self._asked = {n: asked for n, asked in self._asked.items() if not asked.future.done()}
         self._unsent = list(self._asked)
-        if self._unsent:
-            self._has_unsent.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have the stream look whether there is something to send, and whether it is over."""
+        if self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
 
     async def _stream(self) -> None:
         """Keep a stream open as long as it carries answers."""
@@ -136,45 +138,49 @@ class LeaseStream:
             return error, has_answered
         finally:
             self._current = object()
-            self._has_unsent.set()  # so that `messages` ends
+            self._wake()  # so that `messages` ends
             if call is not None:
                 call.cancel()
         return _OVER, has_answered
 
     async def _messages(self, mine: object) -> AsyncIterator[pb.StreamLeasesRequest]:
-        while True:
-            await self._has_unsent.wait()  # for as long as the stream is open
-            if self._current is not mine:
-                return
-            self._has_unsent.clear()
-            while requests := self._next():
-                yield pb.StreamLeasesRequest(requests=requests)
-                if self._current is not mine:
-                    return
+        while self._current is mine:
+            if not self._unsent:
+                self._idle = asyncio.get_running_loop().create_future()
+                await self._idle  # for as long as the stream is open
+            elif (message := self._next()).requests:
+                yield message
 
-    def _next(self) -> list[pb.StreamedLeaseRequest]:
+    def _next(self) -> pb.StreamLeasesRequest:
         """Takes out what the next message carries."""
-        requests, size, count = [], 0, 0
+        message, size, count = pb.StreamLeasesRequest(), 0, 0
         for number in self._unsent:
             if size > _BYTES:
                 break
             count += 1
-            if (asked := self._asked.get(number)) is not None:
-                requests.append(pb.StreamedLeaseRequest(number=number, acquire=asked.request))
-                size += requests[-1].ByteSize()
+            asked = self._asked.get(number)
+            if asked is not None and not asked.future.done():
+                message.requests.add(number=number).acquire.CopyFrom(asked.request)
+                size += asked.request.ByteSize()
         del self._unsent[:count]
-        return requests
+        return message
 
     def _take(self, answer: pb.StreamedLeaseAnswer) -> None:
-        asked = self._asked.get(answer.number)
-        if asked is not None and not asked.future.done():
-            asked.future.set_result(answer)
+        asked = self._asked.pop(answer.number, None)
+        if asked is None or asked.future.done():
+            return
+        self._deadlines.remove(answer.number)
+        if answer.HasField("error"):
+            asked.future.set_exception(error_from_status(answer.error))
+        else:
+            asked.future.set_result(answer.leases)
 
     def _fail(self, error: RemoteError) -> None:
-        for asked in self._asked.values():
+        asked_before, self._asked = self._asked, {}
+        for asked in asked_before.values():
             if not asked.future.done():
                 parts = error.code, error.reason, error.message, error.metadata
                 same = RemoteError(*parts, error.retry_seconds)
                 asked.future.set_exception(same if is_passing(error) else StreamRefusedError(same))
+        self._deadlines.close()
         self._unsent.clear()
-        self._has_unsent.clear()

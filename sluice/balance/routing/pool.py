@@ -229,11 +229,11 @@ class Pool:
     def release(
         self,
         client: str,
-        ids: IntArray,
+        ids: IntArray | Sequence[int],
         now: float,
         *,
-        outcomes: IntArray | None = None,
-        output_tokens: IntArray | None = None,
+        outcomes: IntArray | Sequence[int] | None = None,
+        output_tokens: IntArray | Sequence[int] | None = None,
     ) -> int:
         """Give leases back, queued ones included; returns how many were live.
 
@@ -242,12 +242,17 @@ class Pool:
         """
         row = self.tables.clients.touch(client, now)
         if row.returning:
-            self.tables.released_ids.add(ids.tolist())
+            self.tables.released_ids.add(map(int, ids))
         if len(ids) == 1:
             one = self.tables.leases.release_one(row.slot, int(ids[0]))
             if one is not None:
-                self._give_back_one(one, row, now, outcomes, output_tokens)
+                outcome = Outcome.UNKNOWN if outcomes is None else int(outcomes[0])
+                tokens = -1 if output_tokens is None else int(output_tokens[0])
+                self._give_back_one(one, row, now, outcome, tokens)
                 return 1
+        ids = np.asarray(ids, dtype=np.int64)
+        outcomes = None if outcomes is None else np.asarray(outcomes)
+        output_tokens = None if output_tokens is None else np.asarray(output_tokens)
         released, live = self.tables.leases.release(row.slot, ids)
         if live is not None:
             strange = ~live | (ids < self.tables.leases.first_id)
@@ -267,13 +272,11 @@ class Pool:
         lease: tuple[int, int, int],
         row: ClientRow,
         now: float,
-        outcomes: IntArray | None,
-        output_tokens: IntArray | None,
+        outcome: int,
+        tokens: int,
     ) -> None:
         """Give back one lease (target, session, group) that is just released, without vectors."""
-        if outcomes is not None:
-            self._record(np.array(lease[:1]), outcomes, now)
-        tokens = -1 if output_tokens is None else int(output_tokens[0])
+        self._record_one(lease[0], outcome, now)
         self.tables.give_back_one(lease, row, now, tokens)
         if tokens >= 0:
             self.waiting.length_changed(lease[2])
@@ -456,12 +459,17 @@ class Pool:
         table = self.tables.targets
         if not table.watched and not any_true(outcomes >= _FIRST_FAILURE):
             return
-        failed = (outcomes >= _FIRST_FAILURE) & (outcomes <= _LAST_FAILURE)
-        counted = (outcomes != Outcome.UNKNOWN) & (targets >= 0)
-        for index in np.flatnonzero(counted).tolist():
-            engine = table.engine_at(int(targets[index]))
-            if engine is not None and (failed[index] or engine.row in table.watched):
-                table.record(engine, Outcome(int(outcomes[index])), now)
+        for target, outcome in zip(targets.tolist(), outcomes.tolist(), strict=True):
+            self._record_one(target, outcome, now)
+
+    def _record_one(self, target: int, outcome: int, now: float) -> None:
+        """`_record` of one."""
+        table, failed = self.tables.targets, _FIRST_FAILURE <= outcome <= _LAST_FAILURE
+        if target < 0 or outcome == Outcome.UNKNOWN or not (failed or table.watched):
+            return
+        engine = table.engine_at(target)
+        if engine is not None and (failed or engine.row in table.watched):
+            table.record(engine, Outcome(outcome), now)
 
     def _void(self, engine: EngineRow, now: float) -> None:
         """End the leases of an engine whose process is gone; its sessions lose their cache."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sluice.balance.routing.types import IntArray, any_true
+from sluice.balance.routing.types import IntArray
 
 _LEVELS = 1 << 32  # above every load
 _NEVER = np.iinfo(np.int64).max
@@ -151,15 +151,16 @@ def pick_step_time(
 
 def _cheapest(fleet: Fleet, base: int) -> IntArray:
     """Targets whose next slot has the least step time and, of those, the least load."""
-    largest = np.maximum.reduceat(fleet.load, fleet.starts)
     level = fleet.load + 1
-    step = np.maximum(largest[fleet.engine_of], level)
+    key = np.maximum.reduceat(fleet.load, fleet.starts)[fleet.engine_of]
+    np.maximum(key, level, out=key)
     if not fleet.is_even:
-        step = (step + base) * fleet.slowdown[fleet.engine_of]
-    key = step * _LEVELS + level
-    full = fleet.room == 0
-    if any_true(full):
-        key[full] = _NEVER
+        key += base
+        key *= fleet.slowdown[fleet.engine_of]
+    key *= _LEVELS
+    key += level
+    if not np.minimum.reduce(fleet.room):
+        key[fleet.room == 0] = _NEVER
     return (key == np.minimum.reduce(key)).nonzero()[0]
 
 
@@ -211,6 +212,9 @@ class _Draw:
 
     def __call__(self, ties: IntArray, count: int) -> IntArray:
         """`count` of `ties` (ascending), in the order in which they are best dealt out."""
+        if count == 1 and self._avoid is None:
+            chosen = int(self._rng.random() * len(ties))
+            return ties[chosen : chosen + 1]
         key = self._rng.random(len(ties))
         if self._avoid is not None:
             key += self._avoid[ties]

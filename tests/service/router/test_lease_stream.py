@@ -128,6 +128,37 @@ async def test_a_router_that_stops_answers_what_waits_and_ends_its_streams(start
     assert await stream.call.code() is grpc.StatusCode.OK
 
 
+async def test_a_router_that_stops_ends_a_stream_on_which_nothing_waits(start_router):
+    router = await start_router(drain=10 * PATIENCE)
+    await router.register("a")
+    stream = Stream(router.stub)
+    stream.send(n1=ask(1))
+    await stream.answers(1)
+    async with asyncio.timeout(PATIENCE):
+        await router.process.server.stop()
+        assert await stream.call.read() is grpc.aio.EOF
+    assert await stream.call.code() is grpc.StatusCode.OK
+
+
+async def test_what_is_asked_beside_a_wait_is_answered_in_time(router):
+    """A message that comes while another request waits is read, and one that comes after it."""
+    await router.register("a", max_running_count=1)
+    stream = Stream(router.stub)
+    stream.send(n1=ask(1))
+    held = (await stream.answers(1))[1].leases.first_lease_id
+    stream.send(n2=ask(1, wait=PATIENCE))
+    for number in (3, 4):
+        stream.send(**{f"n{number}": ask(0)})
+        assert list(await stream.answers(1)) == [number]
+    stream.send(n5=ask(0, released=released([held])))
+    await stream.answers(2)
+    stream.send(n6=ask(0))
+    assert list(await stream.answers(1)) == [6]
+    stream.end()
+    async with asyncio.timeout(PATIENCE):
+        assert await stream.call.read() is grpc.aio.EOF
+
+
 async def test_all_callers_of_a_client_share_one_stream(router, connect):
     await router.register("a", dp_size=4)
     client = await connect(router.address)
@@ -218,6 +249,20 @@ async def test_a_stream_cut_before_its_answer_is_asked_again_and_counts_once(
     leases = [lease for some in await asyncio.gather(*asked) for lease in some]
     assert all(lease.lease_id > 0 for lease in leases)
     assert router.leases_out() == len({lease.lease_id for lease in leases}) == 4
+
+
+async def test_a_router_that_hears_and_does_not_answer_is_waited_for_no_longer_than_a_call(
+    start_router, connect, relay, monkeypatch
+):
+    monkeypatch.setattr(client_module, "_CALL_SECONDS", 0.3)
+    router = await start_router()
+    await router.register("a")
+    line = await relay(router.process.server.port)
+    client = await connect(f"127.0.0.1:{line.port}")
+    (known,) = await client.acquire(LeaseDemand(count=1), timeout=PATIENCE)
+    line.is_deaf = True
+    (picked,) = await client.acquire(LeaseDemand(count=1), timeout=PATIENCE)
+    assert known.lease_id > 0 > picked.lease_id, "it was picked without the router"
 
 
 async def test_a_router_that_knows_no_streams_is_asked_one_by_one(router, connect):

@@ -179,8 +179,8 @@ def test_what_a_router_decides_is_counted_by_how() -> None:
     room = Pools(parse_config(RouterConfig, {}), clock=lambda: 0.0).room("counted")
     room.pool.register(EngineSpec(name="a", max_running=3), 0.0)
     for sessions in (["s"], ["s"]):
-        room.acquire("client", LeaseRequest(count=1, sessions=sessions, may_wait=True))
-    room.acquire("client", LeaseRequest(count=3, may_wait=True))
+        room.acquire("client", LeaseRequest(count=1, sessions=sessions, may_wait=True), 0.0)
+    room.acquire("client", LeaseRequest(count=3, may_wait=True), 0.0)
     counted = {
         decision: value_of("sluice_router_leases_total", pool="counted", decision=decision)
         for decision in ("session", "placed", "queued")
