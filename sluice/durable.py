@@ -167,6 +167,16 @@ def replace_file(
         sync_path(path.parent)
 
 
+def write_output(path: Path, data: bytes) -> None:
+    """Write what a user asked for: a file as a whole, or what was there before stays; to what is
+    no file, such as a pipe, as it is. Raises OSError and ValueError."""
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        target.write_bytes(data)
+    else:
+        replace_file(target, data, temporary=target.parent, sync=False)
+
+
 class LockTimeoutError(TimeoutError):
     """Another process, perhaps a stopped one, has held a lock for too long; `filename` is it."""
 

@@ -99,7 +99,7 @@ def _state(word: str) -> Text:
 def _run(run: dict[str, Any]) -> list[RenderableType]:
     head = Text.assemble((plain_text(run["run_dir"]), "bold"), "  ", _state(run["state"]))
     if run["detail"]:
-        head.append("  " + plain_text(run["detail"]))
+        head.append("  " + plain_text(run["detail"], 1000))  # with the file, say
     steps, left = run["steps"], run["seconds_left"]
     bar = Table.grid(padding=(0, 2, 0, 0))
     told = f"step {run['step']} of {steps}" if steps else f"step {run['step']}"

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from sluice.config import ConfigError
+from sluice.durable import write_output
 from sluice.loop.journal import BACK, END, NOTE, START, read_journal
 from sluice.loop.ledger import SeenGroup, groups_of
 from sluice.loop.report import read_metrics, tokens_per_second
@@ -195,7 +196,7 @@ def write_run_page(
     runs = [read_run(run_dir) for run_dir in run_dirs]
     page = render_runs(runs, tokenizer=tokenizer, samples=samples, beside=output.parent)
     try:
-        output.write_text(page, "utf-8", "replace")
+        write_output(output, page.encode("utf-8", "replace"))
     except OSError as error:
         raise ConfigError(f"-o: {output}: {error.strerror}") from None
     names = ", ".join(run.run_dir.resolve().name for run in runs)

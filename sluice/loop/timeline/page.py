@@ -22,6 +22,7 @@ from typing import Any
 import pyarrow as pa
 
 from sluice.config import ConfigError
+from sluice.durable import write_output
 from sluice.loop.journal import LAST_TIME
 from sluice.loop.trace import (
     CRITIC,
@@ -469,7 +470,8 @@ def write_page(
         raise ConfigError(f"--steps: {error}") from None
     path = output or run_dir / "trace.html"
     try:
-        path.write_text(render(trace, f"Run {run_dir.resolve().name}"), "utf-8", "replace")
+        page = render(trace, f"Run {run_dir.resolve().name}")
+        write_output(path, page.encode("utf-8", "replace"))
     except OSError as error:
         raise ConfigError(f"-o: {str(path)[:200]}: {error.strerror}") from None
     summary = summarise(trace)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import resource
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -293,6 +295,26 @@ def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     assert "<blink>" not in page and "<!--" not in page  # but as a string
     assert "<i>title</i>" not in page
     assert page.count("</script>") == 2
+
+
+def test_a_full_disk_leaves_the_page_that_was_there(tmp_path: Path) -> None:
+    written(tmp_path, 2)
+    write_page(tmp_path, None, None)
+    before = (tmp_path / "trace.html").read_bytes()
+    there = sorted(path.name for path in tmp_path.iterdir())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"-o: .*/trace\.html: File too large"):
+            write_page(tmp_path, None, "1-1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert (tmp_path / "trace.html").read_bytes() == before
+    assert there == sorted(path.name for path in tmp_path.iterdir())
+    write_page(tmp_path, Path("/dev/null"), None)  # which stays what it is
+    assert not Path("/dev/null").is_file()
 
 
 def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path: Path) -> None:
