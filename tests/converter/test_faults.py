@@ -37,15 +37,7 @@ from tests.patience import PATIENCE
 TO_HF = ConvertOptions(to="hf", sync=False, max_file_bytes=60_000)
 TO_MEGATRON = ConvertOptions(vocab_multiple=8, sync=False, max_file_bytes=60_000)
 MULTIPLE = {"torch_dist": "8", "hf": "128"}  # as in the options above
-RUN = """
-import sys
-from pathlib import Path
-from sluice.weights.convert.conversion import convert
-from sluice.weights.convert.options import ConvertOptions
-options = {"to": sys.argv[3], "vocab_multiple": int(sys.argv[4])}
-options |= {"sync": False, "max_file_bytes": 60_000, "workers": 1}  # points count in one thread
-convert(Path(sys.argv[1]), Path(sys.argv[2]), ConvertOptions(**options))
-"""
+CONVERTING = "tests.converter.converting"
 
 
 def visible(directory: Path) -> list[str]:
@@ -57,8 +49,8 @@ def run_killed(source: Path, target: Path, kind: str, point: str, passing: int) 
     directory = target.parent / "faults" / "armed"  # whose lock lies beside it
     faults.arm(directory, point, passing)
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(source), str(target), kind, MULTIPLE[kind]],
-        env={**os.environ, "PYTHONPATH": os.getcwd(), faults.VARIABLE: str(directory)},
+        [sys.executable, "-m", CONVERTING, str(source), str(target), kind, MULTIPLE[kind]],
+        env={**os.environ, faults.VARIABLE: str(directory)},
         capture_output=True,
         timeout=PATIENCE,
     )
