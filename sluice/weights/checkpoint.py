@@ -245,7 +245,7 @@ def shard_paths(directory: Path) -> list[Path]:
     names = [SINGLE_NAME] if index is None else index.files
     for name in names:
         if not (directory / name).is_file():
-            raise MissingFileError(name)
+            raise MissingFileError(name, place=str(directory))
     return [directory / name for name in names]
 
 

@@ -99,11 +99,14 @@ class UnexpectedTensorError(WeightStoreError):
 
 
 class MissingFileError(WeightStoreError):
-    """A file that a shard or a manifest names is absent or has another size."""
+    """A file that a shard or a manifest names is absent or has another size.
 
-    def __init__(self, file_name: str, detail: str = "is missing") -> None:
+    place: the directory that lacks it, where several are read.
+    """
+
+    def __init__(self, file_name: str, detail: str = "is missing", place: str = "") -> None:
         self.file_name = file_name
-        super().__init__(f"file {file_name!r} {detail}")
+        super().__init__(f"file {file_name!r} {detail}" + (f" in {place!r}" if place else ""))
 
 
 class TensorDigestError(WeightStoreError):

@@ -48,7 +48,7 @@ def read_config(directory: Path) -> dict[str, object]:
     try:
         config = load_json((directory / CONFIG).read_bytes())
     except FileNotFoundError as error:
-        raise MissingFileError(CONFIG) from error
+        raise MissingFileError(CONFIG, place=str(directory)) from error
     except ValueError as error:
         raise InvalidCheckpointError(f"{CONFIG!r} is malformed: {error}") from error
     if not isinstance(config, dict):

@@ -45,6 +45,17 @@ async def test_the_command_refuses_in_a_line(model: Path) -> None:
         await convert([str(model), str(model.with_name("x")), "--quantize", "fp8"])
 
 
+async def test_a_directory_that_lacks_a_file_is_named(model: Path, tmp_path: Path) -> None:
+    """Of two that are compared it was one or the other."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for arguments in ([model, empty], [empty, model]):
+        with pytest.raises(CheckpointError, match=rf"'model.safetensors' is missing in '{empty}'"):
+            await verify([str(each) for each in arguments])
+    with pytest.raises(CheckpointError, match=rf"'config.json' is missing in '{empty}'"):
+        await convert([str(empty), str(tmp_path / "made")])
+
+
 async def test_a_report_that_cannot_be_written_is_refused_before_the_work(
     model: Path, tmp_path: Path
 ) -> None:
