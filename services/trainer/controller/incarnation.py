@@ -253,7 +253,7 @@ class RankIncarnation:
                 self.fail(error)
                 raise error
         if errors:
-            raise max(errors, key=lambda error: error.lacked_memory)
+            raise _cause_of(errors)
         return [result for _, result in sorted(pending.results.items())]
 
     def reporting(self, results: Sequence[pb.CommandResult]) -> list[pb.CommandResult]:
@@ -352,10 +352,14 @@ class RankIncarnation:
             behind.done.set_result(None)
 
     def _give_up(self, pending: _Pending) -> None:
+        """End a command that ranks still wait in for one that has failed: all of them restart.
+
+        Its caller is told why that one failed, which a later try would meet again.
+        """
         if pending.waiting and not pending.done.done():
-            cause = max(pending.errors, key=lambda error: error.lacked_memory)
-            waiting = self._explain(pending)
-            detail = f"failed in {pending.activity}: {cause.said} (still there: {waiting})"
+            cause = _cause_of(pending.errors)
+            detail = f"failed in {pending.activity}: {cause.said}; {self._explain(pending)}"
+            pending.done.set_exception(cause)
             self.fail(RankLostError(cause.rank, detail, lacked_memory=cause.lacked_memory))
 
     async def _watch(self, link: RankLink) -> None:
@@ -382,6 +386,12 @@ class RankIncarnation:
                 except TimeoutError:
                     silent = f"was silent for {link.silence:.1f} s, last in {link.doing}"
                     self.fail(RankLostError(link.rank, silent))
+
+
+def _cause_of(errors: Sequence[RankError]) -> RankError:
+    """Choose the one that others may follow from; of several alike that of the lowest rank."""
+    parted = RanksPartedError.reason
+    return max(errors, key=lambda error: (error.lacked_memory, error.reason != parted))
 
 
 def describe_places(links: Sequence[RankLink]) -> str:
