@@ -9,8 +9,9 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,7 +30,7 @@ from sluice.router_client.lease_book import (
     join,
     renewal,
 )
-from sluice.router_client.lease_stream import LeaseStream, StreamRefusedError
+from sluice.router_client.lease_stream import Asked, LeaseStream, StreamRefusedError
 from sluice.runtime.deadlines import Deadlines
 from sluice.runtime.errors import RemoteError, typed_errors
 from sluice.runtime.idempotency import cancel_all, has_failed
@@ -37,8 +38,6 @@ from sluice.runtime.recovery import Backoff, is_passing
 from sluice.runtime.wire import duration_of, seconds_of
 
 logger = logging.getLogger(__name__)
-
-Asked = asyncio.Future[pb.AcquireLeasesResponse]  # an answer to come
 
 DOWN_SECONDS = 1.0  # leases picked locally before the router is tried again
 RETRY_SECONDS = 0.5
@@ -81,14 +80,22 @@ class RouterLink:
         seconds = max(self._pause, RETRY_SECONDS)
         await asyncio.sleep(Backoff(seconds, seconds, _SCATTER).seconds(1, self._rng))
 
-    def ask(self, request: pb.AcquireLeasesRequest, seconds: float) -> Asked | None:
+    def ask(
+        self, request: pb.AcquireLeasesRequest, seconds: float, hear: Callable[[Asked], None]
+    ) -> Asked | None:
         """Ask, and return the answer to come, for `acquire` should it be an error.
 
-        None while no router is reached, and of one that has no stream.
+        None while no router is reached, and of one that has no stream. `hear` is called with it.
         """
         if self.is_down or not self._has_stream:
             return None
-        return self._stream.ask(request, seconds)
+        asked = self._stream.ask(request, seconds, hear)
+        asked.add_done_callback(hear)  # as it may be an error, or be cancelled
+        return asked
+
+    def wake(self) -> None:
+        """Tell that something will be asked in the next turn of the loop."""
+        self._stream.wake()
 
     async def acquire(
         self, request: pb.AcquireLeasesRequest, seconds: float, asked: Asked | None = None
@@ -217,6 +224,7 @@ class LeaseClient:
         self._ttl = 30.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._asks: dict[object, list[_Ask]] = {}  # of this turn of the loop, by kind
+        self._loop: asyncio.AbstractEventLoop
         self._submits: dict[asyncio.Future[Any], list[_Ask]] = {}
         self._deadlines = Deadlines[_Ask](lambda ask: ask.fail(TimeoutError()))
         self._has_releases = asyncio.Event()
@@ -236,6 +244,7 @@ class LeaseClient:
 
     def start(self) -> None:
         """Begin to keep leases alive and to watch engines."""
+        self._loop = asyncio.get_running_loop()  # which is a system call
         self._run(self._renew_always(), "renew leases")
         self._run(self._collect_always(), "collect leases")
         self._run(self._release_always(), "give back leases")
@@ -268,7 +277,7 @@ class LeaseClient:
         Cancelling a future gives its lease up.
         """
         ask = self._ask_for(wanted)
-        ask.taken = asyncio.get_running_loop().create_future()
+        ask.taken = self._loop.create_future()
         futures = [ticket.future for ticket in ask.tickets]
         try:
             await ask.taken
@@ -328,13 +337,14 @@ class LeaseClient:
 
     def _ask_for(self, wanted: LeaseDemand) -> _Ask:
         """Ask, with all who ask for leases of the same kind in this turn of the loop."""
-        loop = asyncio.get_running_loop()
-        ask = _Ask(wanted, [Ticket(single, loop.create_future()) for single in wanted.singles()])
+        future = self._loop.create_future
+        ask = _Ask(wanted, [Ticket(single, future()) for single in wanted.singles()])
         kind = wanted.kind
         same = self._asks.get(kind)
         if same is None:
             same = self._asks[kind] = []
-            loop.call_soon(self._submit_kind, kind)
+            self._loop.call_soon(self._submit_kind, kind)
+            self._link.wake()  # after that, in the same turn
         same.append(ask)
         return ask
 
@@ -372,12 +382,12 @@ class LeaseClient:
         request_id = f"{self._request_prefix}-{next(self._request_numbers)}"
         with _Shown(asks):
             request = self._request(join([ask.wanted for ask in asks]), request_id)
-            asked = self._link.ask(request, _CALL_SECONDS)
+            hear = partial(self._hear, asks, tickets, request)
+            asked = self._link.ask(request, _CALL_SECONDS, hear)
             if asked is None:
                 self._start(self._insist(asks, tickets, request), asks)
             else:
                 self._submits[asked] = asks
-                asked.add_done_callback(lambda asked: self._hear(asks, tickets, request, asked))
 
     def _hear(
         self,
@@ -386,8 +396,9 @@ class LeaseClient:
         request: pb.AcquireLeasesRequest,
         asked: Asked,
     ) -> None:
-        """Take the answer to a request."""
-        del self._submits[asked]
+        """Take the answer to a request, when it is first told of it."""
+        if self._submits.pop(asked, None) is None:
+            return
         if not has_failed(asked):
             with _Shown(asks):
                 self._link.answered()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
 import grpc
@@ -24,10 +24,14 @@ _OVER = RemoteError(grpc.StatusCode.UNAVAILABLE, "", "the router ended the strea
 _CLOSED = RemoteError(grpc.StatusCode.CANCELLED, "", "the stream is closed", {})
 
 
+Asked = asyncio.Future[pb.AcquireLeasesResponse]  # an answer to come
+
+
 class _Asked(NamedTuple):
     request: pb.AcquireLeasesRequest
     seconds: float
-    future: asyncio.Future[pb.AcquireLeasesResponse]
+    future: Asked
+    hear: Callable[[Asked], None] | None
 
 
 class StreamRefusedError(Exception):
@@ -53,20 +57,27 @@ class LeaseStream:
         self._unsent: list[int] = []
         self._idle: asyncio.Future[None] | None = None  # of a stream with nothing to send
         self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop
         self._current = object()  # of each stream another one; that of an earlier takes nothing
 
     def ask(
-        self, request: pb.AcquireLeasesRequest, seconds: float
-    ) -> asyncio.Future[pb.AcquireLeasesResponse]:
-        """Returns the answer to come. It raises RemoteError and StreamRefusedError."""
+        self,
+        request: pb.AcquireLeasesRequest,
+        seconds: float,
+        hear: Callable[[Asked], None] | None = None,
+    ) -> Asked:
+        """Returns the answer to come. It raises RemoteError and StreamRefusedError.
+
+        hear: called with the answer as it comes, and not a turn of the loop later.
+        """
         number = next(self._numbers)
-        future = asyncio.get_running_loop().create_future()
-        self._asked[number] = _Asked(request, seconds, future)
-        self._deadlines.add(number, seconds)
-        self._unsent.append(number)
-        self._wake()
         if self._task is None:
             self._start()
+        future: Asked = self._loop.create_future()
+        self._asked[number] = _Asked(request, seconds, future, hear)
+        self._deadlines.add(number, seconds)
+        self._unsent.append(number)
+        self.wake()
         if (listed := waits.of_context()) is not None:
             wait = listed.begin("RouterService.AcquireLeases", on=("router",), timeout=seconds)
             future.add_done_callback(lambda _: listed.end(wait))
@@ -79,6 +90,7 @@ class LeaseStream:
         self._deadlines.close()
 
     def _start(self) -> None:
+        self._loop = asyncio.get_running_loop()  # which is a system call
         # In no one's context: it is no wait of the caller who happens to be first.
         self._task = asyncio.create_task(
             self._stream(), name="stream leases", context=contextvars.Context()
@@ -101,10 +113,11 @@ class LeaseStream:
     def _send_again(self) -> None:
         self._asked = {n: asked for n, asked in self._asked.items() if not asked.future.done()}
         self._unsent = list(self._asked)
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
-        """Have the stream look whether there is something to send, and whether it is over."""
+    def wake(self) -> None:
+        """Have the stream look in the next turn of the loop whether there is something to send,
+        and whether it is over."""
         if self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
 
@@ -138,7 +151,7 @@ class LeaseStream:
             return error, has_answered
         finally:
             self._current = object()
-            self._wake()  # so that `messages` ends
+            self.wake()  # so that `messages` ends
             if call is not None:
                 call.cancel()
         return _OVER, has_answered
@@ -146,7 +159,7 @@ class LeaseStream:
     async def _messages(self, mine: object) -> AsyncIterator[pb.StreamLeasesRequest]:
         while self._current is mine:
             if not self._unsent:
-                self._idle = asyncio.get_running_loop().create_future()
+                self._idle = self._loop.create_future()
                 await self._idle  # for as long as the stream is open
             elif (message := self._next()).requests:
                 yield message
@@ -174,6 +187,8 @@ class LeaseStream:
             asked.future.set_exception(error_from_status(answer.error))
         else:
             asked.future.set_result(answer.leases)
+            if asked.hear is not None:
+                asked.hear(asked.future)
 
     def _fail(self, error: RemoteError) -> None:
         asked_before, self._asked = self._asked, {}

@@ -21,9 +21,12 @@ class Deadlines(Generic[K]):
         self._until: dict[K, float] = {}  # by the loop's clock
         self._timer: asyncio.TimerHandle | None = None
         self._next = math.inf  # when it rings
+        self._loop: asyncio.AbstractEventLoop | None = None  # asked for once: that is a system call
 
     def add(self, key: K, seconds: float) -> None:
-        until = self._until[key] = asyncio.get_running_loop().time() + seconds
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        until = self._until[key] = self._loop.time() + seconds
         if until < self._next:
             self._ring_at(until)
 

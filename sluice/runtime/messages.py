@@ -154,7 +154,10 @@ class RequestRules:
         A field marked REQUIRED is set, texts are short and without control characters, counts are
         not negative, durations are sensible and bounds are kept.
         """
-        for name, is_required, by_presence, checks in self._rules_of(message.DESCRIPTOR):
+        rules = self._rules.get(message.DESCRIPTOR)
+        if rules is None:
+            rules = self._rules_of(message.DESCRIPTOR)
+        for name, is_required, by_presence, checks in rules:
             value = getattr(message, name)
             if message.HasField(name) if by_presence else value:
                 for check in checks:
@@ -164,11 +167,9 @@ class RequestRules:
 
     def _rules_of(self, descriptor: Descriptor) -> list[_Rule]:
         """By field number; a field without a rule is not looked at."""
-        rules = self._rules.get(descriptor)
-        if rules is None:
-            fields = sorted(descriptor.fields, key=lambda item: item.number)
-            found = (self._rule(item, ()) for item in fields)
-            rules = self._rules[descriptor] = [rule for rule in found if rule is not None]
+        fields = sorted(descriptor.fields, key=lambda item: item.number)
+        found = (self._rule(item, ()) for item in fields)
+        rules = self._rules[descriptor] = [rule for rule in found if rule is not None]
         return rules
 
     def _rule(self, item: Any, above: tuple[Descriptor, ...]) -> _Rule | None:

@@ -171,7 +171,8 @@ class LeaseTable:
         owned = self._ids.get(client)
         if holder != client or owned is None:
             return None
-        self._columns[:2, where] = FREE
+        self._columns[0, where] = FREE
+        self._columns[1, where] = NOBODY
         self.live_count -= 1
         owned.live -= 1
         self._tidy(client, owned)

@@ -320,8 +320,10 @@ class Pool:
         row = self.tables.clients.find(client)
         if row is None:
             return []
-        bound, row.bound = row.bound, []
         self.waiting.woken.discard(client)
+        if not row.bound:
+            return []
+        bound, row.bound = row.bound, []
         target_of = self.tables.leases.target_of
         return [(lease, target) for lease, target in bound if target_of(lease) == target]
 

@@ -144,6 +144,9 @@ def pick_step_time(
     """Return the slots of `place_step_time` as targets in the order of `deal`, int64[<= count]."""
     if 0 < count < fleet.free_count:
         ties = _cheapest(fleet, base)
+        if count == 1 and avoid is None:
+            chosen = int(rng.random() * len(ties))
+            return ties[chosen : chosen + 1]
         if len(ties) >= count:  # one key holds them all: no search
             return _Draw(fleet, rng, avoid)(ties, count)
     return deal(place_step_time(fleet, base, count, rng, avoid), fleet, rng)
@@ -212,9 +215,6 @@ class _Draw:
 
     def __call__(self, ties: IntArray, count: int) -> IntArray:
         """`count` of `ties` (ascending), in the order in which they are best dealt out."""
-        if count == 1 and self._avoid is None:
-            chosen = int(self._rng.random() * len(ties))
-            return ties[chosen : chosen + 1]
         key = self._rng.random(len(ties))
         if self._avoid is not None:
             key += self._avoid[ties]
