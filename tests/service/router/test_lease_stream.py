@@ -10,6 +10,7 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from sluice import faults
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
 from sluice.router_client import LeaseDemand
@@ -249,6 +250,20 @@ async def test_a_stream_cut_before_its_answer_is_asked_again_and_counts_once(
     leases = [lease for some in await asyncio.gather(*asked) for lease in some]
     assert all(lease.lease_id > 0 for lease in leases)
     assert router.leases_out() == len({lease.lease_id for lease in leases}) == 4
+
+
+async def test_an_answer_of_a_stream_that_is_lost_is_given_again(
+    start_router, connect, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(faults, "_directory", str(tmp_path))
+    router = await start_router(client_ttl=6 * PATIENCE)  # no renewal cleans up
+    await router.register("a")
+    client = await connect(router.address)
+    await client.acquire(LeaseDemand(count=1), timeout=PATIENCE)
+    faults.arm(tmp_path, "reply.StreamLeases")
+    (lease,) = await client.acquire(LeaseDemand(count=1), timeout=PATIENCE)
+    assert not (tmp_path / "reply.StreamLeases").exists(), "it was lost"
+    assert (lease.lease_id > 0, router.leases_out()) == (True, 2)
 
 
 async def test_a_router_that_hears_and_does_not_answer_is_waited_for_no_longer_than_a_call(
