@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -23,6 +25,7 @@ from sluice.runtime.security import SecurityConfig
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Taken = tuple[float, float] | str  # seconds of prepare and pause, or why weights were not taken
 POOL = "policy"  # of the engines that are given weights, sampled from and scored
 STAGE_SECONDS = 600.0  # for the shards of a version and its commit
 UNSUPPORTED = "UNSUPPORTED_MODEL"  # why an engine takes no version at all
@@ -79,7 +82,7 @@ class _Update:
     is_late: nobody waits for it any longer; the engine is given newer weights once it has ended.
     """
 
-    task: asyncio.Task[tuple[float, float] | str]
+    task: asyncio.Task[_Taken]
     weights: sample_pb2.WeightVersion
     is_late: bool = False
 
@@ -134,8 +137,10 @@ class EngineFleet:
         self._is_asleep = False  # or is to be: engines that come late are put to sleep too
         self._staging: set[asyncio.Task[None]] = set()
         self._alive: list[router_pb.Engine] = []  # when they were last asked for
+        self._listed = -math.inf  # when that was
         self._updates: dict[tuple[str, str], _Update] = {}  # by engine id and address
         self._told: dict[tuple[str, str], str] = {}  # why an engine was left behind
+        self._known: set[tuple[str, str]] = set()  # that took weights, and have not failed since
         self._failure: BaseException | None = None  # of an update, and no engine's
 
     @property
@@ -207,7 +212,7 @@ class EngineFleet:
         return await wait_until_ready(what, probe, wait_seconds, NoEngineError, every=poll_seconds)
 
     async def _update_some(self) -> CommitReport:
-        report = await self._update_all(self._patience)
+        report = await self._update_all(await self._list_recent(), self._patience)
         if not report.engine_count:
             causes = "; ".join(f"{name}: {cause}" for name, cause in report.failures.items())
             if causes and all(isinstance(why, _ForGood) for why in report.failures.values()):
@@ -279,7 +284,10 @@ class EngineFleet:
                 if self._weights is None and not self._is_asleep:
                     continue
                 try:
-                    await (self._sleep_all() if self._is_asleep else self._update_all(patience))
+                    if self._is_asleep:
+                        await self._sleep_all()
+                    else:
+                        await self._update_all(await self._list_alive(), patience)
                 except NotReadyError as error:
                     logger.warning("not asleep: %s", error)
                 except RemoteError as error:
@@ -316,16 +324,25 @@ class EngineFleet:
             for engine in engines
             if engine.state != router_pb.ENGINE_STATE_LOST and (engine.pool or POOL) == POOL
         ]
+        self._listed = time.monotonic()
         return self._alive
 
-    async def _update_all(self, patience: float | None) -> CommitReport:
+    async def _list_recent(self) -> list[router_pb.Engine]:
+        """As they were up to two polls ago, which is as soon as `keep_up` finds who has come since;
+        as they are now once one has failed."""
+        is_recent = time.monotonic() - self._listed < 2 * self._config.poll_seconds
+        return self._alive if self._alive and is_recent else await self._list_alive()
+
+    async def _update_all(
+        self, alive: Sequence[router_pb.Engine], patience: float | None
+    ) -> CommitReport:
         """Those that are not there `patience` seconds after the first, or ever, are left at it."""
         assert self._weights is not None
         if self._failure is not None:
             raise self._failure
-        alive = await self._list_alive()
         here = {(engine.engine_id, engine.address) for engine in alive}
         self._told = {key: why for key, why in self._told.items() if key in here}
+        self._known &= here
         shares = self._config.shares_devices  # the router does not know which is asleep or paused
         stale = [e for e in alive if shares or e.weights != self._weights]
         updates = {engine.engine_id: self._begin_update(engine) for engine in stale}
@@ -351,25 +368,31 @@ class EngineFleet:
         """What the engine is at yet, if it is; that may be older weights."""
         assert self._weights is not None
         key = engine.engine_id, engine.address
-        if (update := self._updates.get(key)) is None:
+        if (update := self._updates.get(key)) is None or update.task.done():
             task = asyncio.create_task(self._update(engine, self._weights), name=f"update {key[0]}")
             update = self._updates[key] = _Update(task, self._weights)
-            task.add_done_callback(lambda _: self._note_end(key))
+            task.add_done_callback(lambda task: self._note_end(key, task))
         return update
 
-    def _note_end(self, key: tuple[str, str]) -> None:
-        task = self._updates.pop(key).task
+    def _note_end(self, key: tuple[str, str], task: asyncio.Task[_Taken]) -> None:
+        if self._updates[key].task is task:  # else it was given the next weights at once
+            del self._updates[key]
         if task.cancelled():
             return
         if (failure := task.exception()) is not None:  # a bug
             self._failure = failure
-        elif not isinstance(why := task.result(), str):
+            return
+        if not isinstance(why := task.result(), str):
             self._told.pop(key, None)
-        elif self._told.get(key) != why:  # it is tried again every `poll_seconds`
+            self._known.add(key)
+            return
+        self._known.discard(key)
+        self._listed = -math.inf
+        if self._told.get(key) != why:  # it is tried again every `poll_seconds`
             self._told[key] = why
             logger.warning("engine %s is left behind: %s", key[0], why)
 
-    def _result(self, update: _Update) -> tuple[float, float] | str:
+    def _result(self, update: _Update) -> _Taken:
         if not update.task.done():
             return "it is still at the weights that it was given"
         result = update.task.result()
@@ -402,12 +425,12 @@ class EngineFleet:
             each.is_late = True
         return dict.fromkeys(late, f"it has not taken weights within {patience or 0:g} s of others")
 
-    async def _update(
-        self, engine: router_pb.Engine, weights: sample_pb2.WeightVersion
-    ) -> tuple[float, float] | str:
-        """(prepare, pause) seconds, or why it failed."""
+    async def _update(self, engine: router_pb.Engine, weights: sample_pb2.WeightVersion) -> _Taken:
         client = self._clients[engine.address]
+        is_known = (engine.engine_id, engine.address) in self._known
         try:
+            if is_known and not (self._config.deterministic or self._config.shares_devices):
+                return await self._swap(client, engine.engine_id, weights)
             described = await client.get()
             if self._config.deterministic and not described.deterministic:
                 return "it is not deterministic, and the run is"
@@ -418,14 +441,20 @@ class EngineFleet:
             if described.asleep:
                 with trace.span(engine.engine_id, "wake"):
                     await client.wake()
-            version = f"version {weights.version}"
-            with trace.span(engine.engine_id, "prepare", version):
-                prepare = await client.prepare_weights(weights)
-            mode = PAUSE_MODES[self._config.pause_mode]
-            with trace.span(engine.engine_id, "commit", version):
-                pause = await client.commit_weights(weights, mode)
+            taken = await self._swap(client, engine.engine_id, weights)
             if described.asleep or (described.paused and self._config.shares_devices):
                 await client.resume()  # it was paused to sleep
-            return prepare, pause
+            return taken
         except RemoteError as error:
             return _ForGood(error) if error.reason == UNSUPPORTED else str(error)
+
+    async def _swap(
+        self, client: EngineClient, name: str, weights: sample_pb2.WeightVersion
+    ) -> tuple[float, float]:
+        """(prepare, pause) seconds; none where the engine serves these weights."""
+        version = f"version {weights.version}"
+        with trace.span(name, "prepare", version):
+            prepare = await client.prepare_weights(weights)
+        mode = PAUSE_MODES[self._config.pause_mode]
+        with trace.span(name, "commit", version):
+            return prepare, await client.commit_weights(weights, mode)

@@ -160,6 +160,12 @@ class Operations(pb_grpc.OperationsServicer):
         """Return what is known of an operation now. Raises NotFoundError."""
         return self._find(name).to_proto()
 
+    async def wait(self, name: str, seconds: float) -> None:
+        """Return once an operation has ended, after `seconds` if not. Raises NotFoundError."""
+        task = self._find(name).task
+        if task is not None:
+            await asyncio.wait([task], timeout=seconds)
+
     async def GetOperation(self, request: pb.GetOperationRequest, context: object) -> pb.Operation:
         return self._find(request.name).to_proto()
 
@@ -196,8 +202,7 @@ class Operations(pb_grpc.OperationsServicer):
         remaining = context.time_remaining()
         if remaining is not None:  # answer before the caller's own deadline
             timeout = max(0.0, min(timeout, remaining - 0.2))
-        if operation.task is not None:
-            await asyncio.wait([operation.task], timeout=min(timeout, self._longest_wait))
+        await self.wait(request.name, min(timeout, self._longest_wait))
         return operation.to_proto()
 
     async def CancelOperation(

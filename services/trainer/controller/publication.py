@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -85,6 +86,7 @@ class Publisher:
         self._write_behind = config.transfer.write_behind
         self._is_shared = not is_bucket(config.weights_location)
         self._store, self._state, self._ranks = store, state, ranks
+        self.seconds = math.inf  # that the last version took, besides its transfer
         self._removing: asyncio.Task[None] | None = None
         self._in_use = 0  # the newest version, which a removal leaves
         self._waits = waits
@@ -193,8 +195,12 @@ class Publisher:
     ) -> Publication:
         policy = self._state.policy(adapter)
         behind = bool(targets) and self._write_behind
-        with metrics.PUBLISH_SECONDS.time():
+        began = time.monotonic()
+        try:
             publication = await self._store_version(policy, on_allocated, behind)
+        finally:
+            self.seconds = time.monotonic() - began
+            metrics.PUBLISH_SECONDS.observe(self.seconds)
         if targets and self._sender is not None:
             try:
                 publication = await self._send(self._sender, publication, targets, pause_mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ from transformers import AutoModelForCausalLM
 
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
-from sluice.client import RemoteError, TrainerClient
+from sluice.client import RemoteError, TrainerClient, new_request_id
 from sluice.loop import training as loop
 from sluice.loop.config import AlgorithmConfig
 from sluice.loop.ledger import LedgerGroup
 from sluice.samples.arrow import encode_group
 from sluice.samples.blob_store import BlobStore
 from sluice.weights.store import WeightStore
+from tests.patience import PATIENCE
 from tests.service.trainer.harness import (
     GRPO,
     PPO,
@@ -68,6 +70,21 @@ async def test_equal_weights_are_two_versions_of_one_digest(client: TrainerClien
     assert second.weights.version == first.weights.version + 1
     assert second.weights.digest == first.weights.digest
     assert second.byte_count > 100_000 * 4
+
+
+async def test_where_a_version_takes_no_time_its_publication_is_answered_by_its_end(
+    client: TrainerClient,
+) -> None:
+    """As soon as one before it has not: nobody asks then how it ends, or reads it ahead."""
+    async with asyncio.timeout(PATIENCE):
+        while True:  # a busy machine may take its time for some
+            request = pb.PublishWeightsRequest(request_id=new_request_id())
+            answer = await client.stub.PublishWeights(request, timeout=PATIENCE)
+            if answer.done:
+                break
+    published = pb.PublishWeightsResponse()
+    assert answer.response.Unpack(published)
+    assert (await client.get()).weights == published.weights
 
 
 async def test_inline_rows_and_blobs_are_the_same_batch(

@@ -51,6 +51,7 @@ class Engine(engine_grpc.EngineServiceServicer):
         self.moves = asyncio.Event()  # or hangs in a commit
         self.moves.set()
         self.unfit: ServiceError | None = None  # why it takes no weights
+        self.refused = 0  # times that it said so
         self.together: asyncio.Barrier | None = None  # that all who are asked meet at
 
     async def GetEngine(self, request, context):
@@ -99,6 +100,7 @@ class Engine(engine_grpc.EngineServiceServicer):
 
     async def PrepareWeights(self, request, context):
         if self.unfit is not None:
+            self.refused += 1
             raise self.unfit
         self.prepared.append(request.weights.version)
         return engine_pb.PrepareWeightsResponse()
@@ -117,8 +119,10 @@ class Router(router_grpc.RouterServiceServicer):
         self.engines: dict[str, str] = {}
         self.pools: dict[str, str] = {}
         self.failures: list[grpc.StatusCode] = []
+        self.asked = 0
 
     async def ListEngines(self, request, context):
+        self.asked += 1
         if self.failures:
             await context.abort(self.failures.pop(), "router restarts")
         engines = [
@@ -155,7 +159,7 @@ class World:
     async def fleet(self, **settings) -> EngineFleet:
         register = router_grpc.add_RouterServiceServicer_to_server
         client = RouterClient(await self.serve(register, self.router))
-        config = FleetConfig(pause_mode="in_place", poll_seconds=0.02, **settings)
+        config = FleetConfig(**{"pause_mode": "in_place", "poll_seconds": 0.02} | settings)
         fleet = EngineFleet(client, SecurityConfig(), config)
         self._closing += [fleet, client]
         return fleet
@@ -310,6 +314,44 @@ async def test_why_an_engine_is_left_behind_is_told_when_it_is_another_reason(wo
     await asyncio.gather(keeping, return_exceptions=True)
 
 
+def version(number: int) -> sample_pb2.WeightVersion:
+    return sample_pb2.WeightVersion(version=number, digest=str(number))
+
+
+async def test_of_engines_that_took_weights_nothing_is_asked_before_the_next(world):
+    """Nor of the router, as long as somebody polls it."""
+    engines = [await world.add_engine(name) for name in "ab"]
+    fleet = await world.fleet(poll_seconds=PATIENCE)
+    for number in range(1, 50):  # at some of them both answer at once
+        report = await fleet.commit(version(number), PATIENCE)
+        assert report.engine_count == 2
+        assert [engine.weights for engine in engines] == [version(number)] * 2
+    assert (world.router.asked, [engine.looks for engine in engines]) == (1, [1, 1])
+
+
+async def test_a_deterministic_run_asks_every_time_whether_an_engine_is(world):
+    """Another may stand at its address since."""
+    engines = [await world.add_engine(name) for name in "ab"]
+    fleet = await world.fleet(deterministic=True, poll_seconds=PATIENCE)
+    await fleet.commit(version(1), PATIENCE)
+    engines[0].deterministic = False
+    report = await fleet.commit(version(2), PATIENCE)
+    assert list(report.failures) == ["a"] and engines[0].weights == version(1)
+
+
+async def test_one_that_fails_is_asked_what_it_is_and_where_it_is(world):
+    engine = await world.add_engine("e")
+    fleet = await world.fleet(poll_seconds=0.2)
+    await fleet.commit(version(1), PATIENCE)
+    engine.unfit = UnfitWeightsError("stops")
+    moved = await world.add_engine("e")  # the router knows its new address from now on
+    await fleet.commit(version(2), PATIENCE)
+    assert (moved.weights, engine.weights, engine.refused) == (version(2), version(1), 1)
+    moved.asleep = True  # another client has put it to sleep
+    await fleet.commit(version(3), PATIENCE)
+    assert (moved.asleep, moved.weights) == (False, version(3))
+
+
 async def test_a_run_goes_on_without_an_engine_that_hangs_in_a_commit(world):
     """Nothing is asked of it until it moves; then it is brought to the weights of now."""
     quick, stuck = await world.add_engine("quick"), await world.add_engine("stuck")
@@ -321,11 +363,11 @@ async def test_a_run_goes_on_without_an_engine_that_hangs_in_a_commit(world):
         assert (first.engine_count, list(first.late)) == (1, ["stuck"])
         assert "within 0.05 s" in first.late["stuck"]
         assert [target.engine_id for target in await fleet.targets()] == ["quick"]
-        for version in range(2, 5):
-            wanted = sample_pb2.WeightVersion(version=version, digest=str(version))
+        for number in range(2, 5):
+            wanted = version(number)
             async with fleet.streaming() as note:
-                note(version)
-                await until(lambda: quick.staging[-1:] == [version])  # noqa: B023
+                note(number)
+                await until(lambda: quick.staging[-1:] == [number])  # noqa: B023
             report = await fleet.commit(wanted, wait_seconds=PATIENCE)
             assert (report.engine_count, report.late) == (1, {})  # it was told once
             assert quick.weights == wanted

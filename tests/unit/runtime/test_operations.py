@@ -141,6 +141,20 @@ async def test_a_wait_of_a_year_is_answered_by_what_is_known() -> None:
     await run.operations.close()
 
 
+async def test_an_end_is_waited_for_as_long_as_is_said() -> None:
+    run = Run()
+    run.start()
+    (name,) = run.names
+    await run.operations.wait(name, 0.01)
+    assert not run.operations.describe(name).done
+    waiting = asyncio.create_task(run.operations.wait(name, PATIENCE))
+    await run.end(0)
+    await waiting
+    assert run.operations.describe(name).done
+    await run.operations.wait(name, 0.0)
+    await run.operations.close()
+
+
 async def test_of_those_that_have_ended_so_many_bytes_are_kept() -> None:
     run = Run(max_bytes=3500)
     for index in range(5):
