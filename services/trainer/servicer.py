@@ -129,7 +129,9 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                 raise InvalidFieldError("payload", "must be a sample or a blob after the header")
         if not count:
             raise InvalidFieldError("header.sample_count", f"is {header.sample_count}, none came")
-        references = await asyncio.to_thread(upload.finish)
+        if upload.pending:
+            await asyncio.to_thread(upload.spool)
+        references = upload.finish()
 
         async def run() -> pb.UploadBatchResponse:
             batch = await self._trainer.batches.upload(

@@ -80,7 +80,8 @@ class WeightStream:
             with suppress(asyncio.CancelledError, Exception):
                 await task
         self._engine.unstage()
-        await asyncio.to_thread(self._cache.drop, version)
+        if version:
+            await asyncio.to_thread(self._cache.drop, version)
 
     async def _follow(self, version: int) -> tuple[int, int]:
         tasks: dict[str, asyncio.Task[int]] = {}

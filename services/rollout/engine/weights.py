@@ -272,7 +272,8 @@ class EngineWeights:
                     version=version,
                     prepared=list(status.prepared_versions),
                 )
-            await self._check_digest(version, digest)
+            if self._ready.get(version) != digest:  # else it was compared before it was read
+                await self._check_digest(version, digest)
             pause = await self._engine.commit(version, mode)
             metrics.PAUSE_SECONDS.observe(pause)
             faults.point("engine.swapped")
@@ -402,7 +403,9 @@ class EngineWeights:
         used |= {status.version or 0, status.restorable_version or 0, *status.prepared_versions}
         used |= {weights.version for weights in status.adapters}
         self._release_all_but(frozenset(used))
-        await self._in_order(self._unpin_all_but, frozenset(used))
+        # What is pinned just now and not used is looked for again as its preparation ends.
+        if self._pinned is None or self._pinned - used:
+            await self._in_order(self._unpin_all_but, frozenset(used))
 
     async def _in_order(self, call: Callable[..., T], *arguments: object) -> T:
         """Calls off the event loop, after all that was called before."""

@@ -394,6 +394,9 @@ class TrainerPasses:
 
     async def _plan(self, batch: Batch, selection: np.ndarray) -> PassPlan:
         """Plan off the event loop, which many rows would hold up."""
+        known = self._planner.find(batch, selection)
+        if known is not None:
+            return known
         return await asyncio.to_thread(self._planner.plan, batch, selection)
 
     def _check_columns(

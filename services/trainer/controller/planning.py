@@ -187,14 +187,24 @@ class Planner:
 
         Passes over the same rows of a batch have one plan.
         """
+        plan = self.find(batch, selection)
+        if plan is None:
+            key = self._key(selection)
+            solved = self.solve(batch.facts, batch.owners, selection, self.limits)
+            plan = PassPlan(solved.ranks)
+            batch.last_plan = key, plan
+        return plan
+
+    def find(self, batch: Batch, selection: np.ndarray) -> PassPlan | None:
+        """Return the plan of these rows where it takes no time; None where it has to be made."""
         if not len(selection):
             dummy = ((),) * self.limits.micro_batch_multiple
             return PassPlan((dummy,) * self.limits.data_size)
-        key = (self.limits, self.packing, selection.tobytes())
-        if batch.last_plan is None or batch.last_plan[0] != key:
-            solved = self.solve(batch.facts, batch.owners, selection, self.limits)
-            batch.last_plan = key, PassPlan(solved.ranks)
-        return batch.last_plan[1]
+        last = batch.last_plan
+        return last[1] if last is not None and last[0] == self._key(selection) else None
+
+    def _key(self, selection: np.ndarray) -> Hashable:
+        return self.limits, self.packing, selection.tobytes()
 
     def solve(
         self, facts: RowFacts, owners: np.ndarray, selection: np.ndarray, limits: PlanLimits

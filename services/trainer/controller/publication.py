@@ -282,8 +282,7 @@ class Publisher:
         staging = await asyncio.to_thread(self._store.allocate, parent)
         on_allocated(staging.version)
         try:
-            await asyncio.to_thread(self._check_kind, staging.version)
-            base = await asyncio.to_thread(self._find_base)
+            base = await asyncio.to_thread(self._find_base, staging.version)
             directory = str(staging.directory.resolve()) if self._is_shared else ""
             command = pb.PublishCommand(
                 directory=directory, version=staging.version, base=base, write_behind=behind
@@ -366,8 +365,12 @@ class Publisher:
         self._base_digest = self._base_digest or digest_base(self._model)
         return settings.spec(self._base_digest)
 
-    def _find_base(self) -> int | None:
-        """Find the version that the next one may be a delta of, while the chain is not too long."""
+    def _find_base(self, version: int) -> int | None:
+        """Find the version that the next one may be a delta of, while the chain is not too long.
+
+        Raises MixedPublicationError where the newest is of another kind than it.
+        """
+        self._check_kind(version)
         published = self._state.weights
         if not self._config.delta or published is None:
             return None

@@ -343,6 +343,20 @@ def test_rows_of_zero_advantage_are_left_out_only_where_they_do_nothing(
     assert loss_traits(LossSpec(**settings_)).silent is skips  # type: ignore[arg-type]
 
 
+def test_a_plan_is_at_hand_for_the_same_rows_and_limits_alone() -> None:
+    planner = Planner(SHAPE, PlanLimits(token_cap=24))
+    batch = make_batch(make_samples([[2, 3, 4], [5, 1]]))
+    batch.owners = planner.own(batch.facts)
+    rows = np.arange(batch.row_count)
+    assert planner.find(batch, rows) is None
+    plan = planner.plan(batch, rows)
+    assert planner.find(batch, rows) is plan
+    assert planner.find(batch, rows[1:]) is None
+    assert planner.find(batch, rows[:0]) is not None  # nothing is to be made
+    planner.lower(12)
+    assert planner.find(batch, rows) is None
+
+
 def test_large_passes_are_cut_into_commands_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "ROWS_PER_COMMAND", 10)
     planner = Planner(SHAPE, PlanLimits(token_cap=16, data_size=2))
