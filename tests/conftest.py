@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from functools import cache, partial
@@ -53,6 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """A plugin of its own: hooks of this file are not asked about fixtures of a session."""
     config.pluginmanager.register(EndsWithDirectory())
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup no process would be ended by it
     if sys.platform == "linux" and not config.getoption("--cold"):
         warm.begin()
 

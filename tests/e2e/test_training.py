@@ -91,11 +91,11 @@ def test_no_step_waits_for_the_run_checkpoint_before_it(stack):
     waits = [each["start"] for each in spans if each["name"] == "checkpoint"]
     written = {each["detail"] for each in spans if each["name"] == "write checkpoint"}
     assert written == {"step 0", "step 2", "step 3"}
-    last = max(each["start"] for each in steps)  # which only saves the end of the run
-    assert len(steps) == 4
+    last = max(each["start"] + each["duration"] for each in steps)
+    assert len(steps) == 3
     assert waits, "the first and the last are waited for"
     first = min(each["start"] for each in steps)
-    assert all(start < first or start >= last for start in waits)
+    assert all(start < first or start > last - 1e-3 for start in waits)
 
 
 def test_a_killed_rollout_process_costs_no_group(stack):
