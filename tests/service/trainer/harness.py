@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -231,20 +231,6 @@ def full_disk(process_id: int, room: int = ROOM) -> Iterator[None]:
         yield
     finally:
         resource.prlimit(process_id, resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@contextmanager
-def little_memory(process_id: int, room: int) -> Iterator[None]:
-    """The process may map `room` bytes more than it has."""
-    soft, hard = resource.prlimit(process_id, resource.RLIMIT_AS)
-    pages = int(Path(f"/proc/{process_id}/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + room
-    resource.prlimit(process_id, resource.RLIMIT_AS, (limit, hard))
-    try:
-        yield
-    finally:
-        with suppress(ProcessLookupError):  # it has been restarted
-            resource.prlimit(process_id, resource.RLIMIT_AS, (soft, hard))
 
 
 async def check_full_disk(client: TrainerClient) -> None:
