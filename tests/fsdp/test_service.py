@@ -16,6 +16,7 @@ from sluice.client import RemoteError
 from tests.behind_run import check_run
 from tests.service.trainer.harness import (
     ACTIVE,
+    RESTART_SECONDS,
     check_full_disk,
     killed_in_a_pass,
     long_rows,
@@ -76,7 +77,7 @@ async def test_a_pass_beyond_the_memory_of_a_rank_is_made_in_smaller_micro_batch
 ) -> None:
     """Ranks exchange tensors within a pass, and restart behind one that failed in its middle."""
     model = build_tiny_qwen3(tmp_path / "model", 0)
-    settings = {**SETTINGS, "ranks": {**SETTINGS["ranks"], "count": 1}}  # type: ignore[dict-item]
+    settings = {**SETTINGS, "ranks": {"count": 1, "restart_backoff": RESTART_SECONDS}}
     rows = long_rows(16, 50)
     with running_trainer(tmp_path / "trainer", model, **settings) as running:
         async with running.client() as client:
