@@ -14,6 +14,7 @@ from services.trainer.config import TrainerConfig
 from services.trainer.controller.planning import Planner, count_tokens
 from services.trainer.controller.state import Batch, PassPlan
 from services.trainer.errors import OutOfMemoryError, RankError, RankLostError
+from sluice import platform
 from sluice.runtime.errors import ServiceError
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class MemoryCuts:
                 yield "fsdp.activation_checkpointing: true"
             elif not config.fsdp.activation_offload:
                 yield "fsdp.activation_offload: true"
-            if not config.fsdp.cpu_offload:
+            if not config.fsdp.cpu_offload and platform.declared() is not platform.CPU:
                 yield "fsdp.cpu_offload: true"
             yield "more ranks (ranks.count), of which fsdp.context shares long rows"
         if config.backend == "megatron":
@@ -99,7 +100,7 @@ class MemoryCuts:
                 yield "megatron.dtype: bfloat16"
             if config.megatron.recompute != "full":
                 yield "megatron.recompute: full"
-            if not config.megatron.optimizer_offload:
+            if config.megatron.distributed_optimizer and not config.megatron.optimizer_offload:
                 yield "megatron.optimizer_offload: 1"
             yield (
                 "more ranks (ranks.count) for megatron.tensor, pipeline and expert, and for "

@@ -21,15 +21,7 @@ def write_and_end(server):
     os.kill(os.getpid(), signal.SIGTERM)
 Server._write_address = write_and_end
 """
-TERMINAL_CLOSED = """
-import os, signal
-from sluice.runtime.server import Server
-write = Server._write_address
-def write_and_end(server):
-    write(server)
-    os.kill(os.getpid(), signal.SIGHUP)
-Server._write_address = write_and_end
-"""
+TERMINAL_CLOSED = SIGTERM_ONCE_OPEN.replace("SIGTERM", "SIGHUP")
 LOADS_FOREVER = """
 import asyncio
 from services.rollout.engine.reference.engine import ReferenceEngine

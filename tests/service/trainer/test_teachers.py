@@ -122,7 +122,7 @@ async def test_a_step_reads_the_teacher_s_likeliest_tokens(
     finally:
         await scoring.close()
     rows = await client.get_columns(batch, [*NAMES, "teacher_logprobs"])
-    divergence, count = 0.0, 0
+    divergence, elsewhere, count = 0.0, 0.0, 0
     for sample in (sample for _, samples in groups for sample in samples):
         tokens = torch.tensor([sample.token_ids.tolist()])
         places = slice(sample.prompt_length - 1, -1)
@@ -137,8 +137,10 @@ async def test_a_step_reads_the_teacher_s_likeliest_tokens(
             given["teacher_logprobs"], q.gather(1, response)[:, 0], atol=1e-5
         )
         q, p = best.exp(), p.gather(1, ids).exp()
+        turned_p = torch.cat([p.flip(1), 1 - p.sum(1, keepdim=True)], dim=1)
         q, p = (torch.cat([each, 1 - each.sum(1, keepdim=True)], dim=1) for each in (q, p))
         divergence += float((q * (q / p).log()).sum())
+        elsewhere += float((q * (q / turned_p).log()).sum())
         count += len(q)
     step = (await client.get()).step
     passed = await client.forward_backward(batch, TOP.loss, expected_step=step, part_id="named")
@@ -148,6 +150,7 @@ async def test_a_step_reads_the_teacher_s_likeliest_tokens(
     turned = {name: {NAMES[0]: row[NAMES[0]][:, ::-1].copy()} for name, row in rows.items()}
     await client.put_columns(batch, turned)
     wrong = await client.forward_backward(batch, TOP.loss, expected_step=step, part_id="wrong")
+    assert wrong.metrics["kl_teacher"] == pytest.approx(elsewhere / count, rel=1e-4)
     # of a student that nobody has trained, whose tokens are nearly alike
     assert wrong.metrics["kl_teacher"] != pytest.approx(divergence / count, rel=2e-4)
 

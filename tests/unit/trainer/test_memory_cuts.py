@@ -116,7 +116,9 @@ async def test_a_row_by_itself_is_told_with_what_makes_room(stage: Stage) -> Non
     await stage.trainer.passes.compute_logprobs(name, 1, 1.0)
 
 
-async def test_what_makes_room_is_not_in_use_already(tmp_path: Path) -> None:
+async def test_what_makes_room_is_not_in_use_already_and_would_be_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from services.trainer.controller.memory_cuts import MemoryCuts
 
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
@@ -132,6 +134,14 @@ async def test_what_makes_room_is_not_in_use_already(tmp_path: Path) -> None:
     assert "fsdp.activation_checkpointing: true" not in remedies(**fsdp, fsdp=used)
     assert "fsdp.activation_offload: true" in remedies(**fsdp, fsdp=used)
     assert "megatron.recompute: full" in remedies(backend="megatron")
+    offload = "fsdp.cpu_offload: true"
+    monkeypatch.setenv("SLUICE_DEVICE", "cpu")
+    assert offload not in remedies(**fsdp), "it needs an accelerator"
+    monkeypatch.setenv("SLUICE_DEVICE", "cuda")
+    assert offload in remedies(**fsdp)
+    whole, apart = {"distributed_optimizer": True}, {"distributed_optimizer": False}
+    assert "megatron.optimizer_offload: 1" in remedies(backend="megatron", megatron=whole)
+    assert "megatron.optimizer_offload: 1" not in remedies(backend="megatron", megatron=apart)
     full = {"recompute": "full"}
     assert "megatron.recompute: full" not in remedies(backend="megatron", megatron=full)
 
