@@ -636,6 +636,7 @@ def released_from_proto(released: pb.ReleasedLeases) -> _Released:
     """
     if len(released.lease_ids) <= _HANDFUL:
         return _few_released_from_proto(released)
+    released.DiscardUnknownFields()  # of a newer client, which need not be packed
     columns = read_columns(released.SerializeToString())
     ids = np.frombuffer(columns.get(1, b""), dtype="<i8")
     outcomes: NDArray[Any] = _ALL_OK[: len(ids)]

@@ -138,10 +138,10 @@ class LeaseStream:
     async def _carry(self) -> tuple[RemoteError, bool]:
         """Run one stream to its end; how it ended, and whether there were answers."""
         has_answered, call = False, None
-        self._current = object()
+        mine = self._current = object()
         try:
             with typed_errors():
-                messages = self._messages(self._current)
+                messages = self._messages(mine)
                 call = self._stub.StreamLeases(messages, timeout=_STREAM_SECONDS)
                 async for response in call:
                     has_answered = True
@@ -150,7 +150,8 @@ class LeaseStream:
         except RemoteError as error:
             return error, has_answered
         finally:
-            self._current = object()
+            if self._current is mine:  # and not of the next one, which has begun by now
+                self._current = object()
             self.wake()  # so that `messages` ends
             if call is not None:
                 call.cancel()

@@ -15,6 +15,8 @@ from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
 from sluice.router_client import LeaseDemand
 from sluice.router_client import client as client_module
+from sluice.router_client.lease_stream import LeaseStream
+from sluice.runtime.channel import create_channel
 from sluice.runtime.errors import RemoteError, error_from_status, typed_errors
 from sluice.runtime.interceptors import RPC_SECONDS, RPCS_RUNNING
 from tests.patience import PATIENCE
@@ -278,6 +280,40 @@ async def test_a_router_that_hears_and_does_not_answer_is_waited_for_no_longer_t
     line.is_deaf = True
     (picked,) = await client.acquire(LeaseDemand(count=1), timeout=PATIENCE)
     assert known.lease_id > 0 > picked.lease_id, "it was picked without the router"
+
+
+async def test_one_request_without_an_answer_fails_alone(router):
+    """What else is asked goes on another stream, and is not told that the router has ended it."""
+    await router.register("a")
+    opened = []
+
+    class SilentAtFirst(pb_grpc.RouterServiceServicer):
+        async def StreamLeases(self, requests, context):
+            opened.append(context)
+            if len(opened) == 1:
+                await asyncio.get_running_loop().create_future()
+            async for answer in router.stub.StreamLeases(requests, timeout=PATIENCE):
+                yield answer
+
+    server = grpc.aio.server()
+    pb_grpc.add_RouterServiceServicer_to_server(SilentAtFirst(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with create_channel(f"127.0.0.1:{port}") as channel:
+            stream = LeaseStream(pb_grpc.RouterServiceStub(channel))
+            first, *others = [stream.ask(ask(1), s) for s in (0.3, PATIENCE, PATIENCE)]
+            with pytest.raises(RemoteError) as caught:
+                await first
+            assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+            answers = await asyncio.gather(*others)
+            assert len({answer.first_lease_id for answer in answers}) == 2
+            later = await stream.ask(ask(1), PATIENCE)
+            assert later.first_lease_id not in {answer.first_lease_id for answer in answers}
+            assert len(opened) == 2
+            await stream.close()
+    finally:
+        await server.stop(0)
 
 
 async def test_a_router_that_knows_no_streams_is_asked_one_by_one(router, connect):

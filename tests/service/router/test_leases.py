@@ -44,6 +44,18 @@ async def test_releases_ride_along_and_count_once(router):
     assert router.leases_out() == 4
 
 
+async def test_what_a_newer_client_says_of_its_releases_is_passed_over(router):
+    """Fields that this router does not know, of each kind, with many leases as with few."""
+    await router.register("a", dp_size=2)
+    unknown = b"\x78\x01\x7d\0\0\0\0\x79\0\0\0\0\0\0\0\0\x7a\x01a\x7b\x7c"
+    for count in (2, 40):
+        first = (await router.acquire("c", count)).first_lease_id
+        known = released(range(first, first + count), token_counts=[3] * count)
+        newer = pb.ReleasedLeases.FromString(known.SerializeToString() + unknown)
+        await router.acquire("c", 0, released=newer)
+        assert router.leases_out() == 0
+
+
 async def test_a_repeated_request_id_charges_once(router):
     await router.register("a")
     request_id = new_id()
