@@ -40,7 +40,8 @@ class MemoryCuts:
     def cut(self, batch: Batch, plan: PassPlan, data_rank: int, error: FAILED) -> None:
         """Halve the largest micro-batch of several rows that the rank had.
 
-        Raises OutOfMemoryError where it had none.
+        Raises OutOfMemoryError where it had none, or none of more than half of what a row by
+        itself has: that is what does not fit.
         """
         facts, shares = batch.facts, self._planner.packing.shares_prompts
         sizes = {
@@ -48,9 +49,12 @@ class MemoryCuts:
             for rows in plan.ranks[data_rank]
             if rows
         }
+        if not sizes:  # it only takes part in what ranks compute together
+            raise self.explain(error) from error
         metrics.OUT_OF_MEMORY.inc()
-        several = [size for rows, size in sizes.items() if len(rows) > 1]
-        if not several:
+        tokens = max((size for rows, size in sizes.items() if len(rows) > 1), default=0)
+        alone = max((size for rows, size in sizes.items() if len(rows) == 1), default=0)
+        if 2 * tokens <= alone:
             row = max((rows[0] for rows in sizes), key=lambda row: int(facts.lengths[row]))
             raise OutOfMemoryError(
                 f"{error}; its longest row, {facts.sample_ids[row]!r} of "
@@ -61,7 +65,6 @@ class MemoryCuts:
                 length=int(facts.lengths[row]),
             ) from error
         before = self._planner.limits.token_cap
-        tokens = max(several)
         self._planner.lower(max(1, tokens // 2 // self._planner.limits.context_size))
         after = self._planner.limits.token_cap
         metrics.MICRO_BATCH_TOKENS.set(after)
@@ -72,7 +75,7 @@ class MemoryCuts:
         )
 
     def explain(self, error: ServiceError) -> OutOfMemoryError:
-        """Say what makes room for what is no pass and cannot be cut, such as optimizer state."""
+        """Say what makes room for what cannot be cut, such as optimizer state."""
         metrics.OUT_OF_MEMORY.inc()
         return OutOfMemoryError(
             f"{error}. What makes room: {', '.join(self._remedies())}", **error.metadata

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -17,6 +18,7 @@ from services.trainer.errors import (
     OversizeSampleError,
     RankLostError,
 )
+from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.config import parse_config
 from tests.unit.trainer.conftest import serving
@@ -114,6 +116,35 @@ async def test_a_row_by_itself_is_told_with_what_makes_room(stage: Stage) -> Non
     assert "backend: fsdp" in str(told)
     stage.script = stage.succeed
     await stage.trainer.passes.compute_logprobs(name, 1, 1.0)
+
+
+async def test_what_is_cut_is_no_less_than_half_of_a_row_that_stays_whole(stage: Stage) -> None:
+    """Where that does not fit, less of the others would not help, nor any pass to come."""
+    name = await upload(stage, 199, *[3] * 64)
+    stage.script, stage.commands = lacking(*["compute_logprobs"] * 99), []
+    with pytest.raises(OutOfMemoryError, match=r"'g0/0' of 200 tokens"):
+        await stage.trainer.passes.compute_logprobs(name, 1, 1.0)
+    assert cap(stage) >= 50
+    assert len(stage.commands) <= 4
+    stage.script = stage.succeed
+    whole = await stage.trainer.passes.compute_logprobs(name, 1, 1.0)
+    assert whole.micro_batch_count < 10
+
+
+async def test_a_rank_without_rows_is_told_too(stage: Stage) -> None:
+    """It takes part in what ranks compute together: here none of the rows has a gradient."""
+    name = await upload(stage, 10)
+
+    async def answer(command: str) -> pb.CommandResult:
+        if command == "forward_backward":
+            return pb.CommandResult(error=OutOfMemoryError(FULL).to_status())
+        return pb.CommandResult(advantages=pb.AdvantageResult(silent_rows=[0]))
+
+    stage.script = answer
+    await stage.trainer.passes.compute_advantages(name, AdvantageSpec(name="grpo"))
+    request = replace(stage.request("a"), loss=LossSpec(name="reinforce"))
+    with pytest.raises(OutOfMemoryError, match=r"3 GiB.*What makes room"):
+        await stage.trainer.passes.forward_backward(name, request)
 
 
 async def test_what_makes_room_is_not_in_use_already_and_would_be_taken(
