@@ -31,7 +31,9 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
 class Fault:
     """`process` is a service of the stack, or `loop`; `passing` counts from the run's start.
 
-    `stops`: it is stopped there (SIGSTOP) until somebody ends it, and not killed.
+    `stops`: it is stopped there (SIGSTOP) until somebody ends it, and not killed. `beside`: passing
+    of `weights.announced` at which a rank is stopped until the fault has fired, for what others do
+    only while a version is written.
     """
 
     process: str
@@ -39,6 +41,7 @@ class Fault:
     passing: int = 1
     schedule: str = "sync"
     stops: bool = False
+    beside: int = 0
 
     @property
     def is_kill(self) -> bool:
@@ -94,9 +97,8 @@ KILLS = (
     Fault("trainer", "checkpoint.files", 3, stops=True),
     Fault("trainer", "rank0.load", 1),
     Fault("engine-0", "weights.pinned", 3),
-    # passed where an engine sees a shard before its version is whole: on a quiet host not often
-    Fault("engine-0", "engine.staged", 1),
-    Fault("engine-1", "engine.staged", 2, stops=True),
+    Fault("engine-0", "engine.staged", 1, beside=3),
+    Fault("engine-1", "engine.staged", 1, stops=True, beside=5),
     Fault("engine-0", "engine.prepared", 3),
     Fault("engine-1", "engine.swapped", 3),
     Fault("engine-1", "done.Generate", 3),
@@ -117,7 +119,7 @@ SCHEDULED = (
     Fault("trainer", "rank1.written", 3, "asynchronous"),
     Fault("trainer", "checkpoint.files", 2, "asynchronous"),
     Fault("trainer", "weights.announced", 5, "asynchronous"),
-    Fault("engine-0", "engine.staged", 3, "asynchronous"),
+    Fault("engine-0", "engine.staged", 1, "asynchronous", beside=7),
     Fault("engine-0", "engine.swapped", 3, "asynchronous"),
     Fault("episodes", "journal.recorded", 2, "asynchronous"),
     Fault("loop", "surplus", 3, "over-sampled"),

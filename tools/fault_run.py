@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import time
@@ -63,11 +64,15 @@ class FaultRun:
         if fault is not None:
             number = signal.SIGSTOP if fault.stops else signal.SIGKILL
             faults.arm(self.stack.faults / fault.process, fault.name, fault.passing, number)
+            if fault.beside:
+                beside = self.stack.faults / "trainer", "weights.announced", fault.beside
+                faults.arm(*beside, signal.SIGSTOP)
         try:
             return self._run_to_end(fault)
         finally:
             if fault is not None:
                 faults.disarm(self.stack.faults / fault.process)
+                faults.disarm(self.stack.faults / "trainer")
 
     def run_disturbed(self, disturbance: Disturbance) -> Outcome:
         """Train to the end; at a point of the loop something is done to the stack."""
@@ -121,7 +126,7 @@ class FaultRun:
         began = time.monotonic()
         while True:
             process = process or self._start()
-            output = self._output(process, began + self.seconds, disturbing)
+            output = self._output(process, began + self.seconds, disturbing, fault)
             if output is None:
                 return self._ended(began, process, "")
             self.returns += output.count(RETURN)
@@ -140,12 +145,16 @@ class FaultRun:
                     continue
             if process.returncode != 0:
                 return self._ended(began, process, output.strip()[-2000:])
-            if fault is not None and (self.stack.faults / fault.process / fault.name).exists():
+            if fault is not None and self._is_armed(fault):
                 return self._ended(began, process, f"{fault.name} was not passed often enough")
             return self._judge(time.monotonic() - began)
 
     def _output(
-        self, process: subprocess.Popen[str], deadline: float, disturbing: Disturbing | None
+        self,
+        process: subprocess.Popen[str],
+        deadline: float,
+        disturbing: Disturbing | None,
+        fault: Fault | None,
     ) -> str | None:
         """What a loop said that has ended; None for one that does not end in time."""
         while True:
@@ -154,8 +163,20 @@ class FaultRun:
             except subprocess.TimeoutExpired:
                 if disturbing is not None:
                     disturbing.tick()
+                if fault is not None and fault.beside and not self._is_armed(fault):
+                    self._let_ranks_go_on(process.pid)
                 if time.monotonic() > deadline:
                     return None
+
+    def _is_armed(self, fault: Fault) -> bool:
+        return (self.stack.faults / fault.process / fault.name).exists()
+
+    def _let_ranks_go_on(self, loop: int) -> None:
+        scene = Scene(self.stack, self.directory, loop)
+        for rank in ("rank0", "rank1"):
+            for pid in scene.process_ids(rank):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
     def _ended(self, began: float, process: subprocess.Popen[str], failure: str) -> Outcome:
         hung = _end(process)
