@@ -18,7 +18,9 @@ from sluice import faults
 from sluice.bucket import ObjectBucket
 from sluice.config import ConfigError
 from sluice.convert_command import CheckpointError, convert, verify
+from sluice.weights.convert.places import fetch
 from sluice.weights.convert.verify import compare
+from sluice.weights.convert.work import Control
 from tests.patience import PATIENCE
 from tests.s3_server import Faults, environment, make_bucket, running_s3
 from tests.unit.weights_rules.models import save_model
@@ -199,6 +201,30 @@ def test_a_source_that_changed_after_a_kill_is_read_again(
     upload(bucket, other, "m")
     run(convert, *arguments)
     assert compare(other, download(bucket, "t", tmp_path / "t"), model=other).same
+
+
+def test_an_object_written_twice_within_a_second_is_fetched_again(
+    bucket: ObjectBucket, tmp_path: Path
+) -> None:
+    """Its size and its time are those of the one before."""
+    times = set[object]()
+    for number in range(8):
+        bucket.put("m/weights", b"%d" % number)
+        times.add(bucket.info("m/weights").modified)
+        assert (fetch("s3://models/m", tmp_path / "m", Control()) / "weights").read_bytes() == (
+            b"%d" % number
+        )
+    assert len(times) < 8, "no two were written within a second"
+
+
+def test_what_was_fetched_stays_until_its_object_is_another(
+    bucket: ObjectBucket, tmp_path: Path, server: Faults
+) -> None:
+    bucket.put("m/weights", b"one")
+    fetch("s3://models/m", tmp_path / "fetched", Control())
+    server.calls.clear()
+    fetch("s3://models/m", tmp_path / "fetched", Control())
+    assert not [path for method, path in server.calls if method == "GET" and "weights" in path]
 
 
 def test_what_comes_to_a_directory_is_gone_on_with_and_not_done_twice(

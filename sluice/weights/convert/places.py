@@ -15,6 +15,8 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
+import xxhash
+
 from sluice import faults
 from sluice.bucket import PARTS, ObjectBucket, ObjectInfo, ObjectsError, each_of
 from sluice.durable import sync_path, write_new
@@ -40,7 +42,7 @@ def fetch(url: str, folder: Path, control: Control) -> Path:
     """Fetch a checkpoint to the directory `folder`; return where its files are.
 
     Those of a trainer's checkpoint are in a folder that its record names. What an earlier call
-    has fetched stays, unless its object is another one by now: files have the times of objects.
+    has fetched stays, unless its object is another one by now: the time of a file says which.
 
     Raises BucketCheckpointError, DiskFullError, CancelledConversionError and ObjectsError.
     """
@@ -193,8 +195,15 @@ def _is_fetched(path: Path, info: ObjectInfo) -> bool:
 
 
 def _time(info: ObjectInfo) -> int:
-    """When an object was written, as the time of a file: whole microseconds."""
-    return int(info.modified.timestamp() * 1e6) * 1000
+    """When an object was written, as the time of a file in nanoseconds: whole microseconds.
+
+    Many buckets tell the second alone, in which an object may be written twice: what is below it
+    comes from the object's tag, where it has one.
+    """
+    if info.tag is None:
+        return int(info.modified.timestamp() * 1e6) * 1000
+    part = xxhash.xxh3_64_intdigest(info.tag.encode()) % 1_000_000
+    return (int(info.modified.timestamp()) * 1_000_000 + part) * 1000
 
 
 def _objects(bucket: ObjectBucket) -> Mapping[str, ObjectInfo]:
