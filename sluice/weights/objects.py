@@ -171,7 +171,9 @@ class DirectoryObjects(Objects):
             self._sync(path.parent.parent)
 
     def take_file(self, key: str, path: Path) -> None:
-        path.replace(self._root / key)
+        target = self._root / key
+        if path != target:  # what is staged lies in its draft from the beginning
+            path.replace(target)
 
     def local_file(self, key: str, path: Path) -> Path:
         self.size(key)

@@ -514,6 +514,7 @@ class WeightStore:
         return self._objects.exists(_key(version, MANIFEST_NAME))
 
     def _take_files(self, staging: Staging, folder: str) -> None:
+        """Make what is staged objects of the draft, which in a directory it is already."""
         for path in sorted(staging.directory.iterdir()):
             self._objects.take_file(f"{folder}/{path.name}", path)
 
