@@ -31,7 +31,7 @@ from sluice.durable import replace_file
 from sluice.loop.journal import START, read_journal
 from sluice.loop.timeline.page import range_of
 from sluice.loop.trace import LOOP, STEP, TraceDamagedError, read_trace, trace_files
-from sluice.loop.tracker_settings import OtelConfig
+from sluice.loop.tracker_settings import SENT_SPANS, OtelConfig
 
 SPANS_PER_REQUEST = 2_000  # half a megabyte before it is compressed
 _SCOPE = InstrumentationScope("sluice.loop.trace")
@@ -193,7 +193,7 @@ def export_trace(run_dir: Path, endpoint: str, steps: str | None) -> list[str]:
         settings = OtelConfig(endpoint=endpoint)
     except ValidationError as error:
         raise ConfigError(f"trace: --otlp: {describe(error, OtelConfig)}") from None
-    state, name = run_dir / "trackers" / "otel.sent.json", run_dir.resolve().name
+    state, name = run_dir / "trackers" / SENT_SPANS, run_dir.resolve().name
     sender = SpanSender(run_dir, _run_id(run_dir), state, settings.model_dump(), name)
     try:
         count, damaged = sender.send_again(first or 0, math.inf if last is None else last)
@@ -208,7 +208,9 @@ def export_trace(run_dir: Path, endpoint: str, steps: str | None) -> list[str]:
 def _run_id(run_dir: Path) -> str:
     """The id that a tracker of the run has; else one that is made of how the run began."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads((run_dir / "trackers" / "otel.json").read_text())["run_id"])
+        state = json.loads((run_dir / "trackers" / "otel.json").read_text())
+        if run_id := str(state["run_id"]):  # else a copy's, which has not begun
+            return run_id
     began = next((e for e in read_journal(run_dir) if e.get("event") == START), None)
     words = str(run_dir.resolve()) if began is None else json.dumps(began, sort_keys=True)
     return xxhash.xxh3_128_hexdigest(words.encode())

@@ -162,11 +162,15 @@ class RunReport:
         self.journal.start(kind, self._steps, config)
 
     def track(self, trackers: TrackersConfig, config: Mapping[str, Any]) -> None:
-        """Show the run to trackers too, from its first row on. Raises ConfigError."""
+        """Have trackers to show the run to. Raises ConfigError."""
         self._tracking = Tracking(
             self._run_dir, trackers, without_secrets(config), lambda text: self.note(text)
         )
-        self._tracking.start()
+
+    def start_trackers(self) -> None:
+        """Show the run to them, from its first row on, once it is known which run it is."""
+        if self._tracking is not None:
+            self._tracking.start()
 
     def step(self, row: dict[str, Any]) -> None:
         """One training step: a line of metrics.jsonl and a move of the bar."""

@@ -26,6 +26,7 @@ from sluice.durable import DirectoryError, replace_file
 from sluice.loop.config import CommonRunConfig, RunConfig
 from sluice.loop.journal import END, START, read_journal, without_secrets
 from sluice.loop.ledger import Ledger
+from sluice.loop.tracking import part_trackers
 from sluice.weights.errors import FileDigestError
 from sluice.weights.manifest import seal, unseal
 
@@ -415,6 +416,7 @@ def notice_copy(run_dir: Path, ledger: Ledger) -> Path | None:
     former = Path(os.fsdecode(note.read_bytes())) if note.is_file() else here
     is_copy = former != here and _holds_same_run(former / LEDGER, here / LEDGER, ledger.run_id)
     if is_copy:
+        part_trackers(run_dir)  # first: killed behind it, the copy is noticed once more
         ledger.become_another()
     if former != here or not note.is_file():
         replace_file(note, os.fsencode(here), temporary=run_dir, sync=False)

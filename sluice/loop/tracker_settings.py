@@ -9,6 +9,8 @@ from pydantic import Field, field_validator
 
 from sluice.config import Config
 
+SENT_SPANS = "otel.sent.json"  # beside the state of trackers: which spans a collector has
+
 
 class TensorBoardConfig(Config):
     """Event files for `tensorboard --logdir`."""

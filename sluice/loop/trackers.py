@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from sluice.config import Config
 from sluice.loop.tracker_settings import (
+    SENT_SPANS,
     MlflowConfig,
     OtelConfig,
     TensorBoardConfig,
@@ -24,6 +25,7 @@ from sluice.loop.tracker_settings import (
     WandbConfig,
 )
 
+IN_RUN_DIR = "tensorboard"  # id of a run whose event files go where its directory goes
 NOT_TRACKED = ("step", "time", "evaluation", "dataset")  # keys of rows that are no values
 
 
@@ -53,14 +55,19 @@ class Tracker(ABC):
     package: ClassVar[str]  # that it imports
     config: ClassVar[type[Config]]
 
-    def __init__(self, run_dir: Path, settings: Any) -> None:
-        """`settings` is of the class `config`. Nothing is imported yet."""
-        self.run_dir, self.settings = run_dir, settings
+    def __init__(self, run_dir: Path, settings: Any, copy: str = "") -> None:
+        """`settings` is of the class `config`; `copy` tells a copy of a run from the run that it is
+        of. Nothing is imported yet."""
+        self.run_dir, self.settings, self.copy = run_dir, settings, copy
 
     @property
     def name(self) -> str:
         """What the run is called."""
-        return self.settings.name or self.run_dir.absolute().name
+        return self._called(self.settings.name)
+
+    def _called(self, name: str) -> str:
+        name = name or self.run_dir.absolute().name
+        return f"{name}-{self.copy}" if self.copy else name
 
     @abstractmethod
     def start(self, run_id: str, config: Mapping[str, Any]) -> str:
@@ -84,9 +91,11 @@ class TensorBoardTracker(Tracker):
     def start(self, run_id: str, config: Mapping[str, Any]) -> str:
         from tensorboard.summary import Writer
 
-        directory = self.settings.directory or self.run_dir / "tensorboard"
-        self._writer = Writer(str(directory))
-        return "tensorboard"
+        directory = self.settings.directory
+        if directory is not None and self.copy:  # where the other's event files are
+            directory /= self._called("")
+        self._writer = Writer(str(directory or self.run_dir / "tensorboard"))
+        return IN_RUN_DIR if directory is None else str(directory)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for key, value in values.items():
@@ -227,7 +236,7 @@ class OtelTracker(Tracker):
         from sluice.loop.otel import SpanSender
 
         run_id = run_id or uuid.uuid4().hex
-        state = self.run_dir / "trackers" / "otel.sent.json"
+        state = self.run_dir / "trackers" / SENT_SPANS
         settings = self.settings.model_dump()
         self._sender = SpanSender(self.run_dir, run_id, state, settings, self.name)
         return run_id

@@ -3,7 +3,8 @@
 `python -m sluice.loop.tracking` is that process. Its first line of input says what to do; the end
 of the run is a second one, or the end of the input where the run was killed. It answers with a
 line for each thing to tell. Which rows a tracker has is in RUN_DIR/trackers/<name>.json, so that a
-run that is resumed appends, and a step that is repeated is shown once, as it was first.
+run that is resumed appends, and a step that is repeated is shown once, as it was first. A copy of a
+run has runs of its own there, with all of its rows (`part_trackers`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib.util
 import json
 import os
 import queue
+import secrets
 import subprocess
 import sys
 import threading
@@ -25,8 +27,8 @@ from sluice.config import ConfigError
 from sluice.durable import replace_file, unseal_row
 from sluice.logs import printable_lines
 from sluice.loop import metrics
-from sluice.loop.tracker_settings import TrackersConfig
-from sluice.loop.trackers import TRACKERS, Tracker, values_of
+from sluice.loop.tracker_settings import SENT_SPANS, TrackersConfig
+from sluice.loop.trackers import IN_RUN_DIR, TRACKERS, Tracker, values_of
 
 DIRECTORY = "trackers"
 METRICS = "metrics.jsonl"
@@ -219,7 +221,7 @@ class TrackedRows:
 
     def __init__(self, path: Path) -> None:
         self._path, self._lines = path, path.with_suffix(".evaluations.jsonl")
-        self.run_id, self._step = "", 0
+        self.run_id, self.copy, self._step = "", "", 0
         self._evaluations: set[tuple[str, str, int]] = set()
         self._former = list[Any]()  # evaluations that an earlier release kept
         try:
@@ -227,6 +229,7 @@ class TrackedRows:
             former = state.get("evaluations", [])
             evaluations = {(str(a), str(b), int(c)) for a, b, c in former}
             self.run_id, self._step = str(state["run_id"]), int(state["step"])
+            self.copy = str(state.get("copy", ""))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             self._lines.unlink(missing_ok=True)  # of a tracker that has nothing of this run
             return
@@ -249,15 +252,35 @@ class TrackedRows:
                 file.write(f"\n{json.dumps(key)}")  # on a line of its own, whatever was cut off
 
     def save(self) -> None:
-        state = {"run_id": self.run_id, "step": self._step, "evaluations": self._former}
+        state: dict[str, Any] = {"run_id": self.run_id, "step": self._step}
+        state |= {"evaluations": self._former, "copy": self.copy}
         data = json.dumps(state).encode()
         replace_file(self._path, data, temporary=self._path.parent, sync=False)
+
+    def part(self) -> None:
+        """Have a run of its own, which has no row yet, for a copy of what it was of."""
+        self.run_id, self.copy, self._step = "", secrets.token_hex(3), 0
+        self._evaluations, self._former = set(), []
+        self._lines.unlink(missing_ok=True)
+        self.save()
 
     def _read_lines(self) -> None:
         for line in self._lines.read_bytes().split(b"\n"):
             with contextlib.suppress(ValueError, TypeError):
                 when, dataset, step = json.loads(line)
                 self._evaluations.add((str(when), str(dataset), int(step)))
+
+
+def part_trackers(run_dir: Path) -> None:
+    """Have the trackers of a copy of a run begin runs of their own, with its rows from the first.
+
+    Event files in the run directory are the copy's own already.
+    """
+    for name in TRACKERS:
+        path = run_dir / DIRECTORY / f"{name}.json"
+        if path.is_file() and (rows := TrackedRows(path)).run_id != IN_RUN_DIR:
+            rows.part()
+    (run_dir / DIRECTORY / SENT_SPANS).unlink(missing_ok=True)
 
 
 def _evaluation_of(row: Mapping[str, Any]) -> tuple[str, str, int] | None:
@@ -378,10 +401,11 @@ def main(lines: Iterable[str] | None = None) -> int:
             answers.write(json.dumps(what) + "\n")
             answers.flush()
 
+    rows = TrackedRows(run_dir / DIRECTORY / f"{name}.json")
     following = TrackerLoop(
-        kind(run_dir, kind.config.model_validate(order["settings"])),
+        kind(run_dir, kind.config.model_validate(order["settings"]), rows.copy),
         order["config"],
-        TrackedRows(run_dir / DIRECTORY / f"{name}.json"),
+        rows,
         RowFollower(run_dir / METRICS),
         say,
     )

@@ -110,6 +110,7 @@ class TrainerRun(ABC, Generic[C]):
         check_ledger(self.ledger, latest_run_checkpoint(self._run_checkpoints))
         # of one whose store is a bucket one loop alone goes on
         former = None if self._archive else notice_copy(config.run_dir, self.ledger)
+        self.report.start_trackers()
         trainer = await wait_for_trainer(self.trainer, config.service_timeout_seconds)
         await self._check_services(trainer)
         self._retained = Retention(

@@ -33,6 +33,7 @@ def run(run_dir: Path, steps: range, config: dict[str, Any], back_to: int | None
         report.begin("train", {})
         trackers = TrackersConfig.model_validate({**config, "finish_seconds": PATIENCE})
         report.track(trackers, {"seed": 7, "optim": {"learning_rate": 0.1}})
+        report.start_trackers()
         if back_to is not None:
             report.truncate(back_to)
         for step in steps:

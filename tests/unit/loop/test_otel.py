@@ -88,6 +88,7 @@ def run(run_dir: Path, steps: range, begin: float = 100.0, **settings: Any) -> s
     with RunReport(run_dir, 100, Console(file=told, width=1000)) as report:
         report.begin("train", {})
         report.track(config, {})
+        report.start_trackers()
         for step in steps:
             at = begin + 10 * (step - 1)
             trace.add_group(group_of(f"g{step}", int(at)))

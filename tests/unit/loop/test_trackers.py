@@ -9,8 +9,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import shutil
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,9 @@ from sluice.config import ConfigError, parse_config
 from sluice.loop import tracking
 from sluice.loop.config import RunConfig
 from sluice.loop.journal import without_secrets
+from sluice.loop.ledger import Ledger
 from sluice.loop.report import RunReport
+from sluice.loop.run_directory import LEDGER, notice_copy
 from sluice.loop.tracker_settings import TrackersConfig
 from sluice.loop.trackers import NOT_TRACKED, values_of
 from sluice.loop.tracking import RowFollower, TrackedRows
@@ -45,7 +50,8 @@ class Run:
             raise RuntimeError("503 from a server")
         if mode == "exit":
             os._exit(3)
-        with open(PLACE + "/logged", "a") as file: file.write(json.dumps(values) + "\\n")
+        with open(PLACE + "/logged", "a") as file:
+            file.write(json.dumps({**values, "run": self.id}) + "\\n")
     def finish(self, exit_code): open(PLACE + "/finished", "w").write(str(exit_code))
 def init(id, config, **options):
     if open(PLACE + "/mode").read() == "no start": raise ConnectionError("no route")
@@ -74,9 +80,16 @@ class Place:
 
     @property
     def steps(self) -> list[int]:
+        return [step for steps in self.steps_by_run.values() for step in steps]
+
+    @property
+    def steps_by_run(self) -> dict[str, list[int]]:
         path = self.directory / "logged"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line)["step"] for line in lines]
+        found: dict[str, list[int]] = {}
+        for line in path.read_text().splitlines() if path.exists() else []:
+            values = json.loads(line)
+            found.setdefault(values["run"], []).append(values["step"])
+        return found
 
 
 @pytest.fixture
@@ -110,6 +123,7 @@ def track(
     with report:
         report.begin("train", {})
         report.track(trackers, {"seed": 1, "api_key": "hush"})
+        report.start_trackers()
         if back_to is not None:
             report.truncate(back_to)
         for step in steps:
@@ -118,6 +132,11 @@ def track(
             report.evaluation(score(steps[1]))  # which took a step longer
         began = time.monotonic()
     return told.getvalue(), time.monotonic() - began
+
+
+def begin_as_a_run_does(run_dir: Path) -> None:
+    with closing(Ledger(run_dir / LEDGER)) as ledger:
+        notice_copy(run_dir, ledger)
 
 
 def parse_trackers(config: dict[str, Any]) -> TrackersConfig:
@@ -161,6 +180,42 @@ def test_a_tracker_gets_settings_without_secrets_and_rows_from_before_it(place: 
     config = json.loads((place.directory / "config").read_text())
     assert config == {"seed": 1, "api_key": "(left out)"}
     assert (place.directory / "finished").read_text() == "0"
+
+
+def test_a_copy_of_a_run_is_another_run_there_with_all_of_its_rows(place: Place) -> None:
+    config = {"wandb": {"name": "n"}, "tensorboard": {}, "finish_seconds": PATIENCE}
+    begin_as_a_run_does(place.run_dir)
+    track(place.run_dir, range(1, 4), config)
+    copied = place.run_dir.with_name("copied")
+    shutil.copytree(place.run_dir, copied)
+    begin_as_a_run_does(copied)
+    track(copied, range(4, 6), config, back_to=3)
+    options = json.loads((place.directory / "options").read_text())
+    assert re.fullmatch("n-[0-9a-f]{6}", options["name"])
+    begin_as_a_run_does(copied)
+    track(copied, range(6, 7), config, back_to=5)  # resumed, it is that other run
+    assert json.loads((place.directory / "options").read_text())["name"] == options["name"]
+    begin_as_a_run_does(place.run_dir)
+    track(place.run_dir, range(4, 5), config, back_to=3)
+    first, second = place.steps_by_run.values()
+    assert (sorted(first), sorted(second)) == ([1, 2, 2, 3, 4], [1, 2, 2, 3, 4, 5, 6])
+    for run_dir, last in ((place.run_dir, 4), (copied, 6)):  # whose event files went along
+        found = scalars(run_dir / "tensorboard")["reward_mean"]
+        assert [step for step, _ in found] == list(range(1, last + 1))
+
+
+def test_a_copy_of_a_run_leaves_event_files_elsewhere_alone(tmp_path: Path) -> None:
+    events, config = tmp_path / "events", {"directory": str(tmp_path / "events")}
+    trackers = {"tensorboard": config, "finish_seconds": PATIENCE}
+    begin_as_a_run_does(tmp_path / "run")
+    track(tmp_path / "run", range(1, 4), trackers)
+    (before,) = events.iterdir()
+    shutil.copytree(tmp_path / "run", tmp_path / "copied")
+    begin_as_a_run_does(tmp_path / "copied")
+    track(tmp_path / "copied", range(4, 6), trackers, back_to=3)
+    (own,) = set(events.iterdir()) - {before}
+    assert re.fullmatch("copied-[0-9a-f]{6}", own.name)
+    assert [step for step, _ in scalars(own)["reward_mean"]] == [1, 2, 3, 4, 5]
 
 
 def test_a_run_of_wandb_is_whose_and_what_the_settings_say(place: Place) -> None:
@@ -207,6 +262,7 @@ def test_one_that_is_silent_for_long_is_told_of_while_the_run_goes_on(
     with RunReport(place.run_dir, 100, Console(file=told, width=1000)) as report:
         report.begin("train", {})
         report.track(parse_trackers({"wandb": {}, "finish_seconds": 0.1}), {})
+        report.start_trackers()
         report.step(row(1))
         deadline = time.monotonic() + PATIENCE
         while "has not answered" not in told.getvalue():
@@ -253,6 +309,7 @@ def test_a_run_that_fails_is_one_that_failed(place: Place) -> None:
     ):
         report.begin("train", {})
         report.track(config, {})
+        report.start_trackers()
         raise ZeroDivisionError
     assert (place.directory / "finished").read_text() == "1"
 
@@ -286,6 +343,7 @@ def test_a_package_that_is_missing_is_named_before_the_run(tmp_path: Path) -> No
     report = RunReport(tmp_path, 1, Console(file=io.StringIO()))
     with pytest.raises(ConfigError, match=r"trackers\.trackio: .*sluice\[trackio\]"):
         report.track(parse_trackers({"trackio": {}}), {})
+        report.start_trackers()
 
 
 @given(
