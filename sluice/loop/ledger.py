@@ -101,6 +101,13 @@ class LedgerGroup:
         """Which of its environment's tasks it is of."""
         return self.position if self.task is None else self.task
 
+    def age(self, step: int) -> int:
+        """How many steps the weights of `step` are from those that sampled it, at most.
+
+        Those are older, and in a run that went back to a run checkpoint maybe newer.
+        """
+        return max(step - self.oldest_step, self.newest_step - step)
+
 
 class Ledger:
     """One writer, the loop. Every method commits before it returns, or with its `transaction`."""

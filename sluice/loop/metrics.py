@@ -39,7 +39,7 @@ TOKENS = Counter("sluice_loop_tokens_total", "Tokens that losses were of.")
 REWARD = Gauge("sluice_loop_reward_mean", "Mean reward of the last step.")
 LENGTH = Gauge("sluice_loop_response_length_tokens", "Mean response of the last step.")
 STALENESS = Gauge(
-    "sluice_loop_staleness_steps", "Steps since the oldest weights that sampled the last step."
+    "sluice_loop_staleness_steps", "Steps to the farthest weights that sampled the last step."
 )
 TRACKER_FAILURES = with_values(
     Counter(
@@ -119,7 +119,8 @@ ROW_KEYS = {
     "CPU that its process ever had.",
     "critic_<metric>": "What the critic's loss and steps have: loss, clipped_value, return, "
     "grad_norm and so on.",
-    "staleness_max": "Steps since the oldest weights that sampled a token.",
+    "staleness_max": "Steps between the weights that were trained and the farthest that sampled a "
+    "token: older ones, and once a run has gone back to a run checkpoint maybe newer ones.",
     "staleness_mean": "Mean of the groups' largest.",
     "skipped": "Optimizer steps that were skipped (in the file: why).",
     "engines": "Engines that serve the new weights.",

@@ -158,7 +158,7 @@ class PolicyRun(TrainerRun[RunConfig]):
 
     def _mismatch_limit(self, groups: Sequence[LedgerGroup]) -> float:
         """Of a step whose groups are all of the weights it begins with, until one was checked."""
-        on_policy = all(group.oldest_step == self.step for group in groups)
+        on_policy = all(group.age(self.step) == 0 for group in groups)
         return self.config.max_mismatch if on_policy and not self._mismatch_checked else 0.0
 
     def _note_trained(self, groups: Sequence[LedgerGroup], trained: StepReport) -> None:
@@ -221,7 +221,7 @@ class PolicyRun(TrainerRun[RunConfig]):
                 mean, tokens = step_means(own, self._episodes)
                 of_environments[f"reward_mean/{name}"] = mean
                 of_environments[f"response_length_mean/{name}"] = tokens
-        ages = [self.step - 1 - group.oldest_step for group in groups]
+        ages = [group.age(self.step - 1) for group in groups]
         row: dict[str, Any] = {
             "step": self.step,
             "optimizer_step": self.optimizer_step,

@@ -309,10 +309,10 @@ class ReplayRun(PolicyRun):
             if group.environment
         )
         for place, group in placed:
-            age = (group.consumed_step or 0) - 1 - group.oldest_step
-            oldest = step - age
+            later = step + 1 - (group.consumed_step or 0)  # of as many steps ago as they were then
+            oldest, newest = group.oldest_step + later, group.newest_step + later
             self.ledger.generated(
-                replace(group, position=place, oldest_step=oldest, newest_step=oldest)
+                replace(group, position=place, oldest_step=oldest, newest_step=newest)
             )
 
     def _read_groups(self) -> None:

@@ -57,6 +57,13 @@ def test_a_group_walks_from_issued_to_consumed(ledger):
     assert ledger.next_position() == 4
 
 
+def test_the_age_of_a_group_is_how_far_its_weights_are_whichever_are_newer():
+    """After a run went back, groups wait that weights sampled which are yet to come again."""
+    young, old = made(1, oldest_step=3, newest_step=3), made(2, oldest_step=2, newest_step=4)
+    assert [young.age(step) for step in (2, 3, 5)] == [1, 0, 2]
+    assert [old.age(step) for step in (2, 3, 4, 6)] == [2, 1, 2, 4]
+
+
 def test_a_group_announced_twice_is_recorded_once(ledger):
     assert ledger.generated(made(1))
     assert not ledger.generated(made(1, reward_mean=0.9))
