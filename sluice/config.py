@@ -264,6 +264,8 @@ def _build(cls: type[C], sources: Sources, values: Mapping[str, Any] | None = No
     except ValidationError as error:
         variables = os.environ if values is None else {}
         raise ConfigError(describe(error, cls, cls.former_keys, variables)) from None
+    except UnicodeEncodeError as error:  # pydantic's, of what was to be said of a value
+        raise ConfigError(f"no UTF-8: {_clipped(repr(error.object))}") from None
     except SettingsError as error:
         raise ConfigError(str(error)) from None
 

@@ -33,6 +33,10 @@ class TrainerConfig(ProcessConfig):
     store: StorePlace = Path("/store")
 
 
+class Listening(ServerConfig, ProcessConfig):
+    """A process whose settings are those of a server."""
+
+
 def write(tmp_path: Path, text: str) -> list[str]:
     file = tmp_path / "c.yaml"
     file.write_text(text)
@@ -117,6 +121,13 @@ def test_a_wrong_value_of_a_variable_names_the_variable(tmp_path, monkeypatch):
         load_config(TrainerConfig, [*file, "--optim.lr", "slow"])
     with pytest.raises(ConfigError, match=r"^optim\.lr: .*\(got 'fast'\)$"):
         parse_config(TrainerConfig, {"model": "m", "optim": {"lr": "fast"}})
+
+
+def test_bytes_of_the_environment_that_are_no_text_are_told(monkeypatch):
+    """What pydantic was to show of them it could not write."""
+    monkeypatch.setenv("SLUICE_HOST", "caf\udce9")  # as Python reads the byte e9
+    with pytest.raises(ConfigError, match=r"no UTF-8: 'host caf\\udce9 is not loopback"):
+        load_config(Listening, [])
 
 
 def test_what_is_merged_into_a_mapping_may_be_given_anew(tmp_path):
