@@ -108,10 +108,18 @@ def describe_end(code: int, kills: int) -> tuple[str, bool]:
     """
     if code >= 0:
         return f"exited with {code}", False
-    name = signal.Signals(-code).name
+    name = name_of_signal(-code)
     if -code == signal.SIGKILL and memory_kills() > kills:
         return f"was killed by {name}: the kernel had no memory left", True
     return f"was killed by {name}", False
+
+
+def name_of_signal(number: int) -> str:
+    """Its name; of one of the many real-time ones that have none, which it is."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _lines_of(path: Path) -> list[str]:

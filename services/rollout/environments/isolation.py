@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import os
-import signal
 import sys
 import threading
 import time
@@ -32,7 +31,7 @@ from services.rollout.environments.environment import (
 from sluice.durable import scratch
 from sluice.logs import Output
 from sluice.runtime.errors import DeadlineError, ServiceError
-from sluice.runtime.processes import end_marked
+from sluice.runtime.processes import end_marked, name_of_signal
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -265,11 +264,7 @@ class _Grader:
 
 def _ending(code: int) -> str:
     """Says how a process ended by its code."""
-    if code >= 0:
-        return f"exit status {code}"
-    with contextlib.suppress(ValueError):
-        return signal.Signals(-code).name
-    return f"signal {-code}"
+    return f"exit status {code}" if code >= 0 else name_of_signal(-code)
 
 
 async def _clean_up(

@@ -54,3 +54,4 @@ def test_an_end_is_told_by_its_cause(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         True,
     )
     assert describe_end(-15, kills=39) == ("was killed by SIGTERM", False)
+    assert describe_end(-40, kills=39) == ("was killed by signal 40", False), "it has no name"
