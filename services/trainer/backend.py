@@ -120,6 +120,7 @@ class TrainingBackend(ABC):
 
     mesh: Mesh
     operations: Mapping[str, str]  # which implementation it has of those of `sluice.operations`
+    meets_in_passes = True  # whether a rank may wait for others there, of which one may have failed
 
     @abstractmethod
     def compute_logprobs(

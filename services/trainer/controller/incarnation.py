@@ -6,7 +6,15 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -42,8 +50,8 @@ Build = Callable[[int], pb.FollowResponse]  # a command for one data-parallel ra
 class RankLink:
     """A rank that said hello.
 
-    `data_rank`, `layout`, `reports` and `operations` hold once it is ready. `loss` is set once its
-    stream has ended.
+    `data_rank`, `layout`, `reports`, `operations` and `alone`, commands in which it waits for no
+    other rank, hold once it is ready. `loss` is set once its stream has ended.
     """
 
     rank: int
@@ -54,6 +62,7 @@ class RankLink:
     data_rank: int = 0
     reports: bool = False
     operations: Mapping[str, str] = field(default_factory=dict)
+    alone: Collection[str] = ()
     activity: str = "loading"
     where: str = ""  # it stands within that
     heard: float = field(default_factory=time.monotonic)
@@ -320,7 +329,7 @@ class RankIncarnation:
             return
         link.layout, link.data_rank = ready.layout, ready.data_rank
         link.reports, link.activity = ready.reports, ""
-        link.operations = dict(ready.operations)
+        link.operations, link.alone = dict(ready.operations), frozenset(ready.alone)
         are_ready = [other.layout is not None for other in self.links.values()]
         if all(are_ready) and len(are_ready) == self.world_size and not self.ready.done():
             self.ready.set_result(None)
@@ -339,7 +348,8 @@ class RankIncarnation:
         if not pending.waiting:
             if not pending.done.done():
                 pending.done.set_result(None)
-        elif result.HasField("error"):  # the others may wait for it in a collective
+        elif result.HasField("error") and pending.activity not in link.alone:
+            # the others may wait for it in a collective
             asyncio.get_running_loop().call_later(ERROR_GRACE, self._give_up, pending)
 
     def _take_written(self, link: RankLink, result: pb.CommandResult) -> None:

@@ -61,6 +61,16 @@ logger = logging.getLogger(__name__)
 
 Report = Callable[[pb.FollowRequest], None]  # called by any thread
 CLOSE_SECONDS = 4.0  # a checkpoint that is being written has so long when the rank is to end
+ROW_COMMANDS = (  # which ranks work on alone, whatever the backend
+    "add_rows",
+    "drop_batch",
+    "set_columns",
+    "read_columns",
+    "compute_advantages",
+    "measure",
+    "describe",
+)
+PASSES = ("compute_logprobs", "compute_values", "forward_backward")
 MODELS: dict[int, tuple[ModelName, str]] = {
     trainer_pb.ComputeLogprobsRequest.MODEL_POLICY: ("policy", OLD_LOGPROBS),
     trainer_pb.ComputeLogprobsRequest.MODEL_REFERENCE: ("reference", "reference_logprobs"),
@@ -136,6 +146,7 @@ class Executor:
             data_rank=mesh.data_rank,
             reports=mesh.reports,
             operations=self._backend.operations,
+            alone=ROW_COMMANDS if self._backend.meets_in_passes else ROW_COMMANDS + PASSES,
         )
 
     def close(self) -> None:

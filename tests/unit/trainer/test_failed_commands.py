@@ -109,3 +109,21 @@ def test_a_store_that_refuses_a_shard_costs_no_rank(
     again = executor.execute(pb.FollowResponse(publish=command))
     assert "DuplicateFileError in publish" in again.error.message
     executor.close()
+
+
+@pytest.mark.parametrize(
+    ("experts", "meets"), [({}, False), ({"z_loss_coefficient": 0.1}, True)], ids=["alone", "meet"]
+)
+def test_ranks_say_in_which_passes_one_may_wait_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: dict[str, float], *, meets: bool
+) -> None:
+    """Losses of routers are scaled by what all ranks have."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    model = build_model(tmp_path / "model", "qwen3_moe").directory
+    values = {"model": str(model), "store": str(tmp_path), "durable": False, "experts": experts}
+    executor = Executor.load(parse_config(TrainerConfig, values), lambda event: None)
+    alone = set(executor.describe().alone)
+    executor.close()
+    assert {"forward_backward", "compute_logprobs"}.isdisjoint(alone) == meets
+    assert "add_rows" in alone and "step" not in alone

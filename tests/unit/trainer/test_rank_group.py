@@ -340,6 +340,33 @@ async def test_one_failing_rank_does_not_leave_the_others_in_a_collective(
     assert house.group.failure == "rank 1 failed in step: loss: broken; rank 0 in pondering"
 
 
+async def test_ranks_that_wait_for_no_other_end_their_work_though_one_has_failed(
+    open_house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are at work still, each on rows of its own, and are as fit as that one afterwards."""
+    monkeypatch.setattr(incarnation, "ERROR_GRACE", 0.05)
+    house = await open_house()
+    failing = InvalidFieldError("loss", "broken").to_status()
+
+    async def work(command: pb.FollowResponse) -> pb.CommandResult:
+        await asyncio.sleep(1.0)  # longer by far than those have who may wait in a collective
+        return pb.CommandResult()
+
+    async def fail(command: pb.FollowResponse) -> pb.CommandResult:
+        is_pass = command.HasField("forward_backward")
+        return pb.CommandResult(error=failing if is_pass else None)
+
+    layout = trainer_pb.ParallelLayout(data=2)
+    for rank, answer in enumerate((work, fail)):
+        ready = pb.RankReady(layout=layout, data_rank=rank, alone=["forward_backward"])
+        house.connect(rank, answer=answer, ready=ready)
+    await until(lambda: house.group.state == ACTIVE)
+    with pytest.raises(RankError, match="rank 1: loss: broken"):
+        await house.group.incarnation.run(GRADIENTS)
+    await house.group.incarnation.run(STEP)
+    assert (house.group.restart_count, house.group.state) == (0, ACTIVE)
+
+
 async def test_who_lacked_memory_is_named_though_others_failed_before_it(
     open_house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,6 +89,7 @@ class ReferenceBackend(TrainingBackend):
             self._policy.model, config, mesh, self._ranks, self._device, adamw
         )
         self._replay = self._create_replay()
+        self.meets_in_passes = self._replay is not None or self._expert_losses is not None
         self._whole: FlatOptimizer | None = None  # of the model itself
         if self._lora is None:
             frozen = frozen_parameters(config, self._policy.model)

@@ -43,7 +43,7 @@ class RankHello(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., generation: _Optional[int] = ..., process_id: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
 
 class RankReady(_message.Message):
-    __slots__ = ("error", "layout", "data_rank", "reports", "operations")
+    __slots__ = ("error", "layout", "data_rank", "reports", "operations", "alone")
     class OperationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -56,12 +56,14 @@ class RankReady(_message.Message):
     DATA_RANK_FIELD_NUMBER: _ClassVar[int]
     REPORTS_FIELD_NUMBER: _ClassVar[int]
     OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    ALONE_FIELD_NUMBER: _ClassVar[int]
     error: _status_pb2.Status
     layout: _trainer_service_pb2.ParallelLayout
     data_rank: int
     reports: bool
     operations: _containers.ScalarMap[str, str]
-    def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., layout: _Optional[_Union[_trainer_service_pb2.ParallelLayout, _Mapping]] = ..., data_rank: _Optional[int] = ..., reports: bool = ..., operations: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    alone: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., layout: _Optional[_Union[_trainer_service_pb2.ParallelLayout, _Mapping]] = ..., data_rank: _Optional[int] = ..., reports: bool = ..., operations: _Optional[_Mapping[str, str]] = ..., alone: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RankHeartbeat(_message.Message):
     __slots__ = ("activity", "where")
