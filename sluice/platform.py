@@ -37,6 +37,8 @@ AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 LARGEST_KEPT = 32 << 20  # bytes; glibc takes no more
 MOST_KEPT = 256 << 20  # of the end of an arena
+EXPANDABLE = "expandable_segments:True"
+MUCH_IN_PIECES = 1 / 16  # of a device's memory
 _MOST_ALLOCATIONS = 1_000_000  # remembered of a device, the latest ones
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _NO_MEMORY = re.compile(r"out of memory|ALLOC_FAILED|DefaultCPUAllocator: (can't|not enough)")
@@ -71,6 +73,8 @@ class Platform:
     has_wide_products: bool = False
     can_capture: bool = False  # launches, to be replayed as one
     profiled: tuple[str, ...] = ()  # what torch's profiler records beside the host
+    # variables that tell torch's allocator of it how to allocate, that of today first
+    allocator_envs: tuple[str, ...] = ()
 
     @property
     def module(self) -> ModuleType:
@@ -264,6 +268,19 @@ class Platform:
             total=total,
         )
 
+    def joining(self, full: MemoryStatistics) -> str:
+        """What joins memory that lies in pieces, to be set in the environment of a process.
+
+        Empty where little does, where it is set, and where there is no such thing. Once memory was
+        asked for in vain, what is reserved and not in use lies between what is: the allocator has
+        given back all else.
+        """
+        set_already = any(EXPANDABLE in os.environ.get(name, "") for name in self.allocator_envs)
+        in_pieces = full.reserved - full.allocated
+        if set_already or not self.allocator_envs or in_pieces < full.total * MUCH_IN_PIECES:
+            return ""
+        return f"{self.allocator_envs[0]}={EXPANDABLE}"
+
     def begin_peak(self) -> None:
         """Have `memory().peak` be of what comes from now on."""
         self.module.reset_peak_memory_stats()
@@ -430,8 +447,14 @@ CUDA = _Cuda(
     has_wide_products=True,
     can_capture=True,
     profiled=("CUDA",),
+    allocator_envs=("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),  # the first since torch 2.9
 )
-NPU = _Npu("npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES")
+NPU = _Npu(
+    "npu",
+    "hccl",
+    "ASCEND_RT_VISIBLE_DEVICES",
+    allocator_envs=("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+)
 _PLATFORMS = {platform.device_type: platform for platform in (CPU, CUDA, NPU)}
 
 

@@ -235,7 +235,8 @@ class OutOfMemoryError(ServiceError):
     """There is no memory for what was asked, of a rank's device or its host.
 
     Of a pass that means that nothing is left to cut: micro-batches have been made smaller before.
-    Metadata of a rank's own answer has what was `allocated`, `free` and in `total`, in bytes.
+    Metadata of a rank's own answer has what was `allocated`, `free` and in `total`, in bytes; where
+    much lies `in_pieces` between what is in use, also what would be `joining` those.
     """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -83,6 +83,24 @@ def test_memory_of_the_process_and_the_host():
     assert after.total > after.free > 0
 
 
+def test_memory_in_pieces_is_joined_where_it_is_much_and_is_not_joined_already(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+
+    def full(in_pieces: int) -> platform.MemoryStatistics:
+        return platform.MemoryStatistics(100 << 30, (100 << 30) + in_pieces, 0, 1 << 30, 140 << 30)
+
+    much, little = full(20 << 30), full(2 << 30)
+    setting = "expandable_segments:True"
+    assert platform.CUDA.joining(much) == f"PYTORCH_ALLOC_CONF={setting}"
+    assert platform.NPU.joining(much) == f"PYTORCH_NPU_ALLOC_CONF={setting}"
+    assert platform.CUDA.joining(little) == platform.CPU.joining(much) == ""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"max_split_size_mb:512,{setting}")
+    assert platform.CUDA.joining(much) == ""
+
+
 def test_want_of_memory_is_told_from_other_errors():
     """By what torch and numpy raise here, and by the words of other devices' allocators."""
     with pytest.raises(RuntimeError) as of_torch:

@@ -59,7 +59,7 @@ class MemoryCuts:
             raise OutOfMemoryError(
                 f"{error}; its longest row, {facts.sample_ids[row]!r} of "
                 f"{facts.lengths[row]} tokens, is a micro-batch by itself already. What makes "
-                f"room: {', '.join(self._remedies())}",
+                f"room: {', '.join(self._remedies(error))}",
                 rank=error.rank,
                 sample_id=facts.sample_ids[row],
                 length=int(facts.lengths[row]),
@@ -78,12 +78,19 @@ class MemoryCuts:
         """Say what makes room for what cannot be cut, such as optimizer state."""
         metrics.OUT_OF_MEMORY.inc()
         return OutOfMemoryError(
-            f"{error}. What makes room: {', '.join(self._remedies())}", **error.metadata
+            f"{error}. What makes room: {', '.join(self._remedies(error))}", **error.metadata
         )
 
-    def _remedies(self) -> Iterator[str]:
+    def _remedies(self, error: ServiceError) -> Iterator[str]:
         """Settings that are not in use, those that cost least first."""
         config = self._config
+        joining = error.metadata.get("joining")
+        if joining and not (config.transfer.enabled and config.transfer.medium == "handles"):
+            gib = int(error.metadata["in_pieces"]) / 2**30
+            yield (
+                f"{joining} in the trainer's environment, as {gib:.1f} GiB lie in pieces between "
+                "what is in use (not beside an SGLang that sleeps)"
+            )
         if config.backend == "reference":
             if not config.autocast:
                 yield "autocast: true"

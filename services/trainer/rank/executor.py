@@ -423,11 +423,13 @@ def _out_of_memory(name: str, error: BaseException) -> OutOfMemoryError:
     device = platform.current()
     full = device.memory()
     message = f"{name} is out of memory: {platform.explain_memory(error, full)}"
+    joining = device.joining(full)
     logger.error("%s", message)
     forget_frames(error)
     device.release_memory()
     sizes = {"allocated": full.allocated, "free": full.free, "total": full.total}
-    return OutOfMemoryError(message, **sizes)
+    pieces = {"in_pieces": full.reserved - full.allocated, "joining": joining} if joining else {}
+    return OutOfMemoryError(message, **sizes, **pieces)
 
 
 class WriteBehind:

@@ -154,11 +154,20 @@ async def test_what_makes_room_is_not_in_use_already_and_would_be_taken(
 
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
 
-    def remedies(**settings: object) -> Iterator[str]:
-        values = {"model": str(tmp_path), "store": str(tmp_path), **settings}
-        config = parse_config(TrainerConfig, values)
-        return MemoryCuts(config, None)._remedies()  # type: ignore[arg-type]
+    scattered = {"joining": "PYTORCH_ALLOC_CONF=expandable_segments:True", "in_pieces": 9 << 30}
 
+    def remedies(told: dict[str, object] | None = None, **settings: object) -> Iterator[str]:
+        values = {"model": str(tmp_path), "store": str(tmp_path), **settings}
+        error, config = OutOfMemoryError(FULL, **told or {}), parse_config(TrainerConfig, values)
+        return MemoryCuts(config, None)._remedies(error)  # type: ignore[arg-type]
+
+    def joins(medium: str) -> bool:
+        found = remedies(scattered, transfer={"enabled": True, "medium": medium})
+        return any("expandable_segments" in each for each in found)
+
+    assert joins("collective")
+    assert not joins("handles"), "torch opens those of such memory by a call that containers forbid"
+    assert not any("expandable_segments" in each for each in remedies())
     fsdp = {"backend": "fsdp"}
     assert "fsdp.activation_checkpointing: true" in remedies(**fsdp)
     used = {"activation_checkpointing": True}
@@ -175,6 +184,21 @@ async def test_what_makes_room_is_not_in_use_already_and_would_be_taken(
     assert "megatron.optimizer_offload: 1" not in remedies(backend="megatron", megatron=apart)
     full = {"recompute": "full"}
     assert "megatron.recompute: full" not in remedies(backend="megatron", megatron=full)
+
+
+async def test_what_joins_memory_that_lies_in_pieces_is_told_first(stage: Stage) -> None:
+    joining = {"joining": "PYTORCH_ALLOC_CONF=expandable_segments:True", "in_pieces": 9 << 30}
+    scattered = OutOfMemoryError(FULL, **joining).to_status()
+
+    async def answer(command: str) -> pb.CommandResult:
+        return pb.CommandResult(error=scattered if command == "step" else None)
+
+    name = await upload(stage, 10, 9)
+    await stage.trainer.passes.forward_backward(name, stage.request("a"))
+    stage.script = answer
+    first = r"What makes room: PYTORCH_ALLOC_CONF=expandable_segments:True in the .* 9\.0 GiB"
+    with pytest.raises(OutOfMemoryError, match=first):
+        await stage.trainer.passes.step(0, ["a"], None)
 
 
 async def test_ranks_that_compute_together_restart_and_have_less(fsdp_stage: Stage) -> None:
