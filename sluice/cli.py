@@ -196,7 +196,7 @@ async def train(arguments: Sequence[str]) -> None:
     services_yaml = take_value(rest, "--up")
     config = _load(RunConfig, "train", rest)
     if not is_finished(config):
-        async with _own_services(services_yaml):
+        async with _own_services(services_yaml, config.run_dir):
             await run_training(config)
 
 
@@ -231,16 +231,17 @@ async def _train_on_rows(cls: type[RowsRunConfig], arguments: Sequence[str]) -> 
     services_yaml = take_value(rest, "--up")
     config = _load(cls, cls.kind, rest)
     if not is_finished(config):
-        async with _own_services(services_yaml):
+        async with _own_services(services_yaml, config.run_dir):
             await run_rows(config)
 
 
 @contextlib.asynccontextmanager
-async def _own_services(services_yaml: str | None) -> AsyncIterator[None]:
+async def _own_services(services_yaml: str | None, run_dir: Path) -> AsyncIterator[None]:
+    """Services as long as the block runs, whose start is told in the run's directory too."""
     if services_yaml is None:
         yield
         return
-    supervisor = Supervisor(_load(UpConfig, "up", [services_yaml]))
+    supervisor = Supervisor(_load(UpConfig, "up", [services_yaml]), asked_in=run_dir)
     async with supervised(supervisor):
         yield
 

@@ -13,14 +13,14 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from sluice.client import Client, RouterClient, TrainerClient
+from sluice.client import Client, RemoteError, RouterClient, TrainerClient
 from sluice.config import RESERVED_ENV, ConfigError
 from sluice.durable import DirectoryError, replace_file
 from sluice.loop.training import active_trainer
@@ -38,6 +38,7 @@ from sluice.stack import (
     node_name,
     services_entry,
 )
+from sluice.starting import StartBoard, StartingService
 from sluice.supervise import ServiceDiedError, ready_reward_model
 
 REGISTRY = "registry"
@@ -48,6 +49,8 @@ ANSWER_SECONDS = 30.0  # of the registry, once it has started
 CARRIED = frozenset({"PYTHONPATH", "OMP_NUM_THREADS", *RESERVED_ENV})
 CARRIED_PREFIXES = ("HF_", "NCCL_", "GLOO_", "HCCL_")
 DEATHS_OF_A_START = 3  # in a row, of a process that has yet to serve
+NOT_PLACED = "Ray has yet to place it"
+NOT_OPEN = "it did not open its port"
 LITTLE_CPU = 0.01  # of a process that asks for none
 LITTLE_NODE = 0.001  # of a node's own resource, which has one
 
@@ -61,6 +64,13 @@ class Member:
     spec: dict[str, Any]
     bundle: dict[str, float]
     strategy: str
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it is up only when it takes work, or a router of the stack knows it."""
+        if self.spec["kind"] == "rollout":
+            return "router" in self.spec and "leader" not in self.spec
+        return self.spec["kind"] in ("trainer", "reward_model")
 
 
 def members_of(config: UpConfig) -> list[Member]:
@@ -181,6 +191,9 @@ class RayStack:
         self.config = config.model_copy(update={"run_dir": config.run_dir.absolute()})
         self.run_dir, self._address = self.config.run_dir, address
         self._members = members_of(self.config)
+        self._board = StartBoard(self.run_dir)
+        self._placed = {member.name: time.time() for member in self._members}  # or looked for since
+        self._open = dict[str, str]()  # addresses of those that have opened a port
 
     @property
     def services_file(self) -> Path:
@@ -202,12 +215,22 @@ class RayStack:
         known = {"address": self._address, "stop_seconds": self.config.stop_timeout_seconds}
         replace_file(file, json.dumps(known).encode(), temporary=self.run_dir, sync=False)
         self.services_file.unlink(missing_ok=True)
+        for member in self._members:
+            self._note_start(member, NOT_PLACED)
         try:
             registry = await asyncio.to_thread(self._create, ray)
             await self._wait(ray, registry)
         except BaseException:
             await asyncio.shield(asyncio.to_thread(end_stack, self.run_dir))
             raise
+        finally:
+            self._board.clear()
+
+    def _note_start(self, member: Member, reason: str, address: str = "") -> None:
+        """Tell others what is awaited of a service; ranks are told of by their trainer."""
+        if member.spec["kind"] != "rank":
+            kind, since = member.spec["shown"]["kind"], self._placed[member.name]
+            self._board.note(StartingService(member.name, kind, address, reason, since))
 
     def _create(self, ray: Any) -> Any:
         from ray.util.placement_group import placement_group
@@ -254,6 +277,8 @@ class RayStack:
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
                     **always,
                 ).remote(registry, {**member.spec, **common})
+                self._placed[member.name] = time.time()
+                self._note_start(member, NOT_OPEN)
         return registry
 
     async def _wait(self, ray: Any, registry: Any) -> None:
@@ -273,12 +298,13 @@ class RayStack:
                     raise ServiceDiedError(entry["failure"])
                 if entry["deaths"] >= DEATHS_OF_A_START:
                     raise ServiceDiedError(f"{name} does not start: {entry['told']}")
+            self._note_opened(entries)
             missing = wanted - {name for name, entry in entries.items() if entry["shown"]}
             if missing:
                 raise NotReadyError(f"{', '.join(sorted(missing))} did not open a port")
             return {name: entries[name]["shown"] for name in wanted}
 
-        found = await self._until("services", opened, deadline)
+        found = await self._until(opened, deadline)
         security = self.config.security
         for member in self._members:
             kind, address = member.spec["kind"], found.get(member.name, {}).get("address", "")
@@ -289,7 +315,7 @@ class RayStack:
                         await opened()
                         await active_trainer(trainer)
 
-                    await self._until(member.name, active, deadline)
+                    await self._until(active, deadline, member)
             elif kind == "reward_model":
                 async with Client(address, security) as client:
 
@@ -297,8 +323,8 @@ class RayStack:
                         await opened()
                         await ready_reward_model(client)
 
-                    await self._until(member.name, loaded, deadline)
-            elif kind == "rollout" and "router" in member.spec and "leader" not in member.spec:
+                    await self._until(loaded, deadline, member)
+            elif kind == "rollout" and member.is_awaited:
                 router_address = found[member.spec["router"]]["address"]
                 async with RouterClient(router_address, security) as router:
 
@@ -309,13 +335,45 @@ class RayStack:
                         if address not in {e.address for e in await router.list_engines()}:
                             raise NotReadyError("the router does not know it yet")
 
-                    await self._until(member.name, registered, deadline)
+                    await self._until(registered, deadline, member)
 
-    async def _until(self, what: str, probe: Any, deadline: float) -> Any:
-        seconds = max(1.0, deadline - time.monotonic())
-        return await wait_until_ready(
-            what, probe, seconds, ServiceDiedError, every=POLL_SECONDS, usual_seconds=60.0
+    def _note_opened(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
+        """Tell who has yet to open a port, and how its process ended if it did."""
+        for member in self._members:
+            entry = entries.get(member.name, {})
+            address = str(entry.get("shown", {}).get("address", ""))
+            if address and member.name not in self._open:
+                self._open[member.name] = address
+                reason = "its port is open" if member.is_awaited else ""
+                self._note_start(member, reason, address)
+            elif not address:
+                self._open.pop(member.name, None)
+                ended = f": {entry['told']}" if entry.get("told") else ""
+                self._note_start(member, f"{NOT_OPEN}{ended}")
+
+    async def _until(self, probe: Any, deadline: float, member: Member | None = None) -> Any:
+        """Waits for all services to open their ports, or for what `member` has yet to be."""
+
+        async def told() -> Any:
+            try:
+                return await probe()
+            except (NotReadyError, RemoteError) as error:
+                if member is not None and member.name in self._open:
+                    self._note_start(member, str(error), self._open[member.name])
+                raise
+
+        what, seconds = "services" if member is None else member.name, deadline - time.monotonic()
+        found = await wait_until_ready(
+            what,
+            told,
+            max(1.0, seconds),
+            ServiceDiedError,
+            every=POLL_SECONDS,
+            usual_seconds=60.0,
         )
+        if member is not None:
+            self._note_start(member, "", self._open[member.name])
+        return found
 
 
 def end_stack(run_dir: Path) -> None:

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,11 +45,12 @@ class StartingService:
 class StartBoard:
     """The file of a supervisor, written anew with every change until `clear`.
 
-    A disk that takes no more is no reason for a start to fail.
+    It is written for those who ask in other directories too, as in that of the run which the start
+    is for. A disk that takes no more is no reason for a start to fail.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self._file, self._run_dir = run_dir / FILE, run_dir
+    def __init__(self, run_dir: Path, also: Iterable[Path] = ()) -> None:
+        self._run_dirs = list({path.absolute(): path for path in (run_dir, *also)}.values())
         self._services: dict[str, StartingService] = {}
 
     def note(self, service: StartingService) -> None:
@@ -61,17 +62,23 @@ class StartBoard:
             **own_identity(),
             "services": {each.name: asdict(each) for each in self._services.values()},
         }
-        try:
-            data = json.dumps(told, indent=1).encode()
-            replace_file(self._file, data, temporary=self._run_dir, sync=False)
-        except OSError as error:
-            logger.debug("%s: %s", self._file, error)
+        data = json.dumps(told, indent=1).encode()
+        for run_dir in self._run_dirs:
+            file = run_dir / FILE
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(file, data, temporary=run_dir, sync=False)
+            except OSError as error:
+                logger.debug("%s: %s", file, error)
 
     def clear(self) -> None:
         """All are up, or ended."""
         self._services.clear()
-        with suppress(OSError):
-            self._file.unlink(missing_ok=True)
+        for run_dir in self._run_dirs:
+            file = run_dir / FILE
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
+                file.parent.rmdir()  # of a run, where nothing else is in it
 
 
 def read_starting(run_dir: Path) -> list[StartingService]:

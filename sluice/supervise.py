@@ -107,7 +107,8 @@ class _Service:
 class Supervisor:
     """Owns the processes. `start`, then `watch` until cancelled, then `stop`."""
 
-    def __init__(self, config: UpConfig) -> None:
+    def __init__(self, config: UpConfig, asked_in: Path | None = None) -> None:
+        """`asked_in` is another directory whose reader looks for what is being started."""
         self.config = config
         self.run_dir = config.run_dir.absolute()
         firsts, count = {}, 0  # accelerators of the services before
@@ -125,7 +126,7 @@ class Supervisor:
         self._claim = ExitStack()  # of the directory, from start to stop
         self._remembered: dict[str, dict[str, int]] = {}  # ports of the supervisor before
         self._up = False  # all of them were ready, and each is watched by itself
-        self._board = StartBoard(self.run_dir)
+        self._board = StartBoard(self.run_dir, [] if asked_in is None else [asked_in])
 
     @property
     def services_file(self) -> Path:

@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from sluice.loop.ledger import Ledger
 from sluice.loop.report import read_metrics
 from sluice.loop.run_directory import LEDGER
 from sluice.ports import reserve_port
+from sluice.starting import read_starting
 
 ROOT = Path(__file__).parent.parent
 NODES = ("127.0.0.31", "127.0.0.32", "127.0.0.33")
@@ -251,7 +253,12 @@ class Run:
     def up(self) -> float:
         began = time.monotonic()
         flags = ("--on", "ray", "--address", self.cluster.address)
-        self._command("sluice.cli", "up", self.services_yaml, *flags)
+        with ThreadPoolExecutor(1) as pool:
+            starting = pool.submit(self._command, "sluice.cli", "up", self.services_yaml, *flags)
+            told = wait_for("a start", lambda: read_starting(self.directory) or starting.done())
+            starting.result()
+        if told is True or read_starting(self.directory):
+            raise RuntimeError("a start does not tell what it waits for, or does so behind its end")
         return time.monotonic() - began
 
     def down(self) -> None:

@@ -135,6 +135,33 @@ async def test_who_looks_at_a_start_sees_whom_it_waits_for(tmp_path: Path):
     assert read_starting(tmp_path) == []
 
 
+def test_a_run_tells_of_the_start_of_services_in_another_directory(tmp_path: Path):
+    """Nothing is in its own yet that would name theirs."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    external = {"model": str(tmp_path), "ranks": {"launch": "external"}}  # ranks that never come
+    services = {"router": {"kind": "router"}, "trainer": {"kind": "trainer", "config": external}}
+    run_dir, up = tmp_path / "run", {"run_dir": str(tmp_path / "services"), "services": services}
+    run = {"run_dir": str(run_dir), "services": str(tmp_path / "services/services.json")}
+    run |= {"prompts": {"index_count": 1}, "environment": {"name": "prompts"}}
+    run |= {"sampling": {"max_new_tokens": 1}, "algorithm": {"loss": {"name": "reinforce"}}}
+    for name, settings in (("run", run), ("up", up)):
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "sluice.cli", "train", str(tmp_path / "run.yaml")]
+    log = (tmp_path / "log").open("wb")
+    training = subprocess.Popen(
+        [*command, "--up", str(tmp_path / "up.yaml")], env=ENVIRONMENT, stdout=log, stderr=log
+    )
+    try:
+        wait_until(lambda: read_starting(run_dir) or training.poll() is not None)
+        assert "start of trainer" in waits_of(run_dir)
+    finally:
+        training.terminate()
+        training.wait(PATIENCE)
+        log.close()
+    assert read_starting(run_dir) == []
+    assert not (run_dir / "services").exists()
+
+
 def test_a_run_directory_without_a_loop_is_refused_in_a_line(tmp_path: Path):
     command = [sys.executable, "-m", "sluice.cli", "waits", str(tmp_path)]
     for content in (None, "", "[]", json.dumps({"pid": 1})):

@@ -15,6 +15,7 @@ from sluice.durable import DirectoryError
 from sluice.ray_cell import Registry
 from sluice.ray_stack import Member, RayStack, carried_environment, members_of
 from sluice.stack import STACK_FILE, UpConfig
+from sluice.starting import read_starting
 from sluice.supervise import ServiceDiedError
 
 
@@ -227,3 +228,30 @@ async def test_a_registry_that_is_slow_to_start_is_waited_for(tmp_path: Path) ->
     late = RayStack(config(tmp_path, {"router": {"kind": "router"}}, start_timeout_seconds=1))
     with pytest.raises(ServiceDiedError, match=r"registry on Ray's head does not answer"):
         await late._wait(SlowRay(10**9), registry)
+
+
+async def test_a_start_tells_who_has_yet_to_open_a_port_and_why(tmp_path: Path) -> None:
+    services = {"router": {"kind": "router"}, "converter": {"kind": "converter"}}
+    started, answers, told = RayStack(config(tmp_path, services)), iter(range(4)), []
+    facts = {"node": "10.0.0.1", "since": 1.0, "failure": "", "deaths": 0, "told": ""}
+
+    def entries() -> dict[str, Any]:
+        told.append([(each.name, each.address, each.reason) for each in read_starting(tmp_path)])
+        answer = next(answers)
+        opened = {name: {**facts, "shown": {"address": f"{name}:1"}} for name in services}
+        died = {**facts, "shown": {}, "deaths": 1, "told": "ended with 1 on 10.0.0.1: no room"}
+        return [{}, {**opened, "converter": died}, opened][answer]
+
+    registry = types.SimpleNamespace(entries=types.SimpleNamespace(remote=entries))
+    await started._wait(SlowRay(0), registry)
+    told.append([(each.name, each.address, each.reason) for each in read_starting(tmp_path)])
+    no_port = "it did not open its port"
+    assert told == [
+        [],
+        [("router", "", no_port), ("converter", "", no_port)],
+        [
+            ("router", "router:1", ""),
+            ("converter", "", f"{no_port}: ended with 1 on 10.0.0.1: no room"),
+        ],
+        [("router", "router:1", ""), ("converter", "converter:1", "")],
+    ]
