@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -23,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 FILE = Path("services", "starting.json")  # in a run directory
 NOT_BEGUN = "not started yet: it comes after the services before it"
+LATEST = 2**40  # seconds since 1970; a file that says more is damaged
 NO_ADDRESS = "no address yet"
 
 
@@ -98,7 +98,7 @@ def read_starting(run_dir: Path) -> list[StartingService]:
 def _service(told: Mapping[str, Any]) -> StartingService:
     """Raises LookupError or TypeError for what is none."""
     since = told["since"]
-    if not isinstance(since, int | float) or not math.isfinite(since):
+    if not isinstance(since, int | float) or not 0 <= since < LATEST:
         raise TypeError(f"since: {since!r}")
     texts = {key: str(told[key]) for key in ("name", "kind", "address", "reason")}
     return StartingService(**texts, since=since)

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sluice import logs
+from sluice.api.common.v1.wait_service_pb2 import Wait
 from sluice.client import Client, RemoteError
 from sluice.config import ConfigError, ProcessConfig, load_config
 from sluice.loop.status import (
@@ -70,7 +71,7 @@ async def waits(arguments: Sequence[str]) -> None:
         told = ToldWait(f"start of {service.name}", on, age, service.reason)
         table.add_row(*told.texts)
     try:
-        async for told in follow(_address_to_ask(address), config.security, set()):
+        async for told in follow(_address_to_ask(address), config.security):
             table.add_row(*told.texts)
     except (ConfigError, RemoteError) as error:  # the loop begins after its services
         if not starting:
@@ -79,37 +80,49 @@ async def waits(arguments: Sequence[str]) -> None:
     Console().print(table if table.row_count else "waits for nothing")
 
 
-async def follow(
-    address: str, security: SecurityConfig, asked: set[str], depth: int = 0
-) -> AsyncIterator[ToldWait]:
+async def follow(address: str, security: SecurityConfig) -> AsyncIterator[ToldWait]:
     """Yield what a process waits for, each wait with those of the processes that it is for.
 
     None is asked twice. Raises RemoteError and ConfigError for the first.
     """
-    asked.add(address)
-    async with Client(address, security) as client:
-        listed = await client.list_waits()
+    listed = await _listed(address, security)
+    async for told in _with_further(listed, security, {address}, depth=0):
+        yield told
+
+
+async def _with_further(
+    listed: Sequence[Wait], security: SecurityConfig, asked: set[str], depth: int
+) -> AsyncIterator[ToldWait]:
     for wait in listed:
         age = f"{age_of(wait):.1f} s"
         yield ToldWait(wait.what, ", ".join(wait.on), age, wait.explanation, depth)
         for on in wait.on:
             if depth < DEEPEST and on not in asked and ADDRESS.fullmatch(on):
-                for told in await _further(on, security, asked, depth + 1):
+                asked.add(on)
+                async for told in _further(on, security, asked, depth + 1):
                     yield told
 
 
 async def _further(
     address: str, security: SecurityConfig, asked: set[str], depth: int
-) -> list[ToldWait]:
-    """What a process that is waited for waits for itself, or that it does not answer."""
+) -> AsyncIterator[ToldWait]:
+    """Yield what a process that is waited for waits for itself, or that it does not answer."""
     try:
-        async with asyncio.timeout(FURTHER_SECONDS):
-            return [told async for told in follow(address, security, asked, depth)]
+        async with asyncio.timeout(FURTHER_SECONDS):  # for itself: others may take theirs
+            listed = await _listed(address, security)
     except TimeoutError:
         why = f"gives no answer in {FURTHER_SECONDS:g} s: it is stopped, or cut off"
+        yield ToldWait("(does not tell)", address, "", why, depth)
     except (ConfigError, RemoteError) as error:
-        why = str(error)
-    return [ToldWait("(does not tell)", address, "", why, depth)]
+        yield ToldWait("(does not tell)", address, "", str(error), depth)
+    else:
+        async for told in _with_further(listed, security, asked, depth):
+            yield told
+
+
+async def _listed(address: str, security: SecurityConfig) -> Sequence[Wait]:
+    async with Client(address, security) as client:
+        return await client.list_waits()
 
 
 def _address_to_ask(given: str) -> str:

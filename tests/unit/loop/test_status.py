@@ -138,6 +138,8 @@ async def test_what_a_killed_supervisor_left_of_a_start_is_nobodys(tmp_path: Pat
     told = json.loads(file.read_text())
     changes: list[Any] = [{"process_time": 1.0}, {"pid": 2**70}, {"services": 3}]
     changes += [{"services": {"a": value}} for value in (None, {}, {"since": "x"})]
+    whole = told["services"]["trainer"]
+    changes += [{"services": {"a": whole | {"since": at}}} for at in (10**400, math.nan, -1)]
     for change in changes:
         file.write_text(json.dumps(told | change))
         assert read_starting(tmp_path) == []
