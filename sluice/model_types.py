@@ -61,6 +61,15 @@ def known_type(model_type: str) -> str:
 
 def read_config(directory: Path) -> PretrainedConfig:
     """A model directory's configuration, of the type that runs it. Raises OSError, ValueError."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        return _read_config(directory)
+    except StrictDataclassError as error:  # no ValueError, and names the value in a second line
+        raise ValueError(f"config.json: {error.__cause__ or error}") from None
+
+
+def _read_config(directory: Path) -> PretrainedConfig:
     from transformers import AutoConfig, PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel, WordPiece
 
 from sluice.config import ConfigError
 from sluice.samples.chat_template import ChatTemplate, NoChatTemplateError
@@ -46,6 +47,7 @@ class TextTokenizer:
                 self._tokenizer = _with_calls(Tokenizer.from_buffer(path.read_bytes()))
             else:
                 self._tokenizer = _with_calls(read_tiktoken(directory, settings))
+            _check_unknown(self._tokenizer)
             self._special = _special_tokens(settings)
             self._template = _chat_template(directory, settings, self._special)
             self.stop_tokens = self._stop_tokens(directory)
@@ -176,6 +178,13 @@ def _with_calls(tokenizer: Tokenizer) -> Tokenizer:
     for token in document["added_tokens"]:
         token["special"] &= token["content"] not in CALL_MARKS
     return Tokenizer.from_str(json.dumps(document))
+
+
+def _check_unknown(tokenizer: Tokenizer) -> None:
+    """Raises ValueError where a text may need an unknown token that there is none of."""
+    model = tokenizer.model
+    if isinstance(model, WordLevel | WordPiece) and model.token_to_id(model.unk_token) is None:
+        raise ValueError(f"its unknown token {model.unk_token!r} is not in its vocabulary")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -33,3 +33,12 @@ def test_what_is_no_configuration_is_refused_as_by_transformers(said: Any, tmp_p
     with pytest.raises(expected.type) as found:
         read_config(tmp_path)
     assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mimo"])
+def test_a_value_of_another_type_is_refused_by_its_key(kind: str, tmp_path: Path) -> None:
+    """What transformers raises then is no ValueError, and has two lines."""
+    said = {"model_type": kind, "hidden_size": 96, "hidden_act": 0.5}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=r"^config.json: [^\n]*'hidden_act' expected str[^\n]*$"):
+        read_config(tmp_path)

@@ -182,6 +182,24 @@ def test_a_directory_without_tokenizer_is_an_error_of_the_configuration(tmp_path
         TextTokenizer(tmp_path)
 
 
+def test_an_unknown_token_that_the_vocabulary_has_not_is_an_error_of_the_configuration(
+    plain: Path, tmp_path: Path
+) -> None:
+    """The first text with a character of no other token failed with it."""
+    told = json.loads((plain / "tokenizer.json").read_text())
+    for model in ("WordLevel", "WordPiece"):
+        vocabulary = {"a": 0, "[UNK]": 1}
+        told["model"] = {"type": model, "vocab": vocabulary, "unk_token": "[UNK]"}
+        if model == "WordPiece":
+            told["model"] |= {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(told))
+        TextTokenizer(tmp_path)
+        del vocabulary["[UNK]"]
+        (tmp_path / "tokenizer.json").write_text(json.dumps(told))
+        with pytest.raises(ConfigError, match=r"unknown token '\[UNK\]' is not in its vocabulary"):
+            TextTokenizer(tmp_path)
+
+
 def test_a_long_text_is_encoded_as_a_short_one_and_holds_up_no_other_thread(chatty: Path) -> None:
     tokenizer = TextTokenizer(chatty)
     text = "12=3 " * 40_000
