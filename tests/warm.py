@@ -48,6 +48,8 @@ WORKER = ["-u", "-c", "import sys;exec(eval(sys.stdin.readline()))"]  # of pytes
 LOADED_BY = ("PYTHON", "LD_", "OMP_NUM_", "TORCH_", "MKL_", "KMP_", "CUDA_", "ASCEND_", "GRPC_")
 ROOM = 100_000  # bytes, of a command line or an environment
 ABOVE = 500  # where descriptors are kept on their way
+HUGE_PAGE = 2 << 20  # bytes
+MADV_COLLAPSE = 25  # of Linux 6.1
 
 LIBRARIES = (
     "aiohttp.web",
@@ -264,6 +266,25 @@ def _import_libraries() -> None:
     tempfile.tempdir = None  # each has that of its environment
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads is not to be forked"
     gc.freeze()
+    _collapse_pages()
+
+
+def _collapse_pages() -> None:
+    """Half of what a fork costs is the table of its pages: one of 2 MiB takes the place of 512."""
+    libc = ctypes.CDLL(None)
+    for start, size in huge_pages(Path("/proc/self/maps").read_text()):
+        # where the kernel cannot, or has no room, all stays as it is
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), MADV_COLLAPSE)
+
+
+def huge_pages(maps: str) -> Iterator[tuple[int, int]]:
+    """Starts and sizes of what may become such pages: writable memory that is of no file."""
+    for line in maps.splitlines():
+        place, rights, _, _, inode, *_ = line.split()
+        first, last = (int(end, 16) for end in place.split("-"))
+        start, end = -(-first // HUGE_PAGE) * HUGE_PAGE, last // HUGE_PAGE * HUGE_PAGE
+        if rights.startswith("rw") and inode == "0" and start < end:
+            yield start, end - start
 
 
 def _serve(line: socket.socket) -> Order:

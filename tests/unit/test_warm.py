@@ -96,6 +96,24 @@ def test_what_is_loaded_by_another_environment_begins_afresh() -> None:
     assert not loads_torch_first(env=environment)
 
 
+MAPS = """\
+55d0c0000000-55d0c0900000 rw-p 00000000 00:00 0                          [heap]
+7f0000100000-7f0000700000 rw-p 00000000 00:00 0
+7f0001000000-7f0001800000 r--p 00000000 00:00 0
+7f0002000000-7f0002800000 rw-p 00200000 08:01 1234                       /usr/lib/libtorch_cpu.so
+7f0003100000-7f00034ff000 rw-p 00000000 00:00 0
+"""
+
+
+def test_huge_pages_are_cut_of_writable_memory_that_is_of_no_file() -> None:
+    mib = 1 << 20
+    assert list(warm.huge_pages(MAPS)) == [
+        (0x55D0C0000000, 8 * mib),
+        (0x7F0000200000, 4 * mib),
+        (0x7F0003200000, 2 * mib),
+    ]
+
+
 def test_a_nursery_that_was_killed_is_done_without() -> None:
     nursery = warm.Nursery()
     order = warm.Order(os.getpid(), [*COMMAND, "5"], dict(os.environ), os.getcwd(), False, [0])
