@@ -10,7 +10,8 @@ import site
 import subprocess
 import sys
 import tempfile
-from functools import cache
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +22,45 @@ ROOT = Path(__file__).parent.parent.parent
 NOBODY = 65534
 OWN = os.geteuid()
 USERS = (OWN, NOBODY) if OWN == 0 else (OWN,)
+ALL = (*(("jail", user) for user in USERS), ("open", OWN))
 
 
 class Trials:
-    """Gathers what each program did, by user and name; `jailed` are those of the own user too."""
+    """Gathers what each program did, by user and name; `jailed` are those of the own user too.
+
+    All are made at once: most of their time is that of programs that wait until they are ended.
+    """
 
     def __init__(self) -> None:
         self.jailed: dict[tuple[int, str], dict[str, Any]] = {}
 
     @cache  # noqa: B019 - lives as long as the session
     def of(self, mode: str, user: int) -> dict[str, dict[str, Any]]:
-        with tempfile.TemporaryDirectory() as folder:
-            os.chmod(folder, 0o777)
-            command = [interpreter(user), "-m", "tests.sandbox.trial", mode, folder]
-            done = subprocess.run(command, **as_user(user), stdout=subprocess.PIPE, check=False)
+        done = self._made[mode, user].result()
         found = {trial["case"]: trial for trial in map(json.loads, done.stdout.splitlines())}
         assert not done.returncode, list(found)
         if mode == "jail":
             self.jailed |= {(user, name): trial for name, trial in found.items()}
         return found
 
+    @cached_property
+    def _made(self) -> dict[tuple[str, int], Future[subprocess.CompletedProcess[bytes]]]:
+        pool = ThreadPoolExecutor(len(ALL), "trials")
+        made = {(mode, user): pool.submit(_make, mode, user) for mode, user in ALL}
+        pool.shutdown(wait=False)
+        return made
+
     def line(self) -> str:
         escaped = sum(bool(trial["escapes"]) for trial in self.jailed.values())
         hung = sum(trial["seconds"] > HANGS for trial in self.jailed.values())
         return f"sandbox: cases={len(self.jailed)} escaped={escaped} hung={hung}"
+
+
+def _make(mode: str, user: int) -> subprocess.CompletedProcess[bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        command = [interpreter(user), "-m", "tests.sandbox.trial", mode, folder]
+        return subprocess.run(command, **as_user(user), stdout=subprocess.PIPE, check=False)
 
 
 def as_user(user: int) -> dict[str, Any]:
