@@ -57,6 +57,7 @@ USAGE = {
     "check": CHECK_USAGE,
     "import-slime": "sluice import-slime SCRIPT.sh [-o DIR]",
     "import-verl": "sluice import-verl SCRIPT.sh [-o DIR]",
+    "import-prime-rl": "sluice import-prime-rl CONFIG.toml [MORE.toml ...] [-o DIR]",
     "up": "sluice up SERVICES.yaml [--on local|ray] [--address HOST:PORT] [--key value ...]",
     "down": "sluice down RUN_DIR",
     "train": "sluice train RUN.yaml [--up SERVICES.yaml] [--key value ...]",
@@ -84,6 +85,7 @@ SUMMARY = {
     "check": "what would make a run fail or do something else, before anything is started",
     "import-slime": "write run.yaml and services.yaml from a run script of slime",
     "import-verl": "write run.yaml and services.yaml from a run script of verl",
+    "import-prime-rl": "write run.yaml and services.yaml from settings of prime-rl",
     "up": "start services, keep them alive until Ctrl-C; on Ray until `sluice down`",
     "down": "end the services of a run directory, on this machine or on Ray",
     "train": "train; with --up on services that live as long as the run",
@@ -108,7 +110,7 @@ HELP = ("-h", "--help")
 CHECK_LOSS = "check-loss"
 ALONE = ("doctor",)  # needs no argument
 # these have no keys to list
-IMPORTS = ("import-slime", "import-verl")
+IMPORTS = ("import-slime", "import-verl", "import-prime-rl")
 UNCONFIGURED = ("down", "logs", "trace", "completion", *IMPORTS, "protoset", CHECK_LOSS)
 
 
@@ -135,6 +137,13 @@ async def import_verl(arguments: Sequence[str]) -> None:
     from sluice.importers import verl  # nobody else needs its keys
 
     await verl.import_verl(arguments)
+
+
+async def import_prime_rl(arguments: Sequence[str]) -> None:
+    """Files from settings of prime-rl. Raises ConfigError."""
+    from sluice.importers import prime_rl  # nobody else needs its keys
+
+    await prime_rl.import_prime_rl(arguments)
 
 
 async def up(arguments: Sequence[str]) -> None:
@@ -355,6 +364,7 @@ def _run_command() -> int:
         "check": check,
         "import-slime": import_slime,
         "import-verl": import_verl,
+        "import-prime-rl": import_prime_rl,
         "completion": completion,
         "up": up,
         "down": down,

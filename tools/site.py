@@ -327,15 +327,15 @@ def limits_page() -> str:
                 lines += [f"## [{title}]({path.name}): {what}", "", body.strip(), ""]
     rows = [
         row
-        for name in ("from-slime.md", "from-verl.md")
+        for name in ("from-slime.md", "from-verl.md", "from-prime-rl.md")
         for row in (ROOT / "docs" / name).read_text().split("\n")
         if row.startswith("|") and "not there" in row
     ]
     lines += [
-        "## Beside slime and verl",
+        "## Beside slime, verl and prime-rl",
         "",
         "Flags and keys of theirs that have no counterpart (all: [slime](from-slime.md), "
-        "[verl](from-verl.md)).",
+        "[verl](from-verl.md), [prime-rl](from-prime-rl.md)).",
         "",
         "| theirs | here |",
         "|---|---|",

@@ -287,7 +287,7 @@ def write_imported(command: str, importer: Importer, arguments: Sequence[str]) -
 
     Raises ConfigError.
     """
-    from sluice.run_commands import leading, plain_lines, take_value
+    from sluice.run_commands import leading, take_value
 
     rest = list(arguments)
     output = Path(take_value(rest, "-o") or ".")
@@ -300,14 +300,31 @@ def write_imported(command: str, importer: Importer, arguments: Sequence[str]) -
     text, missing = with_sourced(own, script.parent, os.environ, command)
     run, services, left = importer(text, Path("runs") / script.stem, os.environ, script.parent)
     left = [*missing, *(with_line(line, script.name, own) for line in left)]
-    head = f"# From {plain_lines(script.name)} by `sluice {command}`; what is left to do:\n"
+    write_documents(command, script.name, output, (run, services), left)
+
+
+def write_documents(
+    command: str,
+    source: str,
+    output: Path,
+    documents: tuple[dict[str, Any], dict[str, Any]],
+    left: Sequence[str],
+) -> None:
+    """Write run.yaml and services.yaml, below what is left to do, and print that.
+
+    Raises ConfigError.
+    """
+    from sluice.run_commands import plain_lines
+
+    run, services = documents
+    head = f"# From {plain_lines(source)} by `sluice {command}`; what is left to do:\n"
     head += "".join(f"#   {plain_lines(line)}\n" for line in left)
-    documents = {"services.yaml": services, "run.yaml": run}
+    files = {"services.yaml": services, "run.yaml": run}
     write_new(
         output,
         {
             name: head + yaml.dump(each, Dumper=_Plain, sort_keys=False)
-            for name, each in documents.items()
+            for name, each in files.items()
         },
     )
     told = [*left, f"wrote {output / 'services.yaml'} and {output / 'run.yaml'}"]
