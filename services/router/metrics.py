@@ -112,8 +112,10 @@ def close_pool(name: str) -> None:
 
 def count_grant(given: Sequence[Counter], grant: Grant) -> None:
     """Count leases by how they were decided; `given` are a pool's counters, as DECISIONS."""
-    placed = len(grant.targets) - grant.queued_count - grant.session_count
-    counts = (grant.session_count, placed, grant.queued_count)
-    for counter, count in zip(given, counts, strict=True):
-        if count:
-            counter.inc(count)
+    of_sessions, at_once, queued = given
+    if placed := len(grant.targets) - grant.queued_count - grant.session_count:
+        at_once.inc(placed)
+    if grant.session_count:
+        of_sessions.inc(grant.session_count)
+    if grant.queued_count:
+        queued.inc(grant.queued_count)

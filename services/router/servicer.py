@@ -47,7 +47,7 @@ from sluice.runtime.wire import check_address, duration_of, seconds_of, timestam
 T = TypeVar("T")
 IntArray = NDArray[np.int64]
 _Column = NDArray[Any] | list[int]
-_Outcome = dict[str, Any]  # a StreamedLeaseAnswer's, by the name of the field
+_Answer = tuple[int, str, Any]  # a StreamedLeaseAnswer's number, field and message in it
 _Released = tuple[_Column, _Column, _Column | None]  # ids, outcomes, token counts
 
 MAX_COUNT = 65_536  # leases of one call
@@ -90,7 +90,7 @@ class _LeaseAnswers:
     ) -> None:
         self._now, self._later = now, later
         self._asked: deque[pb.StreamedLeaseRequest] = deque()  # read, and not taken yet
-        self._answers: deque[tuple[int, _Outcome]] = deque()  # by number, on their way
+        self._answers: deque[_Answer] = deque()  # by number, on their way
         self._waiting: dict[asyncio.Task[None], int] = {}  # with the bytes of its request
         self._changed = asyncio.Event()  # what is read, or waits
         self._idle: asyncio.Task[Any] | None = None  # of the stream, while it reads and no more
@@ -157,15 +157,15 @@ class _LeaseAnswers:
             task.add_done_callback(self._settle)
             return
         try:
-            self._answers.append((number, {"leases": self._now(request)}))
+            self._answers.append((number, "leases", self._now(request)))
         except ServiceError as error:
-            self._answers.append((number, {"error": error.to_status()}))
+            self._answers.append((number, "error", error.to_status()))
 
     async def _wait(self, number: int, request: pb.AcquireLeasesRequest) -> None:
         try:
-            self._answers.append((number, {"leases": await self._later(request)}))
+            self._answers.append((number, "leases", await self._later(request)))
         except ServiceError as error:
-            self._answers.append((number, {"error": error.to_status()}))
+            self._answers.append((number, "error", error.to_status()))
 
     def _settle(self, task: asyncio.Task[None]) -> None:
         del self._waiting[task]
@@ -177,8 +177,10 @@ class _LeaseAnswers:
         """Takes out the answers of one message."""
         message, size = pb.StreamLeasesResponse(), 0
         while self._answers and size < _ANSWER_BYTES:
-            number, outcome = self._answers.popleft()
-            size += message.answers.add(number=number, **outcome).ByteSize()
+            answer = message.answers.add()
+            answer.number, name, content = self._answers.popleft()
+            getattr(answer, name).CopyFrom(content)
+            size += answer.ByteSize() if self._answers else 0
         return message
 
 

@@ -89,9 +89,7 @@ class RouterLink:
         """
         if self.is_down or not self._has_stream:
             return None
-        asked = self._stream.ask(request, seconds, hear)
-        asked.add_done_callback(hear)  # as it may be an error, or be cancelled
-        return asked
+        return self._stream.ask(request, seconds, hear)
 
     def wake(self) -> None:
         """Tell that something will be asked in the next turn of the loop."""
@@ -115,7 +113,7 @@ class RouterLink:
         return answer
 
     async def close(self) -> None:
-        """End the stream of requests."""
+        """End the stream of requests; what has no answer fails."""
         await self._stream.close()
 
     async def _call(
@@ -265,6 +263,7 @@ class LeaseClient:
             ask.give_up()
         if self._submits:  # what a router gives in this moment goes back, too
             await asyncio.wait(self._submits, timeout=_CALL_SECONDS)
+            await self._link.close()  # what is not answered by now goes back, too
             await cancel_all(list(self._submits))
         self._deadlines.close()
         self._book.close()

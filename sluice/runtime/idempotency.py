@@ -61,7 +61,9 @@ class RequestTable(Generic[V]):
 
     def keep(self, request_id: str, digest: str, value: V) -> None:
         """Remember a value that is done, in the place of an earlier one."""
-        self.discard(request_id)
+        self._running.pop(request_id, None)
+        if (former := self._done.pop(request_id, None)) is not None:
+            self._weight -= former[2]
         self._done[request_id] = digest, value, (weight := self._weigh(value))
         self._weight += weight
         while self._weight > self._capacity:
@@ -90,10 +92,12 @@ def share_of(
 ) -> Callable[[V], float]:
     """The weight that keeps at most `capacity` answers and their bytes; never fewer than one."""
 
+    least = max_bytes // capacity
+
     def weigh(value: V) -> float:
         answer = answer_of(value)
         size = answer.ByteSize() if isinstance(answer, pb.Message) else 0
-        return min(max_bytes, max(max_bytes // capacity, size))
+        return least if size <= least else min(max_bytes, size)
 
     return weigh
 

@@ -311,8 +311,7 @@ class _Method:
             del message
 
     def _decode(self, raw: bytes, call: _Call) -> Any:
-        self._hold(len(raw), call)
-        self._hold(self._rules.weigh(raw, self._parse), call)
+        self._hold(len(raw) + self._rules.weigh(raw, self._parse), call)
         message = self._rules.decode(raw, self._parse)
         if isinstance(message, pb.Message):
             self._rules.check(message)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sluice.balance.routing.types import BoolArray, IntArray, all_true
 
@@ -46,7 +47,9 @@ class LeaseTable:
         self.local_count = 0  # of these, with negative ids: picked while no router was there
         self._base = first_id  # ids in [base, next_id) are in the window
         # Rows: target, client, session, group. FREE and NOBODY where there is no lease.
-        self._columns = np.full((4, _FIRST_WINDOW), FREE, dtype=np.int32)
+        self._columns: NDArray[np.int32]
+        self._rows: list[memoryview]  # of them, for one lease
+        self._adopt_columns(np.full((4, _FIRST_WINDOW), FREE, dtype=np.int32))
         self._old: dict[int, tuple[int, int, int, int]] = {}
         self._ids: dict[int, _ClientIds] = {}
 
@@ -77,7 +80,9 @@ class LeaseTable:
         self._make_room(1)
         lease = self.next_id
         self.next_id += 1
-        self._columns[:, lease - self._base] = target, client, FREE, group
+        targets, clients, sessions, groups = self._rows
+        where = lease - self._base
+        targets[where], clients[where], sessions[where], groups[where] = target, client, FREE, group
         self.live_count += 1
         self._ids_of(client).extend_range(lease, 1)
         return lease
@@ -167,16 +172,16 @@ class LeaseTable:
         where = lease - self._base
         if not 0 <= where < self.next_id - self._base:
             return None
-        target, holder, session, group = self._columns[:, where].tolist()
+        targets, clients, sessions, groups = self._rows
         owned = self._ids.get(client)
-        if holder != client or owned is None:
+        if clients[where] != client or owned is None:
             return None
-        self._columns[0, where] = FREE
-        self._columns[1, where] = NOBODY
+        released = targets[where], sessions[where], groups[where]
+        targets[where], clients[where] = FREE, NOBODY
         self.live_count -= 1
         owned.live -= 1
         self._tidy(client, owned)
-        return target, session, group
+        return released
 
     def _release_recent(self, client: int, ids: IntArray) -> LeaseColumns | None:
         """What most releases are: live leases in the window, once each; None for others."""
@@ -267,6 +272,9 @@ class LeaseTable:
         ids = self.held_by(client)
         owned.ranges, owned.size = [(ids, 0)], len(ids)
 
+    def _adopt_columns(self, columns: NDArray[np.int32]) -> None:
+        self._columns, self._rows = columns, [row.data for row in columns]
+
     def _make_room(self, count: int) -> None:
         """Slide the window past its oldest part, or widen it when many there are live."""
         size, capacity = self.next_id - self._base, self._columns.shape[1]
@@ -278,14 +286,15 @@ class LeaseTable:
             wider = 1 << (size + count + capacity // 2).bit_length()
             columns = np.full((4, wider), FREE, dtype=np.int32)
             columns[:, :size] = self._columns[:, :size]
-            self._columns = columns
+            self._adopt_columns(columns)
             return
         for index in leaving.tolist():
             target, client, session, group = self._columns[:, index].tolist()
             self._old[self._base + index] = (target, client, session, group)
         kept = self._columns[:, drop:size].copy()
         if capacity > _FIRST_WINDOW and self.live_count * 16 < capacity:
-            self._columns = np.full((4, max(capacity // 2, size - drop + count)), FREE, np.int32)
+            fewer = max(capacity // 2, size - drop + count)
+            self._adopt_columns(np.full((4, fewer), FREE, np.int32))
         self._columns[:, : size - drop] = kept
         self._columns[:, size - drop :] = FREE
         self._base += drop

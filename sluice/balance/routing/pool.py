@@ -36,6 +36,7 @@ from sluice.balance.routing.types import (
 )
 from sluice.balance.routing.waiting import MOST_NEEDS, PendingQueues
 
+_UNKNOWN = int(Outcome.UNKNOWN)
 _FIRST_FAILURE, _LAST_FAILURE = int(Outcome.CONNECT_ERROR), int(Outcome.TIMEOUT)
 _FORGET_AFTER = 10  # engine TTLs without a heartbeat
 
@@ -246,7 +247,7 @@ class Pool:
         if len(ids) == 1:
             one = self.tables.leases.release_one(row.slot, int(ids[0]))
             if one is not None:
-                outcome = Outcome.UNKNOWN if outcomes is None else int(outcomes[0])
+                outcome = _UNKNOWN if outcomes is None else int(outcomes[0])
                 tokens = -1 if output_tokens is None else int(output_tokens[0])
                 self._give_back_one(one, row, now, outcome, tokens)
                 return 1
@@ -467,7 +468,7 @@ class Pool:
     def _record_one(self, target: int, outcome: int, now: float) -> None:
         """`_record` of one."""
         table, failed = self.tables.targets, _FIRST_FAILURE <= outcome <= _LAST_FAILURE
-        if target < 0 or outcome == Outcome.UNKNOWN or not (failed or table.watched):
+        if target < 0 or outcome == _UNKNOWN or not (failed or table.watched):
             return
         engine = table.engine_at(target)
         if engine is not None and (failed or engine.row in table.watched):

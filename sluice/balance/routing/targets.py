@@ -260,7 +260,7 @@ class TargetTable:
                 load = self.load_reports.load_of(target, charge, int(self.charged_ever[target]))
                 fleet.load[target] = load
                 fleet.limit[target] = self._limits[key][target] - max(charge - load, 0)
-            fleet.recount(target)
+            fleet.recount(target, change)
 
     def snapshot(self, now: float) -> None:
         """Remember the charges of now, for reports that will be as old as this."""

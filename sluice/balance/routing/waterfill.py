@@ -38,6 +38,8 @@ class Fleet:
     room: IntArray  # int64[m]: free slots
     free_count: int  # their sum
     is_even: bool  # every engine is as fast as the others
+    ties: Ties | None = None  # of the last pick of one
+    numbers: tuple[memoryview, ...] = ()  # load, limit and room, to be read one by one
 
     @classmethod
     def create(
@@ -55,13 +57,86 @@ class Fleet:
         if is_even is None:
             is_even = not len(slowdown) or bool((slowdown == slowdown[0]).all())
         free = int(np.add.reduce(room))
-        return cls(load, limit, engine_of, starts, slowdown, room, free, is_even)
+        fleet = cls(load, limit, engine_of, starts, slowdown, room, free, is_even)
+        fleet.numbers = load.data, limit.data, room.data
+        return fleet
 
-    def recount(self, target: int) -> None:
-        """Bring its free slots in line with the load and the limit of a target."""
-        room = max(int(self.limit[target]) - int(self.load[target]), 0)
-        self.free_count += room - int(self.room[target])
-        self.room[target] = room
+    def recount(self, target: int, change: int) -> None:
+        """Bring its free slots in line with the load and the limit of a target.
+
+        change: of its leases; what has come free may be the cheapest slot.
+        """
+        loads, limits, rooms = self.numbers
+        room = max(limits[target] - loads[target], 0)
+        self.free_count += room - rooms[target]
+        rooms[target] = room
+        if change < 0 and self.ties is not None:
+            self.ties.came_free(target)
+
+
+class Ties:
+    """The cheapest slots of a fleet, from pick to pick: looked for anew once all are taken.
+
+    A charge makes no slot cheaper, so those that it made dearer are found when they are drawn.
+    What a release makes cheaper is looked for among the ranks of its engine alone.
+    """
+
+    def __init__(self, fleet: Fleet, base: int) -> None:
+        self.base = base
+        # One number of a memoryview costs a third of one of an array.
+        self._load, _, self._room = fleet.numbers
+        self._engine_of, self._starts = fleet.engine_of.data, fleet.starts.data
+        self._slowdown = fleet.slowdown.data
+        self._targets: list[int] = _cheapest(fleet, base).tolist()
+        self._listed = set(self._targets)
+        self._level = self._load[self._targets[0]] + 1
+        self._cost = self._cost_of(self._targets[0])
+
+    def draw(self, rng: np.random.Generator) -> int | None:
+        """One of them at random; None where none is left."""
+        targets, before = self._targets, self._level - 1
+        while targets:
+            index = int(rng.random() * len(targets))
+            target = targets[index]
+            is_open = self._load[target] == before and self._room[target]
+            if is_open and self._cost_of(target) == self._cost:
+                return target
+            targets[index] = targets[-1]
+            targets.pop()
+            self._listed.remove(target)
+        return None
+
+    def came_free(self, target: int) -> None:
+        """Take in what is among the cheapest now, as the engine of a target has fewer leases."""
+        if self._load[target] + 1 == self._level and target in self._listed:
+            return  # one lease more on it makes no rank beside it dearer
+        engine = self._engine_of[target]
+        where = self._ranks(engine)
+        loads, rooms = self._load[where].tolist(), self._room[where].tolist()
+        open_ = [load for load, room in zip(loads, rooms, strict=True) if room]
+        if not open_:
+            return
+        level = min(open_) + 1
+        cost = self._slowdown[engine] * (self.base + max(level, *loads))
+        if (cost, level) > (self._cost, self._level):
+            return
+        if (cost, level) < (self._cost, self._level):
+            self._cost, self._level = cost, level
+            self._targets, self._listed = [], set()
+        for rank, load in enumerate(loads, where.start):
+            if load + 1 == level and rank not in self._listed:
+                self._targets.append(rank)
+                self._listed.add(rank)
+
+    def _cost_of(self, target: int) -> int:
+        """Step time of an engine with one lease more on a target."""
+        engine = self._engine_of[target]
+        largest = max(self._load[self._ranks(engine)].tolist())
+        return self._slowdown[engine] * (self.base + max(largest, self._load[target] + 1))
+
+    def _ranks(self, engine: int) -> slice:
+        starts, after = self._starts, engine + 1
+        return slice(starts[engine], starts[after] if after < len(starts) else len(self._load))
 
 
 def place_level(
@@ -143,13 +218,24 @@ def pick_step_time(
 ) -> IntArray:
     """Return the slots of `place_step_time` as targets in the order of `deal`, int64[<= count]."""
     if 0 < count < fleet.free_count:
-        ties = _cheapest(fleet, base)
         if count == 1 and avoid is None:
-            chosen = int(rng.random() * len(ties))
-            return ties[chosen : chosen + 1]
+            return np.array([_pick_one(fleet, base, rng)])
+        ties = _cheapest(fleet, base)
         if len(ties) >= count:  # one key holds them all: no search
             return _Draw(fleet, rng, avoid)(ties, count)
     return deal(place_step_time(fleet, base, count, rng, avoid), fleet, rng)
+
+
+def _pick_one(fleet: Fleet, base: int, rng: np.random.Generator) -> int:
+    """One of the cheapest slots of a fleet that has some."""
+    if fleet.ties is not None and fleet.ties.base == base:
+        target = fleet.ties.draw(rng)
+        if target is not None:
+            return target
+    fleet.ties = Ties(fleet, base)
+    target = fleet.ties.draw(rng)
+    assert target is not None, "the fleet has free slots"
+    return target
 
 
 def _cheapest(fleet: Fleet, base: int) -> IntArray:

@@ -103,6 +103,61 @@ def test_every_policy_fills_free_slots_and_no_others(fleet, count, name):
     assert (added <= fleet.room).all()
 
 
+def cheapest(fleet: Fleet) -> set[int]:
+    """Targets that a greedy search may take next, found by looking at all."""
+    keys = {}
+    for target in range(len(fleet.load)):
+        if fleet.load[target] < fleet.limit[target]:
+            level = int(fleet.load[target]) + 1
+            engine = fleet.engine_of[target]
+            largest = int(fleet.load[fleet.engine_of == engine].max())
+            step = int(fleet.slowdown[engine]) * (BASE + max(largest, level))
+            keys[target] = (step, level)
+    return {target for target, key in keys.items() if key == min(keys.values())}
+
+
+moves = st.tuples(st.sampled_from(["pick", "session", "back"]), st.integers(0, 30), st.booleans())
+
+
+@settings(max_examples=300)
+@given(fleets(), st.lists(moves, max_size=40))
+def test_one_after_the_other_each_of_the_cheapest_may_be_drawn(fleet, moves):
+    """A lease goes where is best or where its session is, or one is given back."""
+    rng = np.random.default_rng(len(moves))
+    for kind, place, looks_closer in moves:
+        ties, target, change = cheapest(fleet), place % len(fleet.load), 1
+        if kind == "back":
+            change = -1
+        elif kind == "pick" and fleet.free_count > 1:
+            target = int(pick_step_time(fleet, BASE, 1, rng)[0])
+            assert target in ties
+        if looks_closer and fleet.free_count > 1:
+            drawn = {int(pick_step_time(fleet, BASE, 1, rng)[0]) for _ in range(20 * len(ties))}
+            assert drawn == ties
+        if fleet.load[target] + change >= 0:
+            fleet.load[target] += change
+            fleet.recount(target, change)
+            assert fleet.room.tolist() == np.maximum(fleet.limit - fleet.load, 0).tolist()
+            assert fleet.free_count == fleet.room.sum()
+
+
+def test_single_picks_among_idle_ranks_are_as_often_one_as_another():
+    fleet, rng = even_fleet(4, 8), np.random.default_rng(0)
+    counts, out = Counter(), []
+    for _ in range(3200):
+        (target,) = pick_step_time(fleet, BASE, 1, rng).tolist()
+        counts[target] += 1
+        fleet.load[target] += 1
+        fleet.recount(target, 1)
+        out.append(target)
+        if len(out) == 5:
+            target = out.pop(int(rng.integers(5)))
+            fleet.load[target] -= 1
+            fleet.recount(target, -1)
+    assert len(counts) == 32
+    assert min(counts.values()) >= 60 and max(counts.values()) <= 140  # 100 each
+
+
 def even_fleet(engines: int, ranks: int, slowdown: list[int] | None = None) -> Fleet:
     count = engines * ranks
     return Fleet.create(
