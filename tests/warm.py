@@ -53,6 +53,7 @@ MADV_COLLAPSE = 25  # of Linux 6.1
 
 LIBRARIES = (
     "aiohttp.web",
+    "encodings.idna",  # of addresses
     "google.longrunning.operations_pb2",
     "google.protobuf.json_format",
     "grpc.aio",
@@ -64,6 +65,7 @@ LIBRARIES = (
     "numpy.random",
     "packaging.requirements",
     "prometheus_client",
+    "pyarrow.compute",
     "pydantic_settings",
     "rich._emoji_codes",
     "rich.progress",
