@@ -80,7 +80,10 @@ class Retention:
         return f"{self._prefix}{step:08}-{time.time_ns():x}"
 
     async def adopt(self) -> None:
-        """Pin the versions that run checkpoints name, which another run has pinned so far."""
+        """Pin the versions that run checkpoints name; those of a copy are pinned by another run.
+
+        At each start, as the one that found the copy may have come to no more than that.
+        """
         for each in self._read_kept():
             for version in {each.weight_version, each.reference_version} - {0}:
                 with suppress(VersionNotFoundError):

@@ -127,7 +127,7 @@ class TrainerRun(ABC, Generic[C]):
                 f"{config.run_dir} is a copy of {former}, and another run from here on: the "
                 f"checkpoints that it has so far are those of {former}, and go with them"
             )
-            await self._retained.adopt()
+        await self._retained.adopt()
         await self._inspect_store()
         await self._recovery.run(self._begin)
 

@@ -9,8 +9,13 @@ from pathlib import Path
 
 from sluice.loop.journal import read_journal
 from sluice.loop.ledger import Ledger
-from sluice.loop.run_directory import latest_run_checkpoint, write_run_checkpoint
+from sluice.loop.run_directory import (
+    latest_run_checkpoint,
+    list_run_checkpoints,
+    write_run_checkpoint,
+)
 from sluice.samples.blob_store import BlobStore
+from sluice.weights.store import WeightStore
 from tests.e2e.conftest import Stack, Training
 from tests.patience import PATIENCE
 
@@ -22,6 +27,14 @@ def checkpoint_of(stack: Stack, training: Training) -> Path:
     run_checkpoint = latest_run_checkpoint(training.run_dir / "cuts")
     assert run_checkpoint is not None
     return stack.run_dir / "store" / run_checkpoint.checkpoint
+
+
+def run_id_of(training: Training) -> str:
+    return Ledger(training.run_dir / "ledger.sqlite").run_id
+
+
+def pinned_by(weights: WeightStore, owner: str) -> set[int]:
+    return {version for version, owners in weights.pins().items() if owner in owners}
 
 
 def flip(path: Path) -> None:
@@ -60,12 +73,17 @@ def test_a_copy_of_a_run_takes_nothing_from_the_run_that_it_is_of(stack):
     assert f"is a copy of {training.run_dir}, and another run" in copied.finish()
     assert checkpoint_of(stack, training).is_dir()
     stack.train("branched", steps=7, checkpoint_every=1, resume=True).finish()
+    weights, own = WeightStore(stack.run_dir / "store/weights"), f"run/{run_id_of(copied)}"
+    for version in pinned_by(weights, own):  # as of a copy whose first start ended too soon
+        weights.unpin(version, own)
     again = stack.train("elsewhere/branched", steps=7, checkpoint_every=1, resume=True).finish()
     assert "is a copy of" not in again
+    kept = list_run_checkpoints(copied.run_dir / "cuts")[-2:]
+    assert {each.weight_version for each in kept} <= pinned_by(weights, own)
     for each, steps in ((training, 7), (copied, 7)):
         consumed = {group.group_id: group.consumed_step for group in each.groups("consumed")}
         assert consumed == {f"g{i:07}": i // 4 + 1 for i in range(4 * steps)}
-    ids = {Ledger(each.run_dir / "ledger.sqlite").run_id for each in (training, copied)}
+    ids = {run_id_of(each) for each in (training, copied)}
     assert len(ids) == 2
     names = [path.name for path in (stack.run_dir / "store/checkpoints").iterdir()]
     for each in ids:  # of each run those that its two run checkpoints name
