@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,20 @@ def test_names_of_profiles_can_name_them() -> None:
     first, second = new_name(), new_name()
     assert first <= second
     assert NAME.fullmatch(first)
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_what_was_recorded_goes_as_the_recording_ends(tmp_path: Path, *, written: bool) -> None:
+    """It is 22 KB an operation, of which Python's collector knows a hundred objects."""
+    gc.disable()
+    try:
+        recording = Recording(ProfileOptions())
+        torch.ones(8).add(1)
+        profiler = weakref.ref(recording._profiler.profiler)
+        if written:
+            recording.write(tmp_path, "a")
+        else:
+            recording.drop()
+        assert profiler() is None
+    finally:
+        gc.enable()
