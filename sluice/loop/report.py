@@ -9,20 +9,19 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from sluice.durable import ROW_SEAL, encode_row, naming, replace_file, unseal_row
-from sluice.imports import uncollected
 from sluice.logs import printable, printable_lines
 from sluice.loop import metrics
 from sluice.loop.journal import BACK, END, NOTE, RunJournal, without_secrets
+from sluice.loop.plot import draw
 from sluice.loop.tracker_settings import TrackersConfig
 from sluice.loop.tracking import Tracking
 from sluice.runtime import waits
@@ -374,72 +373,3 @@ def _whole(text: str) -> int:
     if abs(number) > sys.float_info.max:
         raise ValueError("a number without end")
     return number
-
-
-def smoothed(values: Sequence[float], width: float) -> np.ndarray:
-    """Local linear regression under a Gaussian of `width` steps: a trend neither lags nor bends.
-
-    Values of both sides weigh alike, and at the ends the line through those of one side counts.
-    NaN and infinity weigh nothing; NaN comes out where nothing weighs. Fan and Gijbels, Local
-    Polynomial Modelling (1996), eq. 3.5.
-    """
-    y = np.asarray(values, dtype=np.float64)
-    if not width or not len(y):
-        return y
-    reach = max(1, math.ceil(4 * width))
-    offsets = np.arange(-reach, reach + 1, dtype=np.float64)
-    kernel = np.exp(-0.5 * (offsets / width) ** 2)
-    here = np.isfinite(y)
-    known = np.where(here, y, 0.0)
-
-    def around(what: np.ndarray, power: int) -> np.ndarray:
-        # convolution turns the kernel round, so that the sign of odd powers does too
-        weights = kernel * (-offsets) ** power
-        return np.convolve(what, weights)[reach : reach + len(y)]
-
-    s0, s1, s2 = (around(here.astype(np.float64), power) for power in range(3))
-    t0, t1 = (around(known, power) for power in range(2))
-    spread = s0 * s2 - s1**2
-    with np.errstate(divide="ignore", invalid="ignore"):
-        line = np.where(spread > 1e-9 * s0 * s2, (s2 * t0 - s1 * t1) / spread, t0 / s0)
-    return np.where(s0 > 1e-6, line, np.nan)
-
-
-def draw(rows: list[dict[str, Any]], path: Path, scores: list[dict[str, Any]]) -> Path:
-    """Three panels that share the step axis; scores on held-out tasks are in the first."""
-    with uncollected():
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-
-    steps = [row["step"] for row in rows]
-    figure = Figure(figsize=(7, 7))
-    # a layout of matplotlib's own would draw it twice
-    margins = {"left": 0.19, "right": 0.98, "bottom": 0.07, "top": 0.98, "hspace": 0.08}
-    axes = figure.subplots(3, 1, sharex=True, gridspec_kw=margins)
-    rewards = [row["reward_mean"] for row in rows]
-    axes[0].plot(steps, rewards, color="0.75", linewidth=1, label="step")
-    axes[0].plot(steps, smoothed(rewards, 3), color="C0", label="trend")
-    for index, name in enumerate(dict.fromkeys(row["dataset"] for row in scores)):
-        own = [(row["step"], row["score"]) for row in scores if row["dataset"] == name]
-        style = {"marker": "o", "linestyle": "--", "markersize": 4, "color": f"C{3 + index}"}
-        axes[0].plot(*zip(*own, strict=True), label=f"{name} (held out)", **style)
-    highest = max((reward for reward in rewards if math.isfinite(reward)), default=1.0)
-    axes[0].set(ylabel="mean reward", ylim=(0, max(1.0, highest) * 1.05))
-    axes[0].legend(loc="lower right", frameon=False)
-    axes[1].plot(steps, [row["response_length_mean"] for row in rows], color="C1")
-    axes[1].set(ylabel="response length\n(tokens)", ylim=(0, None))
-    mismatch = [row.get("rollout_mismatch", math.nan) for row in rows]
-    axes[2].plot(steps, mismatch, color="C2")
-    axes[2].set(ylabel="|train - rollout|\nlog-prob", xlabel="step")
-    if any(0 < value < math.inf for value in mismatch):
-        axes[2].set(yscale="log")
-        low, high = axes[2].get_ylim()
-        few = MaxNLocator(5) if high < 20 * low else LogLocator(subs=(1, 2, 5), numticks=8)
-        axes[2].yaxis.set_major_locator(few)
-    axes[2].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
-    axes[2].yaxis.set_minor_formatter(NullFormatter())
-    for axis in axes:
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
-    return path

@@ -14,7 +14,7 @@ from playwright.sync_api import Page
 from sluice.durable import encode_row
 from sluice.loop.journal import RunJournal
 from sluice.loop.ledger import Ledger, LedgerGroup
-from sluice.loop.report import smoothed
+from sluice.loop.plot import smoothed
 from sluice.loop.run_page.page import write_run_page
 from sluice.samples.arrow import encode_group
 from sluice.samples.blob_store import BlobStore

@@ -19,7 +19,7 @@ function number(value) {
   return String(+value.toPrecision(4));
 }
 
-// Local linear regression under a Gaussian: the same as sluice.loop.report.smoothed.
+// Local linear regression under a Gaussian: the same as sluice.loop.plot.smoothed.
 function smoothed(values, width) {
   if (!width) return values;
   const reach = Math.max(1, Math.ceil(4 * width)), kernel = [];

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import re
 import resource
 import sys
@@ -12,13 +11,10 @@ import threading
 import weakref
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
-from sluice.loop.report import RunReport, read_metrics, smoothed
+from sluice.loop.report import RunReport, read_metrics
 from sluice.loop.tracking import RowFollower
 from sluice.runtime import waits
 from sluice.runtime.waits import Waits
@@ -186,36 +182,3 @@ def test_a_log_tells_what_a_run_without_steps_waits_for(
         assert told.wait(PATIENCE)
     wanted = r"waits for the tide on host:1 since \w+: moon \[i\]behind\[/i\]"
     assert re.search(wanted, said.getvalue())
-
-
-@given(
-    st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60),
-    st.floats(0.5, 8),
-    st.sets(st.integers(0, 59), max_size=10),
-)
-def test_smoothing_is_the_weighted_fit_of_a_line(values, width, missing) -> None:
-    """The oracle solves the least squares of every place by itself, in numpy."""
-    data = np.array(values)
-    data[[m for m in missing if m < len(data)]] = np.nan
-    found = smoothed(data, width)
-    for place in range(len(data)):
-        offsets = np.arange(len(data)) - place
-        near = np.isfinite(data) & (abs(offsets) <= math.ceil(4 * width))
-        if np.exp(-0.5 * (offsets[near] / width) ** 2).sum() < 0.01:
-            continue
-        weights = np.sqrt(np.exp(-0.5 * (offsets[near] / width) ** 2))
-        if near.sum() == 1:
-            expected = data[near][0]
-        else:
-            lines = np.stack([np.ones(near.sum()), offsets[near]], 1) * weights[:, None]
-            if np.linalg.cond(lines) > 1e4:
-                continue
-            expected = np.linalg.lstsq(lines, data[near] * weights, rcond=None)[0][0]
-        assert found[place] == pytest.approx(expected, abs=1e-4)
-
-
-def test_smoothing_does_not_lag() -> None:
-    rising = 0.5 * np.arange(100.0) - 7
-    assert smoothed(rising, 5) == pytest.approx(rising)
-    bump = np.exp(-0.5 * ((np.arange(101) - 50) / 10) ** 2)
-    assert int(np.argmax(smoothed(bump, 5))) == 50
