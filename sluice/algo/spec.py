@@ -353,7 +353,7 @@ def loss_traits(spec: LossSpec) -> LossTraits:
     return LossTraits(
         columns=required_columns(spec),
         head=spec.loss.head,
-        silent=plain and spec.loss.silent,
+        silent=plain and spec.loss.is_silent,
         rounds=max(spec.loss.rounds, int(measuring)),
     )
 

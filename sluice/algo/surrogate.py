@@ -140,6 +140,11 @@ class Loss(Plugin, ABC):
         return self.columns
 
     @property
+    def is_silent(self) -> bool:
+        """`silent`, unless a setting says otherwise."""
+        return self.silent
+
+    @property
     def top_count(self) -> int:
         """Tokens that a teacher named at each place, whose log-probs it reads; 0 for none.
 

@@ -260,12 +260,11 @@ def _algorithm(into: Imported) -> None:
         "high": facts.get("mask_high", 0.2),
         "low": facts.get("mask_low", 0.2),
         "ratio_limit": WEIGHT,
+        "log_ratio_coefficient": facts.get("kl_tau", 0.001),
     }
-    if facts.get("kl_tau", 0.001):
-        into.left.append(
-            "trainer.loss.kl_tau: a term by how far log-probs are from those that sampled is not "
-            "there; kl_coefficient is of a KL to the reference"
-        )
+    if facts.get("loss") == "ipo":
+        threshold = facts.get("threshold", 0.1)
+        settings |= {"high": threshold, "low": threshold, "two_sided": True}
     if facts.get("silent_left_out", True):
         into.left.append(
             "orchestrator.train.filter_zero_advantages: tokens of advantage 0 count in the mean "

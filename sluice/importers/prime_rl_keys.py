@@ -27,7 +27,7 @@ from sluice.importers.documents import (
 from sluice.importers.verl_keys import listed, truth
 from sluice.platform import CUDA
 
-LOSSES = {"default": "dppo"}
+LOSSES = ("default", "ipo")
 OPTIMIZERS = {"adamw": "adamw", "muon": "muon"}
 SCHEDULES = {name: name for name in ("constant", "linear", "cosine")}
 _TEACHER = "algorithm.advantage.name distillation, and teachers of run.yaml: docs/algorithms.md"
@@ -79,12 +79,10 @@ def _algorithm(into: Imported, values: Values) -> None:
 
 
 def _loss(into: Imported, values: Values) -> None:
-    if (name := only(values)) == "default":
+    if (name := only(values)) in LOSSES:
+        into.facts["loss"] = name
         return
-    why = {
-        "ipo": "not there: dppo has a bound in the direction of the advantage alone",
-        "custom": "by hand: a loss of your own: docs/tutorial-loss.md",
-    }.get(name, "is unknown")
+    why = {"custom": "by hand: a loss of your own: docs/tutorial-loss.md"}.get(name, "is unknown")
     raise NotCarriedError(f"{name}: {why}; the files have dppo")
 
 
@@ -297,18 +295,15 @@ KEYS: dict[str, Flag] = {
     "trainer.model.debug.": absent("a model is what its directory has"),
     "trainer.model.fused_lm_head_token_chunk_size": unneeded("log-probs are fused"),
     "trainer.data.fake.": absent("rows come of groups"),
-    "trainer.loss.type": Flag("run: algorithm.loss.name", "default, which is dppo", _loss),
+    "trainer.loss.type": Flag("run: algorithm.loss", "default is dppo, ipo is it two_sided", _loss),
     "trainer.loss.dppo_mask_low": fact("mask_low", number, "run: algorithm.loss.settings"),
     "trainer.loss.dppo_mask_high": fact("mask_high", number, "run: algorithm.loss.settings"),
-    "trainer.loss.ipo_threshold": absent(
-        "dppo has a bound in the direction of the advantage alone"
+    "trainer.loss.ipo_threshold": fact(
+        "threshold", number, "run: algorithm.loss.settings", "high, low"
     ),
     "trainer.loss.adv_tau": _unless(number, 1.0, "not there: advantages are not scaled"),
     "trainer.loss.kl_tau": fact(
-        "kl_tau",
-        number,
-        "",
-        "not needed at 0: a KL is to the reference here, not to the sampling policy",
+        "kl_tau", number, "run: algorithm.loss.settings", "log_ratio_coefficient"
     ),
     "trainer.loss.import_path": by_hand("a loss of your own: docs/tutorial-loss.md"),
     "trainer.loss.kwargs.": by_hand("run.yaml algorithm.loss.settings"),

@@ -168,14 +168,29 @@ def test_what_is_left_out_is_as_prime_rl_has_it(model: Path) -> None:
     }
     assert run["sampling"] == {"max_new_tokens": 2048}
     told = "\n".join(left)
-    for what in ("kl_tau", "filter_zero_advantages", "group_size 1", "max_steps", "is missing;"):
+    for what in ("filter_zero_advantages", "group_size 1", "max_steps", "is missing;"):
         assert what in told
 
 
-def test_the_loss_has_the_gradient_of_prime_rls() -> None:
-    """Of its formula: a weighted mean over tokens, without those that have moved too far."""
-    low, high = 0.03, 0.02
-    bounds = f"[trainer.loss]\ndppo_mask_low = {low}\ndppo_mask_high = {high}\n"
+LOW, HIGH, EITHER = 0.03, 0.02, 0.05
+BOUNDS = f"dppo_mask_low = {LOW}\ndppo_mask_high = {HIGH}\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "two_sided", "pull"),
+    [
+        (f"{BOUNDS}kl_tau = 0", False, 0.0),
+        (BOUNDS, False, 0.001),
+        (f"{BOUNDS}kl_tau = 2.5", False, 2.5),
+        (f"type = 'ipo'\nkl_tau = 0.3\nipo_threshold = {EITHER}", True, 0.3),
+    ],
+)
+def test_the_loss_has_the_gradient_of_prime_rls(
+    settings: str, two_sided: bool, pull: float
+) -> None:
+    """Of its formula: a weighted mean over tokens, without those that have moved too far, and the
+    square of how far each has."""
+    bounds = f"[trainer.loss]\n{settings}\n"
     run, _, _ = imported("[orchestrator]\n[inference]\n", bounds, source("a"))
     loss = parse_config(RunConfig, run).algorithm.loss
     inputs = make_inputs()
@@ -184,11 +199,14 @@ def test_the_loss_has_the_gradient_of_prime_rls() -> None:
     now = inputs.outputs.detach().clone().requires_grad_()
     old, gain = inputs.columns["rollout_logprobs"], inputs.columns["advantages"]
     moved = now.detach().exp() - old.exp()
-    masked = torch.where(gain > 0, moved > high, moved < -low)
+    masked = torch.where(gain > 0, moved > HIGH, moved < -LOW)
+    if two_sided:
+        masked = moved.abs() > EITHER
     assert 3 < int(masked[inputs.mask].sum()) < int(inputs.mask.sum()) - 3
     weights = inputs.sample_weights[inputs.sample_index]
     terms = -(now - old).exp() * gain * weights
-    terms[inputs.mask & ~masked].sum().backward()
+    squares = pull * (now - old) ** 2 * weights
+    (terms[inputs.mask & ~masked].sum() + squares[inputs.mask].sum()).backward()
     torch.testing.assert_close(found, now.grad, rtol=1e-9, atol=1e-12)
 
 
@@ -234,7 +252,7 @@ def test_engines_and_ranks_of_several_hosts_have_no_devices(model: Path) -> None
     ("text", "told"),
     [
         ("[trainer.optim]\ntype = 'sign_sgd'", "trainer.optim.type: sign_sgd: AdamW and Muon"),
-        ("[trainer.loss]\ntype = 'ipo'", "trainer.loss.type: ipo: not there"),
+        ("[trainer.loss]\ntype = 'newest'", "trainer.loss.type: newest: is unknown"),
         ("[trainer.loss]\nadv_tau = 0.5", "trainer.loss.adv_tau: not there"),
         ("[trainer.model]\nep = 'auto'", "trainer.model.ep: auto: by hand"),
         ("[trainer.model]\noptimization_dtype = 'bfloat16'", "weights and moments are float32"),

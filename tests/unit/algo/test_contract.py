@@ -16,7 +16,11 @@ SETTINGS = {
     "gspo": [{"clip_low": 0.1}],
     "cispo": [{"clip_high": 0.2}],
     "dro": [{"dro_beta": 0.3}],
-    "dppo": [{"high": 0.05}, {"divergence": "kl", "high": 0.02, "low": 0.01}],
+    "dppo": [
+        {"high": 0.05},
+        {"divergence": "kl", "high": 0.02, "low": 0.01},
+        {"high": 0.05, "two_sided": True, "log_ratio_coefficient": 0.1},
+    ],
     "clip_cov": [{"clip_low": 0.2, "low": 0.05, "share": 0.2}],
     "kl_cov": [{"share": 0.2}],
     "topk_forward_kl": [{"top_count": 3}, {"top_count": 2, "tail": "renormalised"}],

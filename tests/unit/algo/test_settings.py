@@ -62,7 +62,14 @@ LOSS_VALUES = {
 OWN_LOSS_VALUES = {
     "gmpo": {"log_clip_low": 0.05, "log_clip_high": 0.05},
     "sapo": {"tau_positive": 3.0, "tau_negative": 3.0},
-    "dppo": {"divergence": "kl", "high": 0.02, "low": 0.01, "ratio_limit": 0.9},
+    "dppo": {
+        "divergence": "kl",
+        "high": 0.02,
+        "low": 0.01,
+        "two_sided": True,
+        "ratio_limit": 0.9,
+        "log_ratio_coefficient": 0.5,
+    },
     "clip_cov": {
         "clip_low": 0.05,
         "clip_high": 0.02,

@@ -31,15 +31,17 @@ def gmpo(x, i, t, now, low=0.4, high=0.4):
     return -x["A"][t] * np.exp(np.mean(logs))
 
 
-def dppo(x, i, t, now, kind="tv", high=0.2, low=None, limit=20.0):
+def dppo(x, i, t, now, kind="tv", high=0.2, low=None, limit=20.0, two_sided=False, square=0.0):
     p, q, advantage = np.exp(x["fixed"][t]), np.exp(x["old"][t]), x["A"][t]
     low = high if low is None else low
     far = abs(p - q)
     if kind == "kl":
         far = q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
-    if (advantage > 0 and p > q and far > high) or (advantage <= 0 and p < q and far > low):
-        return 0.0
-    return -min(np.exp(x["fixed"][t] - x["old"][t]), limit) * advantage * now[t]
+    back = square * (now[t] - x["old"][t]) ** 2
+    up, down = (True, True) if two_sided else (advantage > 0, advantage <= 0)
+    if (up and p > q and far > high) or (down and p < q and far > low):
+        return back
+    return back - min(np.exp(x["fixed"][t] - x["old"][t]), limit) * advantage * now[t]
 
 
 def ppo(x, i, t, now, low=0.8, high=1.2):
@@ -86,6 +88,14 @@ CASES = {
     "dppo_kl": (
         {"name": "dppo", "settings": {"divergence": "kl", "high": 0.01, "ratio_limit": 1.1}},
         lambda *a: dppo(*a, kind="kl", high=0.01, limit=1.1),
+    ),
+    "dppo_pulled_back": (
+        {"name": "dppo", "settings": {"high": 0.03, "log_ratio_coefficient": 0.4}},
+        lambda *a: dppo(*a, high=0.03, square=0.4),
+    ),
+    "dppo_two_sided": (
+        {"name": "dppo", "settings": {"high": 0.03, "two_sided": True}},
+        lambda *a: dppo(*a, high=0.03, two_sided=True),
     ),
     "dro": ({"name": "dro", "settings": {"dro_beta": 0.3}}, dro),
     "tinker_ppo": ({"name": "ppo"}, ppo),
