@@ -95,7 +95,7 @@ def test_ticks_of_powers_and_of_steps() -> None:
         assert scale is not None and scale.ticks(7) == pytest.approx(expected, rel=1e-9)
     assert scale_of_steps([1, 3]).ticks(8, least=1) == [1, 2, 3]
     assert scale_of_steps([7]).ticks(8, least=1) == [7]
-    assert scale_of_steps([10**300]).places([10**300]) == pytest.approx([0.5])
+    assert scale_of_steps([10**200]).places([10**200]) == pytest.approx([0.5])
     scale = log_scale_of([0.1, 10])
     assert scale is not None and scale.ticks(4) == pytest.approx([0.1, 1, 10])
 
