@@ -1,14 +1,9 @@
-"""reward.png: what a run has learned, over its steps.
-
-It is made of matplotlib's lines and texts alone. Of an axis of its own most are ticks, each of
-five parts, and those were two thirds of the time that the picture takes.
-"""
+"""reward.png: what a run has learned, over its steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,83 +11,7 @@ import numpy as np
 
 from sluice.imports import uncollected
 
-LEFT, WIDTH = 0.19, 0.79  # of panels, in parts of the figure
-BOTTOMS, HEIGHT = (0.685, 0.3775, 0.07), 0.29
-MARK = 0.007  # how far ticks stand out
-_POWERS = 250.0  # of 10: numbers beyond are drawn there
-_LARGEST = 10**_POWERS
-
-
-@dataclass(frozen=True)
-class Curve:
-    steps: Sequence[int]
-    values: Sequence[float] | np.ndarray
-    style: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Scale:
-    """From `low` to `high`, which are different; of a logarithmic one these are powers of 10."""
-
-    low: float
-    high: float
-    is_log: bool = False
-
-    def places(self, values: Iterable[float]) -> np.ndarray:
-        """0 at `low`, 1 at `high`; what is beyond lies at the edge. NaN of what is no number."""
-        found = np.fromiter(values, np.float64)
-        found = np.where(np.isfinite(found), found, np.nan)
-        if self.is_log:
-            found = np.log10(np.maximum(found, 10.0**self.low))
-        return np.clip((found - self.low) / (self.high - self.low), 0.0, 1.0)
-
-    def ticks(self, most: int, least: float = 0.0) -> list[float]:
-        """At most so many round values, not closer than `least`."""
-        low, high = self.low, self.high
-        if self.is_log and high - low < math.log10(20):
-            low, high = 10.0**low, 10.0**high
-        elif self.is_log:
-            powers = range(math.floor(low), math.ceil(high) + 1)
-            found = [part * 10.0**power for power in powers for part in (1, 2, 5)]
-            found = [value for value in found if low <= math.log10(value) <= high]
-            if len(found) <= most:
-                return found
-            return [10.0**power for power in Scale(low, high).ticks(most, 1.0)]
-        step = _round_up(max((high - low) / most, least))
-        return [step * k for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def _round_up(step: float) -> float:
-    """To 1, 2 or 5 times a power of 10."""
-    power = 10.0 ** math.floor(math.log10(step))
-    return next(part * power for part in (1, 2, 5, 10) if part * power >= step * (1 - 1e-9))
-
-
-def scale_of_steps(steps: Iterable[int]) -> Scale:
-    """Of all, with a little at both sides."""
-    known = [float(min(step, _LARGEST)) for step in steps]
-    first, last = min(known), max(known)
-    margin = 0.05 * (last - first) or max(0.5, 1e-9 * last)
-    return Scale(first - margin, last + margin)
-
-
-def scale_of(values: Iterable[float]) -> Scale:
-    """Of all numbers among them and 0, with a little above."""
-    known = [min(max(value, -_LARGEST), _LARGEST) for value in values if math.isfinite(value)]
-    low, high = min((0.0, *known)), max((0.0, *known))
-    if high - low < 1 / _LARGEST:
-        high = 1.0
-    return Scale(low * 1.05, high * 1.05)
-
-
-def log_scale_of(values: Iterable[float]) -> Scale | None:
-    """Of those above 0; None where there is none."""
-    found = [math.log10(value) for value in values if 0 < value < math.inf]
-    known = [min(max(power, -_POWERS), _POWERS) for power in found]
-    if not known:
-        return None
-    margin = max(0.05 * (max(known) - min(known)), 0.02)
-    return Scale(min(known) - margin, max(known) + margin, is_log=True)
+_LARGEST = 1e250  # what is beyond is drawn there: matplotlib reckons with squares
 
 
 def smoothed(values: Sequence[float], width: float) -> np.ndarray:
@@ -128,70 +47,52 @@ def draw(rows: list[dict[str, Any]], path: Path, scores: list[dict[str, Any]]) -
     """Three panels that share the step axis; scores on held-out tasks are in the first."""
     with uncollected():
         from matplotlib.figure import Figure
+        from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+    steps = _numbers(row["step"] for row in rows)
+    alone = {"marker": "."} if len(rows) == 1 else {}
     figure = Figure(figsize=(7, 7))
-    steps = [row["step"] for row in rows]
-    along = scale_of_steps([*steps, *(row["step"] for row in scores)])
-    rewards = [float(row["reward_mean"]) for row in rows]
-    curves = [
-        Curve(steps, rewards, {"label": "step", "color": "0.75", "linewidth": 1}),
-        Curve(steps, smoothed(rewards, 3), {"label": "trend", "color": "C0"}),
-    ]
+    # a layout of matplotlib's own would draw it twice
+    margins = {"left": 0.19, "right": 0.98, "bottom": 0.07, "top": 0.98, "hspace": 0.08}
+    axes = figure.subplots(3, 1, sharex=True, gridspec_kw=margins)
+    rewards = _numbers(row["reward_mean"] for row in rows)
+    axes[0].plot(steps, rewards, color="0.75", linewidth=1, label="step", **alone)
+    axes[0].plot(steps, smoothed(rewards, 3), color="C0", label="trend", **alone)
     for index, name in enumerate(dict.fromkeys(row["dataset"] for row in scores)):
         own = [row for row in scores if row["dataset"] == name]
-        dashed = {"label": f"{name} (held out)", "marker": "o", "linestyle": "--", "markersize": 4}
-        style = {**dashed, "color": f"C{3 + index}"}
-        curves.append(Curve([row["step"] for row in own], [row["score"] for row in own], style))
-    scale = scale_of([1.0, *(value for curve in curves for value in curve.values)])
-    _panel(figure, 0, "mean reward", along, scale, curves)
-    lengths = [row["response_length_mean"] for row in rows]
-    curve = Curve(steps, lengths, {"color": "C1"})
-    _panel(figure, 1, "response length\n(tokens)", along, scale_of(lengths), [curve])
-    mismatch = [row.get("rollout_mismatch", math.nan) for row in rows]
-    curve = Curve(steps, mismatch, {"color": "C2"})
-    scale = log_scale_of(mismatch) or scale_of(mismatch)
-    _panel(figure, 2, "|train - rollout|\nlog-prob", along, scale, [curve])
-    for step in along.ticks(8, least=1):
-        place = LEFT + WIDTH * along.places([step])[0]
-        figure.text(place, BOTTOMS[-1] - 2 * MARK, f"{step:.0f}", ha="center", va="top")
-    figure.text(LEFT + WIDTH / 2, 0.008, "step", ha="center", va="bottom")
+        places, values = (_numbers(row[key] for row in own) for key in ("step", "score"))
+        style = {"marker": "o", "linestyle": "--", "markersize": 4, "color": f"C{3 + index}"}
+        axes[0].plot(places, values, label=f"{name} (held out)", **style)
+    axes[0].set(ylabel="mean reward", ylim=_limits([0.0, 1.0, *rewards]))
+    axes[0].legend(loc="lower right", frameon=False)
+    lengths = _numbers(row["response_length_mean"] for row in rows)
+    axes[1].plot(steps, lengths, color="C1", **alone)
+    axes[1].set(ylabel="response length\n(tokens)", ylim=_limits([0.0, *lengths]))
+    mismatch = _numbers(row.get("rollout_mismatch", math.nan) for row in rows)
+    axes[2].plot(steps, mismatch, color="C2", **alone)
+    axes[2].set(ylabel="|train - rollout|\nlog-prob", xlabel="step")
+    axes[2].xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    if any(value > 0 for value in mismatch):
+        axes[2].set(yscale="log")
+        low, high = axes[2].get_ylim()
+        few = MaxNLocator(5) if high < 20 * low else LogLocator(subs=(1, 2, 5), numticks=8)
+        axes[2].yaxis.set_major_locator(few)
+    axes[2].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    axes[2].yaxis.set_minor_locator(NullLocator())
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120, pil_kwargs={"compress_level": 1})  # in half of the time
     return path
 
 
-def _panel(
-    figure: Any, index: int, title: str, along: Scale, scale: Scale, curves: list[Curve]
-) -> None:
-    from matplotlib.collections import LineCollection
-    from matplotlib.lines import Line2D
+def _numbers(values: Iterable[float]) -> list[float]:
+    """What is beyond the largest is drawn there; what is no number is a gap."""
+    found = np.fromiter(map(float, values), np.float64)
+    return np.where(np.isfinite(found), found.clip(-_LARGEST, _LARGEST), np.nan).tolist()
 
-    bottom, right = BOTTOMS[index], LEFT + WIDTH
-    top = bottom + HEIGHT
-    grid, frame = [], [[(LEFT, top), (LEFT, bottom), (right, bottom)]]
-    for step in LEFT + WIDTH * along.places(along.ticks(8, least=1)):
-        grid.append([(step, bottom), (step, top)])
-        frame.append([(step, bottom - MARK), (step, bottom)])
-    ticks = scale.ticks(7)
-    for tick, place in zip(ticks, bottom + HEIGHT * scale.places(ticks), strict=True):
-        grid.append([(LEFT, place), (right, place)])
-        frame.append([(LEFT - MARK, place), (LEFT, place)])
-        figure.text(LEFT - 2 * MARK, place, f"{tick:.6g}", ha="right", va="center_baseline")
-    figure.text(
-        0.07, bottom + HEIGHT / 2, title, ha="center", va="center", ma="center", rotation=90
-    )
-    shared = {"transform": figure.transFigure, "linewidths": 0.8, "snap": True}
-    figure.add_artist(LineCollection(grid, colors="0.69", alpha=0.3, **shared))
-    lines = []
-    for curve in curves:
-        x = LEFT + WIDTH * along.places(curve.steps)
-        y = bottom + HEIGHT * scale.places(curve.values)
-        alone = {"marker": "."} if len(x) == 1 else {}
-        lines.append(figure.add_artist(Line2D(x, y, **{**alone, **curve.style})))
-    figure.add_artist(LineCollection(frame, colors="black", **shared))
-    if len(lines) > 1:
-        figure.legend(
-            handles=lines,
-            loc="lower right",
-            bbox_to_anchor=(right, bottom),
-            frameon=False,
-        )
+
+def _limits(values: Iterable[float]) -> tuple[float, float]:
+    """Of all numbers among them, with a little room."""
+    known = [value for value in values if math.isfinite(value)]
+    return 1.05 * min(known), 1.05 * max(known) or 1.0

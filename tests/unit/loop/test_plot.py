@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from sluice.loop.plot import draw, log_scale_of, scale_of, scale_of_steps, smoothed
-
-ANY = st.floats(allow_subnormal=True)
+from sluice.loop.plot import draw, smoothed
 
 
 def pixels(path: Path, colour: tuple[int, int, int]) -> np.ndarray:
@@ -59,45 +57,6 @@ def test_no_number_is_too_much(tmp_path: Path, number: float) -> None:
         draw([{**rows[0], "step": number}], tmp_path / "reward.png", scores)
     with Image.open(tmp_path / "reward.png") as image:
         assert image.size == (840, 840)
-
-
-@given(st.lists(ANY, max_size=5), st.integers(1, 9))
-def test_ticks_are_few_and_round(values: list[float], most: int) -> None:
-    for scale in (scale_of(values), log_scale_of(values)):
-        if scale is not None:
-            ticks = scale.ticks(most)
-            assert len(ticks) <= most + 1
-            places = scale.places(ticks)
-            assert (np.diff(places) > 0).all()
-            assert all(math.isfinite(tick) for tick in ticks)
-            assert all(0 <= place <= 1 for place in scale.places(filter(math.isfinite, values)))
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([0, 1], [0, 0.2, 0.4, 0.6, 0.8, 1]),
-        ([-3, 1], [-3, -2, -1, 0, 1]),
-        ([320], [0, 50, 100, 150, 200, 250, 300]),
-    ],
-)
-def test_ticks_are_those_one_would_choose(values: list[float], expected: list[float]) -> None:
-    assert scale_of(values).ticks(7) == pytest.approx(expected)
-
-
-def test_ticks_of_powers_and_of_steps() -> None:
-    for values, expected in (
-        ([1e-7, 5e-7], [1e-7, 2e-7, 3e-7, 4e-7, 5e-7]),
-        ([1e-4, 1e-2], [1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2]),
-        ([1e-9, 1], [1e-8, 1e-6, 1e-4, 1e-2, 1]),
-    ):
-        scale = log_scale_of(values)
-        assert scale is not None and scale.ticks(7) == pytest.approx(expected, rel=1e-9)
-    assert scale_of_steps([1, 3]).ticks(8, least=1) == [1, 2, 3]
-    assert scale_of_steps([7]).ticks(8, least=1) == [7]
-    assert scale_of_steps([10**200]).places([10**200]) == pytest.approx([0.5])
-    scale = log_scale_of([0.1, 10])
-    assert scale is not None and scale.ticks(4) == pytest.approx([0.1, 1, 10])
 
 
 @given(
