@@ -30,6 +30,7 @@ RESERVED_ENV = frozenset(
 MAX_CONFIG_BYTES = 16 << 20  # somebody meant another file
 LONGEST_PATH, LONGEST_NAME = 4095, 255  # bytes
 LONGEST_SHOWN = 200  # characters of a value, or of a key, in an error
+MOST_FAULTS = 40  # told of at once
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/model
 PLAIN_NAME_RULE = "a name has letters, digits, '_', '.' and '-', none of the last two first"
@@ -319,10 +320,12 @@ def faults_of(
     former_keys: Mapping[str, str] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """What `describe` says, setting by setting."""
+    """What `describe` says, setting by setting, of the first few; what is wrong with one is often
+    wrong with a thousand."""
     lines: list[str] = []
     shown = set[str]()  # lists of known keys, once each
-    for item in error.errors():
+    faults = error.errors()
+    for item in faults[:MOST_FAULTS]:
         path = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
         if new := (former_keys or {}).get(path):
@@ -338,6 +341,8 @@ def faults_of(
             source = f" of the environment variable {variable}" if is_from_there else ""
             message += f" (got {_clipped(repr(item['input']))}{source})"
         lines.append(f"{_clipped(path)}: {message}" if path else message)
+    if len(faults) > MOST_FAULTS:
+        lines.append(f"and {len(faults) - MOST_FAULTS} more")
     return lines
 
 

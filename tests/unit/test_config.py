@@ -207,3 +207,11 @@ def test_long_values_and_keys_are_shown_in_part(values):
     with pytest.raises(ConfigError) as refusal:
         parse_config(TrainerConfig, {"model": "m", **values})
     assert 200 < len(str(refusal.value)) < 600
+
+
+def test_of_a_thousand_faults_the_first_are_told_and_how_many_more_there_are():
+    with pytest.raises(ConfigError) as caught:
+        parse_config(TrainerConfig, {"model": "m", "optim": {"betas": ["no"] * 1000}})
+    told = str(caught.value).split("; ")
+    assert (len(told), told[-1]) == (41, "and 960 more")
+    assert told[0].startswith("optim.betas.0: ") and told[39].startswith("optim.betas.39: ")
