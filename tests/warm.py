@@ -4,9 +4,9 @@ What a rank or an engine costs until it serves is three seconds of processor tim
 of torch and transformers, and next to nothing else. `install` has `subprocess.Popen`, and what
 services start in turn, fork `python -m services...` from a nursery, and pytest-xdist its workers.
 The process is a child of who asked for it, has its own id, command line, environment and
-descriptors, and imports itself what declares metrics of one service; it is a `python -m` in all
-but where its modules come from, and that it ends without taking them apart. Whatever else is
-started, or has another environment for what was loaded, begins afresh as ever.
+descriptors, and declares the metrics that it would have; it is a `python -m` in all but where its
+modules come from, and that it ends without taking them apart. Whatever else is started, or has
+another environment for what was loaded, begins afresh as ever.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ MODELS = (
     "torch.distributed.checkpoint",  # with what shards models, which transformers began without
 )
 
-OWN = (  # with what they import; none declares metrics of one service
+OWN = (  # with what they import
     "services.rollout.config",
     "services.rollout.engine.images",
     "services.rollout.engine.reference.batch",
@@ -111,6 +111,14 @@ OWN = (  # with what they import; none declares metrics of one service
     "sluice.weights.host_cache",
     "sluice.weights.transfer.group",
 )
+COMMANDS = (  # these as well, but for themselves
+    "sluice.cli",
+    "services.converter.__main__",
+    "services.rollout.__main__",
+    "services.router.__main__",
+    "services.trainer.__main__",
+)
+OWNERS = ("converter", "loop", "rollout", "router", "trainer")  # of metrics, by their names
 SINGLE = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # which pyarrow would start
 FAULTS = "sluice.faults"  # reads the environment as it is imported
 
@@ -240,6 +248,7 @@ def _run(order: Order) -> int:
             exec(order.command[3], vars(sys.modules["__main__"]))
         else:
             sys.argv = [order.module, *order.command[3:]]
+            _forget_metrics(order.module)
             runpy._run_module_as_main(order.module)  # type: ignore[attr-defined]  # as `python -m`
     except SystemExit as end:
         if isinstance(end.code, int):
@@ -263,12 +272,25 @@ def _import_libraries() -> None:
             importlib.import_module(name)
         for name in OWN:
             importlib.import_module(name)
+        for name in COMMANDS:
+            importlib.import_module(name)
+            del sys.modules[name]  # what is run is none that was imported
         conversions = sys.modules["transformers.conversion_mapping"]
         conversions.get_checkpoint_conversion_mapping("")  # made by the first model that loads
     tempfile.tempdir = None  # each has that of its environment
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads is not to be forked"
     gc.freeze()
     _collapse_pages()
+
+
+def _forget_metrics(module: str) -> None:
+    """Those that only others declare. A program that is no service has those of a run."""
+    own = module.split(".")[1] if module.startswith("services.") else "loop"
+    registry = sys.modules["prometheus_client"].REGISTRY
+    for collector, names in list(registry._collector_to_names.items()):
+        owner = names[0].removeprefix("sluice_").split("_")[0]
+        if owner in OWNERS and owner != own:
+            registry.unregister(collector)
 
 
 def _collapse_pages() -> None:

@@ -76,6 +76,14 @@ def test_a_worker_of_pytest_does_what_it_is_told() -> None:
     assert output.split() == [str(process.pid), "True", "__main__"]
 
 
+@pytest.mark.parametrize("module", ["sluice.cli", "services.trainer"])
+def test_a_command_is_loaded_but_for_itself(module: str) -> None:
+    """One that was imported before it is run would be told of on stderr."""
+    command = [sys.executable, "-m", module, "--help"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=PATIENCE)
+    assert (done.returncode, done.stderr) == (0, b"") and done.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "starts"),
     [

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import signal
 import subprocess
 import sys
@@ -133,6 +134,8 @@ async def test_a_process_ends_well_on_sigterm(store: Store, models: Models, tmp_
             hours = 'group_duration_seconds_bucket{le="10800.0"}'  # groups of agents take some
             for name in ("weight_version 0.0", decoded, "samples_total{", hours):
                 assert f"sluice_rollout_{name}" in metrics
+            owners = set(re.findall(r"^# TYPE sluice_([a-z]+)", metrics, re.M))
+            assert owners.isdisjoint({"converter", "loop", "router", "trainer"}), "none of others"
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
             states = {e.engine_id: e.state for e in await client.list_engines()}
