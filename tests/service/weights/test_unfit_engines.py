@@ -18,7 +18,7 @@ from tests.patience import PATIENCE
 from tests.service.trainer.harness import ACTIVE, RunningTrainer, poll, running_trainer, until
 from tests.service.weights.harness import RunningEngine, running_engines, serves
 
-SECONDS = 10  # of a transfer: the test of one that stops waits for it
+SECONDS = 8  # of a transfer, and of an answer: the test of one that stops waits for both
 SMALL = {"threads": 1, "max_running": 8, "max_model_length": 64}
 
 
@@ -26,7 +26,12 @@ SMALL = {"threads": 1, "max_running": 8, "max_model_length": 64}
 def sending(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[RunningTrainer]:
     settings = {
         "ranks": {"count": 1, "command_timeout": PATIENCE},
-        "transfer": {"enabled": True, "timeout_seconds": SECONDS, "bucket_bytes": 40_000},
+        "transfer": {
+            "enabled": True,
+            "timeout_seconds": SECONDS,
+            "answer_seconds": SECONDS,
+            "bucket_bytes": 40_000,
+        },
     }
     with running_trainer(tmp_path_factory.mktemp("trainer"), model, **settings) as running:
         yield running
