@@ -506,7 +506,7 @@ for _source, _name in ((TRAIN, "environment"), (EVAL, "evaluation.datasets.<name
             {"null": "", "": "by hand: docs/openai.md, Harnesses"}
         ),
         f"{_source}env.<agent>.runtime.type": _settled(
-            {"subprocess": "", "": "by hand: docs/rollout.md, Programs in a sandbox"}
+            {"subprocess": "", "": "by hand: docs/rollout.md, Programs"}
         ),
         f"{_source}env.<agent>.timeout.rollout": by_hand("run.yaml group_timeout_seconds"),
         f"{_source}env.": _OWN_ENVIRONMENT,

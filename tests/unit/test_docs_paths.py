@@ -88,6 +88,20 @@ def test_every_link_leads_to_a_page_and_a_heading(page: Path) -> None:
     assert lost == []
 
 
+def citations_of(text: str) -> set[tuple[str, str]]:
+    """(page, heading) where words of a program say `docs/page.md, Heading`."""
+    return set(re.findall(r"(docs/[\w-]+\.md), ([A-Z][\w -]*)", text))
+
+
+def test_every_heading_that_a_message_sends_to_is_on_its_page() -> None:
+    lost = set()
+    for file in [*(ROOT / "sluice").rglob("*.py"), *(ROOT / "services").rglob("*.py")]:
+        for page, heading in citations_of(file.read_text()):
+            if not anchors_of(f"# {heading}") <= anchors_of((ROOT / page).read_text()):
+                lost.add((file.name, page, heading))
+    assert lost == set()
+
+
 def test_the_readme_leads_to_every_page() -> None:
     named = set(re.findall(r"`docs/([\w-]+\.md)`", PAGES[0].read_text()))
     assert named == {page.name for page in (ROOT / "docs").glob("*.md")}
@@ -112,5 +126,6 @@ def test_a_page_that_names_what_is_gone_is_noticed() -> None:
     text = "`sluice/gone.py: run` and `sluice/cli.py::main`, `docs/*.md`, `python -m sluice`"
     assert paths_of(text) == {"sluice/gone.py", "sluice/cli.py"}
     assert names_of(text) == {("sluice/gone.py", "run"), ("sluice/cli.py", "main")}
+    assert citations_of("(docs/gone.md, Some words)") == {("docs/gone.md", "Some words")}
     assert "main" in definitions(ROOT / "sluice/cli.py")
     assert "nothing" not in definitions(ROOT / "sluice/cli.py")
