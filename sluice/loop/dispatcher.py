@@ -60,6 +60,8 @@ class GroupCounts:
     finished: int = 0
     filtered: int = 0
     surplus: int = 0
+    dropped: int = 0  # as their tasks failed
+    drop_reason: str = ""  # of the last one
     episodes: int = 0
     reward_sum: float = 0.0
 
@@ -560,6 +562,8 @@ class RolloutDispatcher:
         self._record_drop(group, reason)
         self._pop_pending(group.group_id)
         self._dropped_in_a_row += 1
+        self._counts.dropped += 1
+        self._counts.drop_reason = reason
         self._changed.set()
         if self._dropped_in_a_row >= self._config.dropped_in_a_row:
             raise RolloutFailedError(

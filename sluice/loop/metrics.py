@@ -66,6 +66,7 @@ ROW_KEYS = {
     "groups/<environment>": "Groups of one environment.",
     "filtered_groups": "Groups that filters dropped for this step.",
     "surplus_groups": "Groups that over-sampling left over.",
+    "dropped_groups": "Groups given up as their tasks failed; absent where there are none.",
     "silent_groups": "Groups whose advantages are all 0.",
     "advantage": "Mean advantage of trained tokens, before it is whitened.",
     "advantage_abs_mean": "Mean absolute advantage of trained tokens.",

@@ -19,7 +19,7 @@ from sluice.client import Client, RemoteError, RouterClient
 from sluice.config import ConfigError
 from sluice.loop import trace
 from sluice.loop.config import STALENESS_IGNORED, TRUNCATED, RunConfig
-from sluice.loop.dispatcher import DispatcherConfig, RolloutDispatcher
+from sluice.loop.dispatcher import DispatcherConfig, GroupCounts, RolloutDispatcher
 from sluice.loop.evaluation import EvaluationLane
 from sluice.loop.filters import GroupFilters
 from sluice.loop.fit import SaidServices, check_workers, checks_of
@@ -97,6 +97,7 @@ class TrainingRun(PolicyRun):
         self._teachers = Teachers(config, self.router, self._teacher_of)
         self._evaluations = EvaluationLane(config, self.workers, report)
         self._dispatcher: RolloutDispatcher | None = None
+        self._has_told_dropped = False
         self._keeping_up: asyncio.Task[None] | None = None
         self._bringing: asyncio.Task[None] | None = None  # of engines to the version published last
         self._committed: CommitReport | None = None  # of the version that engines were brought to
@@ -137,6 +138,15 @@ class TrainingRun(PolicyRun):
         if self._promised is not None:
             return self._settle_promise
         return None if self._engines_take_work else self._hand_over
+
+    def _tell_dropped(self, counts: GroupCounts) -> None:
+        """Say once that tasks are lost: a reward that raises for some rows ends no run."""
+        if not self._has_told_dropped:
+            self._has_told_dropped = True
+            self.report.note(
+                f"step {self.step}: groups dropped: {counts.dropped}, the last one: "
+                f"{counts.drop_reason}; `dropped_groups` of metrics.jsonl counts those to come"
+            )
 
     @property
     def _engines_take_work(self) -> bool:
@@ -220,6 +230,9 @@ class TrainingRun(PolicyRun):
         counts = dispatcher.take_counts()
         if self._filters or self.config.over_sampling > 1:
             trained.metrics.update(counts.row())
+        if counts.dropped:
+            trained.metrics["dropped_groups"] = float(counts.dropped)
+            self._tell_dropped(counts)
         committed = self._committed
         assert committed is not None, "no engine serves"
         fleet = {

@@ -21,6 +21,12 @@ def test_bad_prompts_are_dropped_with_their_reason_and_the_others_trained_on(sta
     assert [g.position for g in training.groups("consumed")] == [0, 1, 2, 4, 7, 8, 9, 10]
     assert [g.position for g in training.groups("dropped")] == [3, 5, 6]
     assert not training.groups("issued")
+    rows = [json.loads(line) for line in (training.run_dir / "metrics.jsonl").open()]
+    assert sum(row.get("dropped_groups", 0) for row in rows) == 3
+    journal = [json.loads(line) for line in (training.run_dir / "journal.jsonl").open()]
+    notes = [line["text"] for line in journal if line["event"] == "note"]
+    (note,) = (text for text in notes if "groups dropped" in text)  # further ones are counted
+    assert note.startswith("step 1: ") and f"{file}, row " in note
     ledger = sqlite3.connect(training.run_dir / "ledger.sqlite")
     query = "SELECT position, reason FROM groups WHERE state = 'dropped'"
     reasons = dict(ledger.execute(query).fetchall())

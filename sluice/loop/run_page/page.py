@@ -37,7 +37,16 @@ MOST_IMAGE_BYTES = 24 << 20
 
 _PANELS = (
     ("learning", ("reward_mean", "response_length_mean", "loss", "entropy", "grad_norm")),
-    ("estimates", ("advantage_abs_mean", "silent_groups", "filtered_groups", "kl_reference")),
+    (
+        "estimates",
+        (
+            "advantage_abs_mean",
+            "silent_groups",
+            "filtered_groups",
+            "dropped_groups",
+            "kl_reference",
+        ),
+    ),
     (
         "preferences",
         ("preference_loss", "accuracy", "reward_margin", "held_out_loss", "held_out_accuracy"),
