@@ -105,6 +105,7 @@ class RunReport:
         self._line = line
         self._scores: dict[tuple[str, str, int], float] = {}
         self._steps, self._step = steps, 0
+        self._kept: int | None = None  # step of the last run checkpoint
         metrics.PLANNED_STEPS.set(steps)
         self._recent = deque[Mapping[str, Any]](maxlen=RECENT)
         self._last: Mapping[str, Any] = {}
@@ -154,11 +155,28 @@ class RunReport:
         if self._kind:
             why = "" if error is None or stopped else f"{type(error).__name__}: {text_of(error)}"
             self.journal.write(END, outcome=outcome, step=self._step, text=why)
+            if stopped:
+                self.note(self._stopped_text(), is_kept=False)
+
+    def _stopped_text(self) -> str:
+        told = f"stopped at step {self._step} of {self._steps}"
+        if self._kept is None:
+            return told
+        if self._kept == self._step:
+            return f"{told}; `--resume` goes on from there"
+        return (
+            f"{told}; `--resume` goes on after step {self._kept}, the last run checkpoint "
+            "(`checkpoint_every`)"
+        )
 
     def begin(self, kind: str, config: Mapping[str, Any]) -> None:
         """Record that a process begins to train, with the settings of its run."""
         self._kind = kind
         self.journal.start(kind, self._steps, config)
+
+    def keep(self, step: int) -> None:
+        """A run checkpoint of this step is there."""
+        self._kept = step
 
     def track(self, trackers: TrackersConfig, config: Mapping[str, Any]) -> None:
         """Have trackers to show the run to. Raises ConfigError."""
@@ -267,7 +285,14 @@ class RunReport:
 
     def truncate(self, step: int) -> list[float]:
         """Drop rows after `step`, whose work is done again; rewards of the rows that stay."""
-        kept = [row for row in self._read() if row["step"] <= step]
+        rows = self._read()
+        kept = [row for row in rows if row["step"] <= step]
+        if (again := max((row["step"] for row in rows), default=step) - step) > 0:
+            self.note(
+                f"goes on after step {step}, the last run checkpoint; later steps, made again: "
+                f"{again}",
+                is_kept=False,
+            )
         if (gone := step - len({row["step"] for row in kept if "skipped" in row})) > 0:
             self.note(f"{self.path}: rows of {gone} of the steps up to {step} are gone")
         data = b"".join(encode_row(row) + b"\n" for row in kept)
@@ -276,6 +301,7 @@ class RunReport:
         self._scores = {_evaluation_of(row): _score_of_all(row) for row in evaluated}
         trained = [row for row in kept if "reward_mean" in row]
         self._step, self._last = step, trained[-1] if trained else {}
+        self._kept = step
         metrics.STEP.set(step)
         self._progress.update(self._task, completed=step)
         if self._kind:

@@ -346,6 +346,7 @@ class TrainerRun(ABC, Generic[C]):
             await self._wait_durable(run_checkpoint.weight_version)
             self.ledger.version_durable(run_checkpoint.weight_version)
         await self._retention.record(run_checkpoint)
+        self.report.keep(run_checkpoint.step)
 
     async def _settle_saving(self) -> None:
         """Waits until the run checkpoint that was asked for is one; raises why it is none."""

@@ -92,7 +92,9 @@ def test_a_signal_ends_a_run_in_order(stack, number):
     assert training.process.returncode == 128 + number, output
     assert "Traceback" not in output
     assert not (training.run_dir / "ledger.sqlite-wal").exists()  # it was closed
-    assert load(training.run_dir).steps[1] <= training.rows()[-1]["step"]
+    done = training.rows()[-1]["step"]
+    assert load(training.run_dir).steps[1] <= done
+    assert f"stopped at step {done} of 500; `--resume` goes on " in output
     goes_on(stack, f"ended-{number}", training.rows()[-1]["step"] + 2)
 
 

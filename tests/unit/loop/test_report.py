@@ -37,6 +37,45 @@ def test_a_run_without_matplotlib_does_not_fail_at_its_end(
     assert "matplotlib is not installed" in said.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("kept", "told"),
+    [
+        (None, "stopped at step 3 of 9\n"),
+        (3, "stopped at step 3 of 9; `--resume` goes on from there\n"),
+        (2, "; `--resume` goes on after step 2, the last run checkpoint (`checkpoint_every`)\n"),
+    ],
+)
+def test_a_run_that_is_stopped_says_where_it_would_go_on(
+    tmp_path: Path, kept: int | None, told: str
+) -> None:
+    """Without `checkpoint_every` that is its beginning, which nobody expects."""
+    said = io.StringIO()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        RunReport(tmp_path, 9, Console(file=said)) as report,
+    ):
+        report.begin("train", {})
+        if kept is not None:
+            report.keep(kept)
+        for step in range(1, 4):
+            report.step({**ROW, "step": step})
+        raise KeyboardInterrupt
+    assert said.getvalue().endswith(told)
+
+
+def test_a_run_that_goes_back_says_how_many_steps_it_makes_again(tmp_path: Path) -> None:
+    said = io.StringIO()
+    with RunReport(tmp_path, 9, Console(file=said)) as report:
+        report.begin("train", {})
+        for step in range(1, 4):
+            report.step({**ROW, "step": step})
+        report.truncate(3)
+        assert "again" not in said.getvalue()
+        report.truncate(1)
+    told = "goes on after step 1, the last run checkpoint; later steps, made again: 2\n"
+    assert said.getvalue().endswith(told)
+
+
 def test_a_damaged_line_is_left_out_and_said(tmp_path: Path) -> None:
     """Wherever a bit flips: those behind the line stay, and nothing ends with a trace."""
     said = io.StringIO()
