@@ -36,8 +36,9 @@ async def off_loop(size: int, work: Callable[[], T]) -> T:
 class TextTokenizer:
     """The tokenizer of a HF model directory."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path | str) -> None:
         """Raises ConfigError when the directory holds no fast tokenizer, or a broken template."""
+        directory = Path(directory)
         path = directory / "tokenizer.json"
         if not path.is_file() and not (directory / FILE).is_file():
             raise ConfigError(f"tokenizer: {path} does not exist")

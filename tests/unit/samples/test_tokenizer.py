@@ -71,6 +71,14 @@ def test_plain_texts_are_encoded_as_by_transformers(chatty: Path, text: str) -> 
     assert ours.end_token_id == theirs.eos_token_id
 
 
+def test_its_directory_may_be_a_text_as_for_transformers(chatty: Path) -> None:
+    """As a program writes it that copies an example."""
+    theirs = AutoTokenizer.from_pretrained(str(chatty))
+    assert TextTokenizer(str(chatty)).encode("12=", special=True) == theirs.encode("12=")
+    with pytest.raises(ConfigError, match=r"nowhere/tokenizer\.json does not exist"):
+        TextTokenizer("nowhere")
+
+
 def test_conversations_are_rendered_as_by_transformers(chatty: Path) -> None:
     ours, theirs = TextTokenizer(chatty), AutoTokenizer.from_pretrained(chatty)
     expected: Any = theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
