@@ -110,8 +110,8 @@ class PoolRoom:
         self.closed = False
         self._epoch = pool.epoch
         metrics.open_pool(name)
-        self.releases = metrics.RELEASES.labels(name)
-        self._given = [metrics.LEASES.labels(name, decision) for decision in metrics.DECISIONS]
+        self.granted = dict.fromkeys(metrics.DECISIONS, 0)  # leases, since it was made
+        self.released = 0
 
     @property
     def is_idle(self) -> bool:
@@ -153,7 +153,10 @@ class PoolRoom:
             raise LeasesRefusedError(refused, self.name) from None
         finally:
             self.notify_waiters()
-        metrics.count_grant(self._given, grant)
+        granted = self.granted
+        granted["session"] += grant.session_count
+        granted["placed"] += len(grant.targets) - grant.queued_count - grant.session_count
+        granted["queued"] += grant.queued_count
         return grant
 
     def tells(self, client: str) -> bool:
@@ -280,6 +283,9 @@ class PoolCollector(StateCollector):
         for room in self._pools:
             _read_engines(room, engines)
             name, pool = [room.name], room.pool
+            for decision, count in room.granted.items():
+                pools[metrics.LEASES].add_metric([*name, decision], count)
+            pools[metrics.RELEASES].add_metric(name, room.released)
             pools[metrics.IMBALANCE].add_metric(name, _imbalance(room))
             pools[metrics.QUEUED].add_metric(name, pool.waiting.count)
             pools[metrics.CLIENTS].add_metric(name, pool.tables.leases.holder_count)

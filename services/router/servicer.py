@@ -146,6 +146,8 @@ class _LeaseAnswers:
             await cancel_all([*self._waiting, *([] if reading is None else [reading])])
 
     def _is_full(self) -> bool:
+        if not self._waiting:
+            return len(self._answers) >= _UNDER_WAY
         under_way = len(self._answers) + len(self._waiting)
         return under_way >= _UNDER_WAY or sum(self._waiting.values()) >= _WAITING_BYTES
 
@@ -412,8 +414,9 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         room, client, now = self._pools.room(request.pool), request.client_id, self._pools.clock()
         room.pool.greet(client, request.known_epoch, now)
         if len(ids):
-            count = room.pool.release(client, ids, now, outcomes=outcomes, output_tokens=tokens)
-            room.releases.inc(count)
+            room.released += room.pool.release(
+                client, ids, now, outcomes=outcomes, output_tokens=tokens
+            )
         grant = room.acquire(client, wanted, now)
         response = pb.AcquireLeasesResponse(
             first_lease_id=grant.first_id, ttl=_duration(room.pool.config.client_ttl)

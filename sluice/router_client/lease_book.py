@@ -210,7 +210,8 @@ class FleetView:
 
     def place(self, epoch: int, target: int) -> Place | None:
         """Returns what a target index of an epoch means; None if that was never heard."""
-        return self._tables.get(epoch, {}).get(target)
+        table = self._tables.get(epoch)
+        return None if table is None else table.get(target)
 
     def shun(self, engine_id: str) -> None:
         """Keep off an engine for a while: what fails at once always looks the least used."""
@@ -294,11 +295,12 @@ class PendingReleases:
         """Have a request give them back, in columns; those that say nothing are left out."""
         if not self.ids:
             return
-        request.released.lease_ids.extend(self.ids)
+        released = request.released
+        released.lease_ids.extend(self.ids)
         if self.outcomes.count(pb.OUTCOME_OK) < len(self.ids):
-            request.released.outcomes.extend(self.outcomes)
+            released.outcomes.extend(self.outcomes)
         if max(self.tokens) >= 0:
-            request.released.token_counts.extend(self.tokens)
+            released.token_counts.extend(self.tokens)
         self.ids, self.outcomes, self.tokens = [], [], []
 
     def take_back(self, request: pb.AcquireLeasesRequest) -> None:
@@ -338,18 +340,19 @@ class LeaseBook:
 
     def take(self, response: pb.AcquireLeasesResponse, tickets: Sequence[Ticket]) -> None:
         """Resolve what got a target, keep the rest; tickets are of the new leases, in order."""
-        if response.engines or not self._fleet.knows(response.epoch):
-            self._fleet.learn(response.epoch, response.engines)
-        for offset, target in enumerate(response.target_indices):
-            lease_id, ticket = response.first_lease_id + offset, tickets[offset]
-            place = self._fleet.place(response.epoch, target) if target >= 0 else None
+        epoch, first = response.epoch, response.first_lease_id
+        if response.engines or not self._fleet.knows(epoch):
+            self._fleet.learn(epoch, response.engines)
+        for lease_id, target in enumerate(response.target_indices[:], first):  # as a list: cheaper
+            ticket = tickets[lease_id - first]
+            place = self._fleet.place(epoch, target) if target >= 0 else None
             place = place or self._early.pop(lease_id, None)
             if place is None:
                 self._keep(lease_id, ticket)
             else:
                 self._resolve(lease_id, ticket, place)
         if response.bound_lease_ids:
-            self.bind(response.epoch, response.bound_lease_ids, response.bound_target_indices)
+            self.bind(epoch, response.bound_lease_ids, response.bound_target_indices)
 
     def bind(self, epoch: int, lease_ids: Sequence[int], targets: Sequence[int]) -> None:
         """Resolve leases that had waited."""

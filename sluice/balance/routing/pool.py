@@ -212,7 +212,9 @@ class Pool:
             tables.leases.count_of(row.slot) >= self.config.max_leases_per_client
         ):
             return None
-        if self.waiting.has(needs) or not tables.targets.prompt_free_count(needs):
+        fleet = tables.targets.fleet(needs)
+        free_count = fleet.free_count if fleet.is_even else tables.targets.prompt_free_count(needs)
+        if not free_count or self.waiting.has(needs):
             return None
         group = NO_GROUP
         for name, size in request.groups:
@@ -220,7 +222,7 @@ class Pool:
                 group = tables.groups.slot(name, now)
         if request.expected_tokens is not None and group != NO_GROUP:
             tables.groups.expect_of(group, float(request.expected_tokens[0]))
-        target = self._placement.pick(tables.targets.fleet(needs), group)
+        target = self._placement.pick(fleet, group)
         tables.charge_one(target, group, now)
         first = tables.leases.grant_one(row.slot, target, group)
         if group != NO_GROUP:

@@ -14,9 +14,10 @@ from prometheus_client.core import Metric
 
 from services.rollout.engine.interface import EngineStatus, RankLoad
 from services.rollout.engine.servicer import EngineCollector
-from services.router.metrics import open_pool
-from services.router.pools import PoolCollector
-from sluice.balance.routing import EngineSpec, LeaseRequest, Pool, PoolConfig
+from services.router.config import RouterConfig
+from services.router.pools import PoolCollector, Pools
+from sluice.balance.routing import EngineSpec, LeaseRequest
+from sluice.config import parse_config
 from sluice.runtime import waits as waits_module
 from sluice.runtime.metrics import Reading, observe_all, with_values
 from sluice.runtime.waits import Waits
@@ -112,13 +113,12 @@ def test_a_scrape_of_an_engine_shows_what_is_declared() -> None:
 
 
 def test_a_scrape_of_a_router_shows_what_is_declared() -> None:
-    pool = Pool(PoolConfig(), np.random.default_rng(0))
+    pools, registry = Pools(parse_config(RouterConfig, {}), clock=lambda: 0.0), CollectorRegistry()
+    room = pools.room("policy")
     for name, version in (("a", 5), ("b", 3)):
-        pool.register(EngineSpec(name=name, max_running=1, version=version), 0.0)
-    pool.acquire("client", LeaseRequest(count=3, may_wait=True), 0.0)
-    registry = CollectorRegistry()
-    rooms = [SimpleNamespace(name="policy", pool=pool)]
-    collector = PoolCollector(rooms, registry)  # type: ignore[arg-type]
+        room.pool.register(EngineSpec(name=name, max_running=1, version=version), 0.0)
+    room.acquire("client", LeaseRequest(count=3, may_wait=True), 0.0)
+    collector = PoolCollector(pools, registry)
     assert scraped(collector.collect()) == readings("services.router.metrics")
     of = {"pool": "policy"}
     assert registry.get_sample_value("sluice_router_queued_leases", of) == 1
@@ -171,21 +171,19 @@ def test_values_observed_together_count_as_one_by_one() -> None:
 
 
 def test_what_a_router_decides_is_counted_by_how() -> None:
-    from services.router.config import RouterConfig
-    from services.router.pools import Pools
-    from sluice.config import parse_config
-
-    open_pool("counted")
-    room = Pools(parse_config(RouterConfig, {}), clock=lambda: 0.0).room("counted")
+    pools, registry = Pools(parse_config(RouterConfig, {}), clock=lambda: 0.0), CollectorRegistry()
+    PoolCollector(pools, registry)
+    room = pools.room("counted")
     room.pool.register(EngineSpec(name="a", max_running=3), 0.0)
     for sessions in (["s"], ["s"]):
         room.acquire("client", LeaseRequest(count=1, sessions=sessions, may_wait=True), 0.0)
     room.acquire("client", LeaseRequest(count=3, may_wait=True), 0.0)
-    counted = {
-        decision: value_of("sluice_router_leases_total", pool="counted", decision=decision)
-        for decision in ("session", "placed", "queued")
-    }
-    assert counted == {"session": 1, "placed": 2, "queued": 2}
+
+    def counted(decision: str) -> float | None:
+        of = {"pool": "counted", "decision": decision}
+        return registry.get_sample_value("sluice_router_leases_total", of)
+
+    assert [counted(decision) for decision in ("session", "placed", "queued")] == [1, 2, 2]
 
 
 def test_the_oldest_wait_of_a_process_shows(monkeypatch: pytest.MonkeyPatch) -> None:
