@@ -11,19 +11,21 @@ import asyncio
 import atexit
 import functools
 import gc
-import importlib
+import importlib.util
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.machinery import PathFinder
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 COMPILER = "torch._dynamo"
 AVAILABLE = "is_torch_distributed_available"
 MASKS = f"{COMPILER}._trace_wrapped_higher_order_op"  # transformers takes a name of it
+SETTINGS = f"{COMPILER}.config"  # in which torch looks where it works out shapes of what is sharded
 FOLDERS = "create_import_structure_from_path"  # a function of transformers, of a folder
 OBJECTS_MADE = 50_000  # and not dropped, before garbage is looked for
 YOUNG_SECONDS = 60.0  # after which it is looked for among what was made since
@@ -122,11 +124,28 @@ def unsymbolic() -> Iterator[None]:
 def with_shards() -> None:
     """To be called before transformers shards a model: it may have been imported without."""
     _sharding.set()
+    _load_settings()
     for name, module in list(sys.modules.items()):
         if not name.startswith("transformers.distributed.") or hasattr(module, "DTensor"):
             continue
         if getattr(module, AVAILABLE, None) == _sharding.is_set:
             importlib.reload(module)  # its functions, which others have, see the new names
+
+
+def _load_settings() -> None:
+    """Of Dynamo, without the rest of it: to be asked for one would load all, a third of a second.
+
+    They are the ones that it has once it is loaded.
+    """
+    if SETTINGS in sys.modules or not isinstance(stand_in := sys.modules.get(COMPILER), Marks):
+        return
+    (folder,) = sys.modules["torch"].__path__
+    spec = PathFinder.find_spec(SETTINGS, [f"{folder}/_dynamo"])
+    if spec is None or spec.loader is None:
+        return  # a torch that has them elsewhere loads all
+    settings = importlib.util.module_from_spec(spec)
+    sys.modules[SETTINGS] = vars(stand_in)["config"] = settings
+    spec.loader.exec_module(settings)
 
 
 def _no() -> bool:

@@ -149,10 +149,22 @@ from sluice.imports import with_shards
 with_shards()
 from torch.distributed.tensor import DTensor
 assert sharding_utils.DTensor is DTensor and utils.is_torch_distributed_available()
+
+import sys
+import torch
+from torch import distributed
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+ones = distribute_tensor(torch.ones(2, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
+assert torch.equal((ones @ ones).full_tensor(), torch.full((2, 2), 2.0))
+assert "torch._dynamo.convert_frame" not in sys.modules
+settings = sys.modules["torch._dynamo.config"]
+assert torch.compile(lambda x: x * 2 + 1, backend="eager")(torch.ones(())) == 3
+assert torch._dynamo.config is torch._dynamo.convert_frame.config is settings
 """
 
 
-def test_transformers_reads_each_folder_once_and_has_shards_when_they_are_asked_for() -> None:
+def test_transformers_reads_each_folder_once_and_shards_without_a_compiler_when_asked_to() -> None:
     subprocess.run([sys.executable, "-c", MODEL], timeout=PATIENCE, check=True)
 
 
