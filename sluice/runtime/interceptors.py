@@ -311,7 +311,8 @@ class _Method:
             del message
 
     def _decode(self, raw: bytes, call: _Call) -> Any:
-        self._hold(len(raw) + self._rules.weigh(raw, self._parse), call)
+        self._hold(len(raw), call)  # first: memory of what is refused next is given back, too
+        self._hold(self._rules.weigh(raw, self._parse), call)
         message = self._rules.decode(raw, self._parse)
         if isinstance(message, pb.Message):
             self._rules.check(message)
