@@ -24,7 +24,7 @@ from sluice.importers.documents import (
     unneeded,
     whole,
 )
-from sluice.importers.verl_keys import listed, truth
+from sluice.importers.verl_keys import eager, listed, published_quantization, truth
 from sluice.platform import CUDA
 
 LOSSES = ("default", "ipo")
@@ -118,17 +118,6 @@ def _replay(into: Imported, values: Values) -> None:
 def _recorded(into: Imported, values: Values) -> None:
     if truth(only(values)):
         set_at(into.rollout, "engine.routed_experts", True)
-
-
-def _eager(into: Imported, values: Values) -> None:
-    if truth(only(values)):
-        set_at(into.rollout, "engine.sglang.server_args.disable_cuda_graph", True)
-
-
-def _quantized(into: Imported, values: Values) -> None:
-    if (value := only(values)) != "fp8":
-        raise NotCarriedError(f"{value!r}: trainer.config.publish.quantization: docs/weights.md")
-    set_at(into.trainer, "publish.quantization", value)
 
 
 def _offline(into: Imported, values: Values) -> None:
@@ -390,7 +379,7 @@ KEYS: dict[str, Flag] = {
     "inference.vllm.dtype": _unless(str, "auto", "by hand: rollout.config.engine.dtype"),
     "inference.vllm.max_model_len": key_of("rollout", "engine.max_model_length", whole),
     "inference.vllm.enforce_eager": Flag(
-        "rollout: engine.sglang.server_args.disable_cuda_graph", "", _eager
+        "rollout: engine.sglang.server_args.disable_cuda_graph", "", eager
     ),
     "inference.vllm.trust_remote_code": _CODE,
     "inference.vllm.chat_template": _TEMPLATE,
@@ -410,7 +399,9 @@ KEYS: dict[str, Flag] = {
         "rollout", "engine.sglang.server_args.mem_fraction_static", number
     ),
     "inference.vllm.enable_prefix_caching": unneeded("it is always so"),
-    "inference.vllm.quantization": Flag("trainer: publish.quantization", "of fp8", _quantized),
+    "inference.vllm.quantization": Flag(
+        "trainer: publish.quantization", "of fp8", published_quantization
+    ),
     "inference.vllm.enable_expert_parallel": by_hand("rollout.config.engine.sglang.server_args"),
     "inference.vllm.all2all_backend": _VLLM,
     "inference.vllm.enable_eplb": _VLLM,

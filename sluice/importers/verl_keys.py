@@ -128,12 +128,12 @@ def _server_argument(into: Imported, name: str, values: Values) -> None:
     set_at(into.rollout, f"engine.sglang.server_args.{name.replace('-', '_')}", value)
 
 
-def _eager(into: Imported, values: Values) -> None:
+def eager(into: Imported, values: Values) -> None:
     if truth(only(values)):
         set_at(into.rollout, "engine.sglang.server_args.disable_cuda_graph", True)
 
 
-def _quantization(into: Imported, values: Values) -> None:
+def published_quantization(into: Imported, values: Values) -> None:
     if (value := only(values)) != "fp8":
         raise NotCarriedError(f"{value!r}: trainer.config.publish.quantization: docs/weights.md")
     set_at(into.trainer, "publish.quantization", value)
@@ -454,9 +454,11 @@ KEYS: dict[str, Flag] = {
     f"{_ROLLOUT}.max_model_len": key_of("rollout", "engine.max_model_length", whole),
     f"{_ROLLOUT}.dtype": key_of("rollout", "engine.dtype", plain_text),
     f"{_ROLLOUT}.enforce_eager": Flag(
-        "rollout: engine.sglang.server_args.disable_cuda_graph", "", _eager
+        "rollout: engine.sglang.server_args.disable_cuda_graph", "", eager
     ),
-    f"{_ROLLOUT}.quantization": Flag("trainer: publish.quantization", "of fp8", _quantization),
+    f"{_ROLLOUT}.quantization": Flag(
+        "trainer: publish.quantization", "of fp8", published_quantization
+    ),
     f"{_ROLLOUT}.over_sample_rate": by_hand("run.yaml over_sampling"),
     f"{_ROLLOUT}.enable_rollout_routing_replay": Flag(
         "rollout: engine.routed_experts", "", _recorded_experts
