@@ -24,6 +24,7 @@ from sluice.runtime import interceptors
 from sluice.runtime.channel import create_channel
 from sluice.runtime.errors import DeadlineError, NotFoundError, QueueFullError
 from sluice.runtime.interceptors import RequestRoom
+from sluice.runtime.messages import MessageLimits
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import Server, ServerConfig
 from tests.patience import PATIENCE
@@ -247,6 +248,26 @@ async def test_refused_messages_of_30_mb_leave_no_memory_behind(router, tmp_path
                 most = max(most, process.memory_info().rss)
             assert most - before < (64 if security is None else 256) * MIB, reason
             await shrinks(process, before + 64 * MIB)
+
+
+async def test_what_is_refused_by_its_lists_alone_is_held_and_let_go_all_the_same(monkeypatch):
+    """Its bytes count towards the next giving back, though nothing of it was decoded."""
+    let_go, before = list[int](), RequestRoom.let_go
+
+    def noted(room: RequestRoom, size: int) -> None:
+        let_go.append(size)
+        before(room, size)
+
+    monkeypatch.setattr(RequestRoom, "let_go", noted)
+    server = Server(ServerConfig(limits=MessageLimits(items=10)))
+    server.add(pb_grpc.add_TrainerServiceServicer_to_server, Servicer(), NAME)
+    await server.start()
+    request = pb.GetColumnsRequest(batch="b", columns=["x" * 1000] * 200)
+    async with create_channel(server.address) as channel:
+        call = pb_grpc.TrainerServiceStub(channel).GetColumns(request, timeout=PATIENCE)
+        assert (await refusal(call.read())).reason == "INVALID_FIELD"
+    await server.stop()
+    assert request.ByteSize() in let_go
 
 
 async def test_many_small_messages_leave_no_memory_behind(router, tmp_path):
