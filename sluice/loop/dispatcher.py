@@ -22,6 +22,7 @@ from sluice.loop.metrics import LOST_GROUPS
 from sluice.loop.mixture import Mixture
 from sluice.loop.workers import (
     EpisodeWorkers,
+    Request,
     RolloutCall,
     RolloutFailedError,
     WorkerLostError,
@@ -256,8 +257,8 @@ class RolloutDispatcher:
             by_environment.setdefault(group.environment, []).append(group)
         for groups in by_environment.values():
             for share in self._workers.split(groups):
-                for call in cut_into_calls(share, self._build_request):
-                    self._start(call)
+                for call, request in cut_into_calls(share, self._build_request):
+                    self._start(call, request)
 
     def _allowed(self) -> int:
         """How many groups the run may have had, besides those dropped, while this step waits.
@@ -427,10 +428,12 @@ class RolloutDispatcher:
         except (WorkerLostError, RemoteError) as error:
             logger.warning("%d groups were not cancelled: %s", len(group_ids), error)
 
-    def _start(self, groups: Sequence[LedgerGroup]) -> None:
+    def _start(self, groups: Sequence[LedgerGroup], request: Request) -> None:
         waiting = {group.group_id: group for group in groups}
         seconds = self._config.outage_seconds
-        call = RolloutCall(self._workers, self._build_request, self, waiting, seconds)
+        call = RolloutCall(
+            self._workers, self._build_request, self, waiting, seconds, first=request
+        )
         self._calls.add(call)  # a step may settle its groups before its task begins
         task = self._begin(call.see_through())
         task.add_done_callback(lambda _: self._calls.discard(call))

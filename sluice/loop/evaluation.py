@@ -249,11 +249,12 @@ class EvaluationLane:
         tasks = [_HeldOutTask(f"eval-{step}-{name}-{i}", source.task(i)) for i in range(count)]
 
         async def see_through(share: Sequence[_HeldOutTask]) -> None:
-            for groups in cut_into_calls(share, request):  # in turn: each has the whole limit
+            # in turn: each has the whole limit
+            for groups, first in cut_into_calls(share, request):
                 waiting = {group.group_id: group for group in groups}
                 seconds = config.service_timeout_seconds
                 await outcomes.see_through(
-                    RolloutCall(self._workers, request, outcomes, waiting, seconds)
+                    RolloutCall(self._workers, request, outcomes, waiting, seconds, first=first)
                 )
 
         await asyncio.gather(*map(see_through, self._workers.split(tasks)))

@@ -359,13 +359,16 @@ class EpisodeWorkers:
 
 def cut_into_calls(
     groups: Sequence[G], build_request: Callable[[Sequence[G], int], Request]
-) -> list[Sequence[G]]:
-    """Return groups in calls that servers take: of CALL_BYTES each, unless one alone is larger."""
-    if len(groups) < 2 or build_request(groups, 0).ByteSize() <= CALL_BYTES:
-        return [groups]
+) -> Iterator[tuple[Sequence[G], Request]]:
+    """Yield groups in calls that servers take, and the request of each: of CALL_BYTES, unless one
+    group alone is larger."""
+    request = build_request(groups, 0)
+    if len(groups) < 2 or request.ByteSize() <= CALL_BYTES:
+        yield groups, request
+        return
     half = len(groups) // 2
-    halves = groups[:half], groups[half:]
-    return [call for part in halves for call in cut_into_calls(part, build_request)]
+    for part in (groups[:half], groups[half:]):
+        yield from cut_into_calls(part, build_request)
 
 
 def request_id_of(request: Request) -> str:
@@ -399,7 +402,8 @@ class RolloutCall(Generic[G]):
     """Asks for groups until none is owed, over lost workers and failed groups.
 
     waiting: the groups still owed, by id. build_request: makes the call of some groups; another
-    trial is another request. seconds: how long workers or engines may be down.
+    trial is another request. seconds: how long workers or engines may be down. first: the request
+    of all that wait, where it is made already.
     """
 
     workers: EpisodeWorkers
@@ -408,16 +412,21 @@ class RolloutCall(Generic[G]):
     waiting: dict[str, G]
     seconds: float
     request_id: str = ""
+    first: Request | None = None
 
     def release(self, group_ids: Iterable[str]) -> list[str]:
         """Owes these no more; returns those that it owed."""
-        return [group_id for group_id in group_ids if self.waiting.pop(group_id, None)]
+        released = [group_id for group_id in group_ids if self.waiting.pop(group_id, None)]
+        if released:
+            self.first = None
+        return released
 
     async def see_through(self) -> None:
         """Returns when it owes nothing. Raises RolloutFailedError; RemoteError for a refusal."""
         retries, trial = Retries(self.seconds, RolloutFailedError), 0
         while self.waiting:
-            request = self.build_request(list(self.waiting.values()), trial)
+            first, self.first = self.first, None
+            request = first or self.build_request(list(self.waiting.values()), trial)
             self.request_id = request_id_of(request)
             try:
                 failed = await self._follow(request, retries)

@@ -17,8 +17,8 @@ from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.api.router.v1 import router_service_pb2_grpc as router_grpc
 from sluice.client import RemoteError, RouterClient
 from sluice.loop.dispatcher import DispatcherConfig, RolloutDispatcher
-from sluice.loop.ledger import Ledger
-from sluice.loop.workers import EpisodeWorkers, RolloutFailedError
+from sluice.loop.ledger import Ledger, LedgerGroup
+from sluice.loop.workers import EpisodeWorkers, RolloutCall, RolloutFailedError
 from sluice.runtime.errors import InvalidFieldError
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import Server, ServerConfig
@@ -91,33 +91,54 @@ class Episodes(pb_grpc.RolloutServiceServicer, router_grpc.RouterServiceServicer
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "worker dies")
 
 
+class Heard:
+    """What a call tells of its groups."""
+
+    def __init__(self) -> None:
+        self.groups: list[str] = []
+
+    async def wait_for_version(self, version: int) -> None:
+        """All are known."""
+
+    def finished(self, group: LedgerGroup, finished: pb.FinishedGroup) -> None:
+        self.groups.append(finished.group_id)
+
+    def hopeless(self, group: LedgerGroup, why: str) -> None:
+        raise AssertionError(why)
+
+    def failed(self, group: LedgerGroup, why: str) -> LedgerGroup | None:
+        raise AssertionError(why)
+
+
 class World:
     def __init__(self, episodes: Episodes, ledger: Ledger, workers: EpisodeWorkers) -> None:
         self.episodes, self.ledger, self.workers = episodes, ledger, workers
         self.row = Struct()
         self.rows: dict[str, Struct] = {}  # of groups that have another
+        self.built: list[list[str]] = []  # groups of each request that was made
 
     def feed(self, **settings) -> RolloutDispatcher:
         config = {"groups_per_step": 4, "max_staleness": 0, "attempts": 3, **settings}
-
-        def request(groups, trial):
-            return pb.RolloutRequest(
-                request_id="-".join(f"{g.group_id}.{trial}" for g in groups),
-                groups=[
-                    pb.GroupRequest(group_id=g.group_id, row=self.rows.get(g.group_id, self.row))
-                    for g in groups
-                ],
-                environment={"name": "x"},
-                sampling={"max_new_tokens": 1},
-                sample_count=2,
-            )
 
         return RolloutDispatcher(
             DispatcherConfig(**config),
             self.ledger,
             self.workers,
-            request,
+            self.request,
             place=lambda group: f"rows.jsonl, row {group.position + 1}",
+        )
+
+    def request(self, groups, trial) -> pb.RolloutRequest:
+        self.built.append([group.group_id for group in groups])
+        return pb.RolloutRequest(
+            request_id="-".join(f"{g.group_id}.{trial}" for g in groups),
+            groups=[
+                pb.GroupRequest(group_id=g.group_id, row=self.rows.get(g.group_id, self.row))
+                for g in groups
+            ],
+            environment={"name": "x"},
+            sampling={"max_new_tokens": 1},
+            sample_count=2,
         )
 
     def publish(self, step: int) -> None:
@@ -178,6 +199,27 @@ async def test_rows_too_large_for_one_call_go_in_several(world):
     assert await step(world, feed, 0) == [f"g{i:07}" for i in range(8)]
     assert len(world.episodes.requests) == 4, "halves of halves"
     await feed.close()
+
+
+async def test_the_request_that_is_measured_is_the_one_that_is_sent(world):
+    feed = world.feed()
+    taken = [*await step(world, feed, 0), *await step(world, feed, 1)]
+    assert world.built == [taken[:4], taken[4:]]
+    await feed.close()
+
+
+async def test_what_is_settled_before_a_call_begins_is_not_asked_for(world):
+    groups = {
+        name: LedgerGroup(position=position, group_id=name, state="issued", issue_step=0)
+        for position, name in enumerate(["g0000000", "g0000001"])
+    }
+    first = world.request(list(groups.values()), 0)
+    heard = Heard()
+    call = RolloutCall(world.workers, world.request, heard, dict(groups), 60, first=first)
+    assert call.release(["g0000000", "g7777777"]) == ["g0000000"]
+    async with asyncio.timeout(PATIENCE):
+        await call.see_through()
+    assert world.episodes.issued == heard.groups == ["g0000001"]
 
 
 async def test_a_slow_group_is_overtaken_until_it_would_be_too_old(world):
