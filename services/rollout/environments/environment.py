@@ -260,18 +260,18 @@ def rewards_from(values: Any, count: int) -> list[Reward]:
 
 def _is_plain(reward: Reward) -> bool:
     """Whether a reward is surely as it must be, number by number."""
-    if type(reward.trained) is not bool:
+    raw, scores = reward.raw_reward, reward.scores
+    if type(reward.trained) is not bool or not _is_number(reward.reward):
         return False
-    numbers, scores = [reward.reward], reward.scores
-    if reward.raw_reward is not None:
-        numbers.append(reward.raw_reward)
-    if scores:
-        if {*map(type, scores)} != {str}:
-            return False
-        numbers += scores.values()
-    if {*map(type, numbers)} != {float}:
+    if raw is not None and not _is_number(raw):
         return False
-    return all([abs(number) <= LARGEST_REWARD for number in numbers])  # NaN neither
+    if not scores:
+        return True
+    return {*map(type, scores)} == {str} and all([_is_number(each) for each in scores.values()])
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float and abs(value) <= LARGEST_REWARD  # NaN is not
 
 
 def _reward_from(value: Any, index: int) -> Reward:

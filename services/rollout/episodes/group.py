@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +31,12 @@ from services.rollout.episodes.episode import Episode, encode_prompt, take_steps
 from services.rollout.episodes.images import NO_IMAGES, Images, Passage, SampleImages
 from services.rollout.episodes.sampler import EngineError, Sampler, SamplingPrompt
 from services.rollout.episodes.spool import Spool, owner_of
-from services.rollout.episodes.trajectory import Timeline, Trajectory, response_of
+from services.rollout.episodes.trajectory import (
+    Timeline,
+    Trajectory,
+    answered_samples,
+    response_of,
+)
 from sluice.api.rollout.v1 import trace_pb2
 from sluice.client import RemoteError
 from sluice.json_values import shown
@@ -190,21 +196,35 @@ class GroupRunner:
             else NO_HINTS,
         )
         timeline.mark(trace_pb2.SPAN_KIND_TASK, settings.environment)
+        is_plain = self._runner.generate is None and not self._runner.has_steps
+        answers, rows = list[Delta](), list[SampleRow]()
         try:
-            rows = await self._play(task, prompt, settings, images)
+            with metrics.GENERATE_SECONDS.time():
+                if is_plain:
+                    answers = await self._sampler.sample(prompt)
+                    responses = await self._responses(answers)
+                else:
+                    rows = await self._play(task, prompt, settings, images)
+                    responses = [row.response for row in rows]
         finally:
             self._sampler.leave(prompt)
         timeline.mark(trace_pb2.SPAN_KIND_SIBLINGS, settings.environment)
-        rewards = await self._reward(task, prompt.group_id, rows, settings.environment)
+        own = [row.trajectory.reward for row in rows] or [None] * len(answers)
+        rewards = await self._reward(task, prompt.group_id, responses, own, settings.environment)
         timeline.mark(trace_pb2.SPAN_KIND_REWARD, settings.environment)
-        samples = [
-            row.trajectory.to_sample(group.group_id, index, reward, row.episode)
-            for index, (row, reward) in enumerate(zip(rows, rewards, strict=True))
-        ]
+        if is_plain:
+            samples = answered_samples(
+                group.group_id, prompt.token_ids, answers, rewards, prompt.sampling, prompt.media
+            )
+        else:
+            samples = [
+                row.trajectory.to_sample(group.group_id, index, reward, row.episode)
+                for index, (row, reward) in enumerate(zip(rows, rewards, strict=True))
+            ]
         if group.teacher_pool:
             samples = await all_of(self._taught(sample, group) for sample in samples)
             timeline.mark(trace_pb2.SPAN_KIND_TEACHER, group.teacher_pool)
-        if self._runner.has_steps or self._runner.generate is not None or prompt.media:
+        if not is_plain or prompt.media:
             for sample in samples:
                 _check(sample)
         return samples, task
@@ -213,35 +233,30 @@ class GroupRunner:
         self, task: Task, prompt: SamplingPrompt, settings: GroupSettings, images: SampleImages
     ) -> list[SampleRow]:
         """Plays the episodes; returns what is to be a sample, in order."""
-        name = settings.environment
-        with metrics.GENERATE_SECONDS.time():
-            if self._runner.generate is not None:
-                episodes = self._episodes(task, prompt, name, images)
-                parts = await all_of(self._generate(episode, name) for episode in episodes)
-                return [row for part in parts for row in part]
-            deltas = await self._sampler.sample(prompt)
-            first = [
-                Trajectory.of(prompt.token_ids, delta, prompt.sampling, prompt.media)
-                for delta in deltas
-            ]
-            if self._runner.has_steps:
-                episodes = self._episodes(task, prompt, name, images)
-                responses = await all_of(
-                    take_steps(*pair, self._runner, self._waits, name)
-                    for pair in zip(episodes, first, strict=True)
-                )
-            else:
-                responses = await self._responses(deltas)
+        name, episodes = settings.environment, self._episodes(task, prompt, settings, images)
+        if self._runner.generate is not None:
+            parts = await all_of(self._generate(episode, name) for episode in episodes)
+            return [row for part in parts for row in part]
+        deltas = await self._sampler.sample(prompt)
+        first = [
+            Trajectory.of(prompt.token_ids, delta, prompt.sampling, prompt.media)
+            for delta in deltas
+        ]
+        responses = await all_of(
+            take_steps(*pair, self._runner, self._waits, name)
+            for pair in zip(episodes, first, strict=True)
+        )
         return [
             SampleRow(trajectory, response)
             for trajectory, response in zip(first, responses, strict=True)
         ]
 
     def _episodes(
-        self, task: Task, prompt: SamplingPrompt, environment: str, images: SampleImages
+        self, task: Task, prompt: SamplingPrompt, settings: GroupSettings, images: SampleImages
     ) -> list[Episode]:
+        name = settings.environment
         return [
-            Episode(index, task, prompt, self._sampler, self._tokenizer, environment, images)
+            Episode(index, task, prompt, self._sampler, self._tokenizer, name, images)
             for index in range(prompt.sample_count)
         ]
 
@@ -269,30 +284,35 @@ class GroupRunner:
         ]
 
     async def _reward(
-        self, task: Task, group_id: str, rows: Sequence[SampleRow], environment: str
+        self,
+        task: Task,
+        group_id: str,
+        responses: Sequence[Response],
+        own: Sequence[Reward | None],
+        environment: str,
     ) -> list[Reward]:
-        """Returns one reward per row; the environment sees those without, all at once."""
-        unrewarded = [row for row in rows if row.trajectory.reward is None]
+        """Returns one reward per response, its `own` if it has one; the environment sees the
+        others, all at once."""
+        unrewarded = [each for each, reward in zip(responses, own, strict=True) if reward is None]
         waiting = self._waits.waiting(f"reward of group {group_id}", on=[environment])
         new_rewards: list[Reward] = []
         if unrewarded:
             with metrics.REWARD_SECONDS.time(), waiting:
-                new_rewards = await self._runner.reward(task, [row.response for row in unrewarded])
+                new_rewards = await self._runner.reward(task, unrewarded)
         try:
             rewards = rewards_from(new_rewards, len(unrewarded))
-            if len(unrewarded) < len(rows):
-                rest, own = iter(rewards), [row.trajectory.reward for row in rows]
+            if len(unrewarded) < len(own):
+                rest = iter(rewards)
                 merged = [next(rest) if reward is None else reward for reward in own]
-                rewards = rewards_from(merged, len(rows))
+                rewards = rewards_from(merged, len(own))
         except InvalidRewardError as error:
             raise EnvironmentFailedError(f"{environment}: {error}") from None
-        for reward in rewards:
-            for name in reward.scores:
-                if find_column(f"{SCORE_PREFIX}{name}") is None:
-                    raise EnvironmentFailedError(
-                        f"{environment} gave a score named {shown(name)}: names have 1 to 64 ASCII "
-                        "letters, digits, _, . and -"
-                    )
+        for name in dict.fromkeys(chain.from_iterable(reward.scores for reward in rewards)):
+            if find_column(f"{SCORE_PREFIX}{name}") is None:
+                raise EnvironmentFailedError(
+                    f"{environment} gave a score named {shown(name)}: names have 1 to 64 ASCII "
+                    "letters, digits, _, . and -"
+                )
         return rewards
 
     async def _taught(self, sample: Sample, group: GroupSpec) -> Sample:

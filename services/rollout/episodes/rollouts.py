@@ -57,19 +57,19 @@ def finished_event(
 ) -> pb.RolloutResponse:
     """Returns the event of a finished group: its figures, and where its samples lie."""
     versions = [span.version for sample in samples for span in sample.spans]
-    first = samples[0]
+    first, columns = samples[0], [sample.columns for sample in samples]
     return pb.RolloutResponse(
         finished=pb.FinishedGroup(
             group_id=first.group_id,
             blob=wire.blob_to_proto(blob),
-            rewards=[float(sample.columns["reward"]) for sample in samples],
-            raw_rewards=[_raw_reward(sample) for sample in samples],
+            rewards=[float(each["reward"]) for each in columns],
+            raw_rewards=[float(each.get("raw_reward", each["reward"])) for each in columns],
             response_lengths=[sample.response_length for sample in samples],
             min_version=min(versions, default=0),
             max_version=max(versions, default=0),
             prompt_length=first.prompt_length,
             finish_reasons=[wire.FINISH_REASONS[sample.finish_reason] for sample in samples],
-            details=[_details(index, sample) for index, sample in enumerate(samples)],
+            details=[_details(index, each) for index, each in enumerate(columns)],
             prompt_digest=digest_of(first.token_ids[: first.prompt_length]),
             media=[wire.blob_to_proto(blob) for blob in media_of(samples).values()],
             trace=trace,
@@ -103,18 +103,14 @@ def digest_of(token_ids: Sequence[int] | np.ndarray) -> str:
     return xxhash.xxh3_128_hexdigest(np.asarray(token_ids, dtype="<i4").tobytes())
 
 
-def _raw_reward(sample: Sample) -> float:
-    return float(sample.columns.get("raw_reward", sample.columns["reward"]))
-
-
-def _details(index: int, sample: Sample) -> pb.SampleDetails:
-    raw, mask = sample.columns.get("raw_reward"), sample.columns.get("loss_mask")
-    names = _score_names(tuple(sample.columns))
-    scores = {name.removeprefix(SCORE_PREFIX): float(sample.columns[name]) for name in names}
+def _details(index: int, columns: Mapping[str, np.ndarray | float]) -> pb.SampleDetails:
+    raw, mask, scores = columns.get("raw_reward"), columns.get("loss_mask"), None
+    if names := _score_names(tuple(columns)):
+        scores = {name.removeprefix(SCORE_PREFIX): float(columns[name]) for name in names}
     return pb.SampleDetails(
         raw_reward=None if raw is None else float(raw),
-        scores=scores or None,  # an empty one takes as long as the rest
-        episode=int(sample.columns.get("episode", index)),
+        scores=scores,  # an empty one takes as long as the rest
+        episode=int(columns.get("episode", index)),
         turn_count=1 if mask is None else _turns(np.asarray(mask)),
     )
 

@@ -153,6 +153,9 @@ class PartialSamples:
         """Take what an engine answered for a sample; false when the engine aborted it."""
         if delta.index != index:
             delta = delta._replace(index=index)
+        if self._is_whole(index, delta):
+            self._done[index] = delta
+            return True
         asked = self._budget(index)
         whole = _append(self._open.pop(index, None), delta)
         sampling, aborted = self._prompt.sampling, delta.finish_reason is FinishReason.ABORTED
@@ -173,6 +176,14 @@ class PartialSamples:
     def end(self, index: int) -> None:
         """End a sample that cannot grow: no engine has room for one token more."""
         self._done[index] = self._open.pop(index)._replace(finish_reason=FinishReason.LENGTH)
+
+    def _is_whole(self, index: int, delta: Delta) -> bool:
+        """Whether a first answer surely ends its sample, as most do."""
+        return (
+            delta.finish_reason is FinishReason.STOP
+            and index not in self._open
+            and not self._prompt.sampling.min_new_tokens
+        )
 
     def _budget(self, index: int) -> int:
         so_far = self._open.get(index)
@@ -455,8 +466,10 @@ def _parts_of(leases: Mapping[int, Lease], partial: PartialSamples) -> list[_Par
     alone."""
     parts: dict[tuple[str, int, int], _Part] = {}
     for index, lease in sorted(leases.items()):
-        alone = index if partial.is_begun(index) else -1
-        part = parts.setdefault((lease.address, lease.dp_rank, alone), _Part([], []))
+        key = (lease.address, lease.dp_rank, index if partial.is_begun(index) else -1)
+        part = parts.get(key)
+        if part is None:
+            part = parts[key] = _Part([], [])
         part.leases.append(lease)
         part.indices.append(index)
     return list(parts.values())

@@ -150,10 +150,13 @@ class DirectoryJournals(Journals):
         """
         owners, seen = self._blobs.owners(), set(os.listdir(self._root))
         for owner in owners:
-            request_id = owner.removeprefix(OWNER)
-            paths = (self._path(request_id), self._settled_path(request_id))  # as it is renamed
-            if not owner.startswith(OWNER) or not seen.isdisjoint(path.name for path in paths):
+            if not owner.startswith(OWNER):
                 continue
+            request_id = owner.removeprefix(OWNER)
+            name = quote(request_id, safe="")
+            if f"{name}{SETTLED}" in seen or f"{name}{OPEN}" in seen:
+                continue
+            paths = (self._path(request_id), self._settled_path(request_id))  # as it is renamed
             if not any(path.exists() for path in paths):  # nor renamed while they were listed
                 self._blobs.unpin(owner)
 

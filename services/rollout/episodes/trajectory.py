@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -20,11 +19,7 @@ from sluice.samples.sample import SCORE_PREFIX, SEVERAL, MediaSpan, Sample, Vers
 
 ALL = -1  # in place of an episode
 SHORTEST_SECONDS = 1e-6  # what is shorter counts for the next span
-_PARTS = (
-    (pb.SPAN_KIND_QUEUE, attrgetter("queue")),
-    (pb.SPAN_KIND_PREFILL, attrgetter("prefill")),
-    (pb.SPAN_KIND_DECODE, attrgetter("decode")),
-)
+_PARTS = (pb.SPAN_KIND_QUEUE, pb.SPAN_KIND_PREFILL, pb.SPAN_KIND_DECODE)  # as Timing has them
 
 
 class Timeline:
@@ -61,10 +56,16 @@ class Timeline:
         """
         now = self.now()
         timings = {e: timing for e, delta in deltas.items() if (timing := delta.timing)}
-        self._add(pb.SPAN_KIND_GENERATE, place, dict.fromkeys(deltas.keys() - timings, now))
-        for kind, part in _PARTS:
-            ends = {e: min(now, self._ends[e] + part(timing)) for e, timing in timings.items()}
-            self._add(kind, place, ends)
+        if len(timings) < len(deltas):
+            self._add(pb.SPAN_KIND_GENERATE, place, dict.fromkeys(deltas.keys() - timings, now))
+        if not timings:
+            return
+        for kind, seconds in zip(_PARTS, zip(*timings.values(), strict=True), strict=True):
+            begins = self._ends
+            ends = [begins[e] + more for e, more in zip(timings, seconds, strict=True)]
+            if max(ends) > now:
+                ends = [min(now, end) for end in ends]
+            self._add(kind, place, dict(zip(timings, ends, strict=True)))
 
     def to_proto(self) -> pb.GroupTrace:
         return pb.GroupTrace(
@@ -187,13 +188,9 @@ class Trajectory:
         logprobs = self._signal([d.logprobs for d in answers])
         columns: dict[str, np.ndarray | float] = {
             "rollout_logprobs": logprobs,
-            "reward": reward.reward,
             **sampling_columns(self._samplings),
         }
-        for name, value in reward.scores.items():
-            columns[f"{SCORE_PREFIX}{name}"] = float(value)
-        if reward.raw_reward is not None:
-            columns["raw_reward"] = reward.raw_reward
+        _add_reward(columns, reward)
         if all([d.logprobs_t1 is d.logprobs for d in answers]):  # sampled at temperature 1
             columns["rollout_logprobs_t1"] = logprobs
         elif all([len(d.logprobs_t1) == len(d.token_ids) for d in answers]):
@@ -266,6 +263,60 @@ class Trajectory:
                 spans += [span.shifted(offset) for span in delta.spans]
             offset += len(tokens)
         return tuple(spans)
+
+
+def answered_samples(
+    group_id: str,
+    prompt_token_ids: Sequence[int],
+    answers: Sequence[Delta],
+    rewards: Sequence[Reward],
+    sampling: Sampling,
+    media: Iterable[MediaSpan] = (),
+) -> list[Sample]:
+    """Makes the rows of a group of which each is the prompt and one answer.
+
+    They are what `Trajectory.of` and `to_sample` make of each, at less cost.
+    """
+    prompt, drawn, media = tuple(prompt_token_ids), sampling_columns([sampling]), tuple(media)
+    first = _prompt_array(prompt)
+    tokens = [as_array(answer.token_ids, np.int32) for answer in answers]
+    together = np.concatenate([part for own in tokens for part in (first, own)])
+    samples, end = list[Sample](), 0
+    for index, (answer, reward, own) in enumerate(zip(answers, rewards, tokens, strict=True)):
+        start, end = end, end + len(first) + len(own)
+        if answer.routed_experts is not None or not reward.trained:
+            whole = Trajectory.of(prompt, answer, sampling, media)
+            samples.append(whole.to_sample(group_id, index, reward, None))
+            continue
+        logprobs, plain = as_array(answer.logprobs, np.float32), answer.logprobs_t1
+        columns: dict[str, np.ndarray | float] = {"rollout_logprobs": logprobs, **drawn}
+        _add_reward(columns, reward)
+        if plain is answer.logprobs:  # sampled at temperature 1
+            columns["rollout_logprobs_t1"] = logprobs
+        elif len(plain) == len(own):
+            columns["rollout_logprobs_t1"] = as_array(plain, np.float32)
+        samples.append(
+            Sample(
+                sample_id=f"{group_id}/{index}",
+                group_id=group_id,
+                token_ids=together[start:end],
+                prompt_length=len(first),
+                finish_reason="" if answer.finish_reason is None else answer.finish_reason.value,
+                columns=columns,
+                spans=tuple(answer.spans),
+                media=media,
+            )
+        )
+    return samples
+
+
+def _add_reward(columns: dict[str, np.ndarray | float], reward: Reward) -> None:
+    columns["reward"] = reward.reward
+    if reward.raw_reward is not None:
+        columns["raw_reward"] = reward.raw_reward
+    if reward.scores:
+        for name, value in reward.scores.items():
+            columns[f"{SCORE_PREFIX}{name}"] = float(value)
 
 
 @lru_cache(maxsize=1)  # siblings share their prompt, and become samples one after the other

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from services.rollout.engine.interface import Delta, FinishReason, Sampling
+from services.rollout.engine.interface import Delta, FinishReason, Numbers, Sampling
 from services.rollout.engine.wire import VersionBounds
 from services.rollout.environments.environment import Response, Reward, Step, Task, TaskError
 from services.rollout.environments.runner import InlineRunner
 from services.rollout.episodes.episode import Conversation, Episode, take_steps
 from services.rollout.episodes.images import NO_IMAGES
 from services.rollout.episodes.sampler import SamplingPrompt
-from services.rollout.episodes.trajectory import Trajectory
+from services.rollout.episodes.trajectory import Trajectory, answered_samples
 from sluice.runtime.waits import Waits
 from sluice.samples.sample import SEVERAL, VersionSpan, validate_sample
 from sluice.samples.tokenizer import TextTokenizer
@@ -208,6 +208,51 @@ def test_a_plain_answer_has_no_mask_and_what_is_absent_stays_absent() -> None:
     }
     untrained = row(Trajectory.of([7], answer(1, 2)), trained=False)
     assert untrained.columns["loss_mask"].tolist() == [False, False]
+
+
+def test_rows_of_one_answer_each_are_what_each_of_them_is_alone() -> None:
+    same = (-0.5, -1.5)
+    answers = [
+        answer(1, 2),
+        answer(3, reason=FinishReason.LENGTH),
+        answer(4, 5)._replace(logprobs=same, logprobs_t1=same),
+        answer(6, 7)._replace(logprobs_t1=()),
+        answer(8, 9)._replace(routed_experts=np.arange(3 * 2, dtype=np.int16).reshape(3, 1, 2)),
+        answer(1, 9)._replace(
+            token_ids=Numbers(np.array([1, 9], np.int64)),
+            logprobs=Numbers(np.array([-1.0, -9.0], np.float32)),
+            logprobs_t1=Numbers(np.array([-2.0, -18.0], np.float64)),
+        ),
+        answer()._replace(finish_reason=None, spans=()),
+        answer(2, 1),
+    ]
+    rewards = [
+        Reward(reward=1.0),
+        Reward(reward=0.5, raw_reward=0.0, scores={"format": 1.0, "judge": 2.0}),
+        Reward(reward=0.0),
+        *[Reward(reward=float(number)) for number in range(4)],
+        Reward(reward=0.25, trained=False),
+    ]
+    sampling = Sampling(max_new_tokens=2, temperature=0.7, top_k=5)
+    samples = answered_samples("g", [7, 8], answers, rewards, sampling)
+    assert [sample.token_ids.tolist() for sample in samples] == [
+        [7, 8, *each.token_ids] for each in answers
+    ]
+    for index, (sample, one, reward) in enumerate(zip(samples, answers, rewards, strict=True)):
+        alone = Trajectory.of([7, 8], one, sampling).to_sample("g", index, reward, None)
+        assert vars(sample).keys() == vars(alone).keys()
+        for name, value in vars(alone).items():
+            found = getattr(sample, name)
+            assert type(found) is type(value)
+            assert getattr(found, "dtype", None) == getattr(value, "dtype", None)
+            if name == "columns":
+                assert found.keys() == value.keys()
+                for column, held in value.items():
+                    assert type(found[column]) is type(held)
+                    np.testing.assert_array_equal(found[column], held)
+            else:
+                np.testing.assert_equal(found, value)
+        validate_sample(sample)
 
 
 @pytest.mark.parametrize(
