@@ -264,11 +264,16 @@ def has_blob(store: Place, reference: BlobReference, cache: StoreCacheConfig | N
 
 
 def _find(blobs: Path | str, digest: str) -> Path:
-    """Return where a blob is, if it is there; earlier releases spread them over folders."""
-    path = f"{blobs}/{digest}"  # a Path costs more than a look at what is there
-    if not os.path.lexists(path) and os.path.lexists(former := f"{blobs}/{digest[:2]}/{digest}"):
-        path = former
-    return Path(path)
+    """Return where a blob is, or would be."""
+    return _look(blobs, digest) or Path(f"{blobs}/{digest}")
+
+
+def _look(blobs: Path | str, digest: str) -> Path | None:
+    """Return where a blob is; earlier releases spread them over folders. None: it is nowhere."""
+    for path in (f"{blobs}/{digest}", f"{blobs}/{digest[:2]}/{digest}"):
+        if os.path.lexists(path):  # a Path costs more than a look at what is there
+            return Path(path)
+    return None
 
 
 def _read_checked(path: Path) -> memoryview:
@@ -352,11 +357,13 @@ class BlobStore(Blobs):
         return self._path(reference.digest).exists()
 
     def pin(self, owner: str, digests: Iterable[str]) -> None:
-        digests = list(digests)
+        digests, blobs = list(digests), str(self._blobs)
         with locked(self._lock, shared=True):
             self._pins.mkdir(exist_ok=True)
             for digest in digests:
-                if not self._path(digest).exists():
+                _check_digest(digest)
+                # most lie here, and a Path costs more than a look at what is there
+                if not os.path.exists(f"{blobs}/{digest}") and not self._path(digest).exists():
                     raise BlobNotFoundError(digest)
             append(pin_path(self._pins, owner), "+", digests, sync=self.sync)
         faults.point("blob.pinned")
@@ -406,8 +413,7 @@ class BlobStore(Blobs):
 
     def _renew(self, digest: str, data: bytes | memoryview) -> bool:
         """Tell whether the content is there and whole; then it is young again, and durable."""
-        path = self._path(digest)
-        if not os.path.lexists(path):  # most are new, and need no lock for that
+        if (path := _look(self._blobs, digest)) is None:  # most are new, and need no lock for that
             return False
         with locked(self._lock, shared=True):
             try:
