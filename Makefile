@@ -159,8 +159,7 @@ test-most: $(VENV)/.dev
 	$(TEST_BESIDE) -m "not sglang and not long"
 
 test-parts: $(VENV)/.dev build/sglang/.installed
-	$(TEST) tests/megatron tests/vision tests/bucket -m "fast and not sglang"
-	$(TEST) tests/sglang -m "sglang and fast"
+	$(TEST) tests/megatron tests/vision tests/bucket tests/sglang -m fast
 
 test-long: $(VENV)/.dev  ## what takes minutes and `make test` leaves out: learning, Ray, the accelerator check, tutorials
 	$(TEST_BESIDE) -m "long and not sglang" --cold

@@ -59,10 +59,19 @@ def pytest_configure(config: pytest.Config) -> None:
         warm.begin()
 
 
-def pytest_collection_finish() -> None:
-    """Tests and what they import stay to the end: garbage is not looked for among them."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Tests and what they import stay to the end: garbage is not looked for among them.
+
+    Nor while they are made, which is a sixth of the time that it takes.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 class EndsWithDirectory:

@@ -63,6 +63,7 @@ LIBRARIES = (
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "numpy.random",
+    "openai",  # of tests, in each worker
     "packaging.requirements",
     "prometheus_client",
     "pyarrow.compute",

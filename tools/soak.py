@@ -8,7 +8,7 @@ while and keeps them, which least squares call growth. Ends non-zero over the ba
 The warm-up is the first three tenths, 3,000 steps of 10,000: what remembers the latest of something
 has filled up by then. In steps: weight versions 64, finished calls and operations 256, the markers
 of versions 256, lengths of answers to the 4,096 prompts 1,024, groups of a minute at the router
-some hundred, the pages of the ledger that SQLite keeps (2 MB) about 2,000.
+some hundred, the pages of the ledger that SQLite keeps (2 MB) 2,500.
 """
 
 from __future__ import annotations

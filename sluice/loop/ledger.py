@@ -65,6 +65,7 @@ _TABLES = (
     "promises",
     "promised_groups",
 )
+KNOWN_VERSIONS = 64  # whose steps are not looked up again: groups are of the latest
 SEAL = "row_digest"  # a column of each: of the others, null in rows that earlier releases wrote
 
 
@@ -115,7 +116,7 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(path, isolation_level=None, timeout=30)
-        self._steps: dict[int, int] = {}  # by version, of those that groups are of
+        self._steps: dict[int, int] = {}  # by version, of those that groups were of lately
         with _damage():
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
@@ -414,6 +415,8 @@ class Ledger:
             row = self._db.execute(query, (version,)).fetchone()
             assert row is not None, f"weight version {version} was not published by this run"
             step = self._steps[version] = int(row[0])
+            if len(self._steps) > KNOWN_VERSIONS:
+                del self._steps[next(iter(self._steps))]
         return step
 
     def digest_of_step(self, step: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,7 @@ class PolicyRun(TrainerRun[RunConfig]):
         self._samples = SampleKeeper(
             config.run_dir, config.store_place, config.trace, config.store_cache
         )
-        self._rewards: list[float] = []
+        self._rewards = deque[float](maxlen=config.stop_window)
         self._mismatch_checked = False  # since the services were last brought to a state
 
     async def start(self) -> None:
@@ -93,11 +94,10 @@ class PolicyRun(TrainerRun[RunConfig]):
 
     def _is_done(self) -> bool:
         config = self.config
-        recent = self._rewards[-config.stop_window :]
         reached = (
             config.stop_at_reward is not None
-            and len(recent) == config.stop_window
-            and sum(recent) / len(recent) >= config.stop_at_reward
+            and len(self._rewards) == config.stop_window
+            and sum(self._rewards) / config.stop_window >= config.stop_at_reward
         )
         return reached or self.step >= config.steps
 
@@ -196,7 +196,8 @@ class PolicyRun(TrainerRun[RunConfig]):
             )
         group_count = await self._load(run_checkpoint)
         self._mismatch_checked = False
-        self._rewards = self.report.truncate(self.step)
+        self._rewards.clear()
+        self._rewards.extend(self.report.truncate(self.step))
         logger.info("restored step %d; %d groups are trained on again", self.step, group_count)
 
     def _episodes(self, environment: str) -> int:

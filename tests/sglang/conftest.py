@@ -13,6 +13,7 @@ from services.rollout.engine.config import EngineConfig, SglangConfig
 from services.rollout.engine.sglang.engine import SglangEngine
 from sluice.weights.store import StoredVersion, WeightStore
 from tests.contract.engine.cases import Model, build_model
+from tests.fast_part import items_below
 from tests.imported import import_checkpoint
 from tests.sglang_servers import PYTHON, SharedServers
 
@@ -20,9 +21,8 @@ Start = Callable[..., Awaitable[SglangEngine]]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.sglang)
+    for item in items_below(Path(__file__).parent, items):
+        item.add_marker(pytest.mark.sglang)
 
 
 @pytest.fixture(scope="session")
