@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from sluice.host_memory import give_back
 from sluice.imports import uncollected
 from sluice.shared_memory import MemoryHandle, ProcessIdentity, SharedMemoryError
 
@@ -353,8 +354,7 @@ class _Cpu(Platform):
         """The kernel keeps the largest that a process has had."""
 
     def release_memory(self) -> None:
-        if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-            libc.malloc_trim(0)  # of glibc, which keeps what is freed below what is not
+        give_back()
 
     def keep_memory(self) -> None:
         """Of glibc: it gives each large block back, and the kernel zeroes every page of the next.

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import gzip
 import os
 import re
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -21,9 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from sluice import platform
+from sluice.host_memory import HeldMemory, free_memory, give_back
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DIRECTORY = "profiles"  # of a store
+WRITTEN = 13  # times its memory is what a recording takes as it ends (torch 2.13: 7 to 13)
+CALLS_WRITTEN = 70  # the same of calls of Python, which `stacks` records
+LEVEL, BLOCK = 6, 1 << 20  # of gzip, and what it is given at once
+FREE_SHARE = 0.5  # of the memory that is free which a recording may come to take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +73,7 @@ class Recording:
             self._profiler = self._device.profiler(stacks=options.stacks, memory=options.memory)
             self._profiler.start()
             on_error.pop_all()
+        self._before = HeldMemory.now()
 
     @contextmanager
     def named(self, what: str) -> Iterator[None]:
@@ -73,6 +82,20 @@ class Recording:
 
         with torch.profiler.record_function(what):
             yield
+
+    def too_large(self) -> str:
+        """Why to end it now, before there is no memory to write it; empty while there is.
+
+        What else the process has come to hold meanwhile counts too: nobody tells them apart.
+        """
+        times = CALLS_WRITTEN if self._options.stacks else WRITTEN
+        needed, free = times * self._before.growth(), free_memory()
+        if needed <= FREE_SHARE * free:
+            return ""
+        return (
+            f"what is recorded may take {needed / 2**30:.1f} GiB of the host's memory as it is "
+            f"written, of {free / 2**30:.1f} that are free: ask for less at once"
+        )
 
     def drop(self) -> None:
         """Stop, and write nothing. Raises ProfileError; it is over all the same."""
@@ -88,11 +111,19 @@ class Recording:
         with self._ending():
             directory.mkdir(parents=True, exist_ok=True)
             with _whole(directory / f"{name}.trace.json.gz", files) as path:
-                self._profiler.export_chrome_trace(str(path))
+                self._write_trace(path)
             if self._options.memory:
                 with _whole(directory / f"{name}.memory.pickle", files) as path:
                     self._device.write_allocations(path)
         return files
+
+    def _write_trace(self, path: Path) -> None:
+        """Compressed here: torch does it line by line, which takes longer than all else."""
+        with tempfile.TemporaryDirectory(prefix="sluice-profile-") as directory:
+            plain = Path(directory, "trace.json")
+            self._profiler.export_chrome_trace(str(plain))
+            with plain.open("rb") as trace, gzip.open(path, "wb", compresslevel=LEVEL) as packed:
+                shutil.copyfileobj(trace, packed, BLOCK)
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
@@ -107,10 +138,11 @@ class Recording:
 
     def _let_go(self) -> None:
         self._profiler = None
-        gc.collect()  # torch's are part of a cycle, with all they recorded: 22 KB an operation
+        gc.collect()  # torch's are part of a cycle, with all they recorded: 3 KB an operation
         self._one.release()
         if self._options.memory:
             self._device.forget_allocations()
+        give_back()
 
 
 @contextmanager
@@ -125,7 +157,7 @@ def _told() -> Iterator[None]:
 @contextmanager
 def _whole(path: Path, files: list[str]) -> Iterator[Path]:
     """Gives a path beside it, which takes its place once it is written."""
-    beside = path.with_name(f".{os.getpid()}.{path.name}")  # the ending tells torch to compress
+    beside = path.with_name(f".{os.getpid()}.{path.name}")
     try:
         yield beside
         if beside.exists():  # of a device that tells of its memory

@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 
 import psutil
 
+from sluice.host_memory import lines_of, memory_groups
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 MOST_FILES = 65_536
@@ -86,15 +88,11 @@ def memory_kills(root: Path = Path("/")) -> int:
     Of the control group of this process, such as a container; where that is not counted, of the
     host.
     """
-    groups, counted = root / "sys/fs/cgroup", [root / "proc/vmstat"]
-    for line in _lines_of(root / "proc/self/cgroup"):
-        controllers, _, path = line.partition(":")[2].partition(":")
-        if not controllers:
-            counted.insert(0, groups / path[1:] / "memory.events")
-        elif "memory" in controllers.split(","):
-            counted.insert(0, groups / "memory" / path[1:] / "memory.oom_control")
+    counted = [root / "proc/vmstat"]
+    for group, is_unified in memory_groups(root):
+        counted.insert(0, group / ("memory.events" if is_unified else "memory.oom_control"))
     for file in counted:
-        for line in _lines_of(file):
+        for line in lines_of(file):
             name, _, number = line.partition(" ")
             if name == "oom_kill" and number.isdecimal():
                 return int(number)
@@ -120,13 +118,6 @@ def name_of_signal(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _lines_of(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
 
 
 def keep_processes(parent: int) -> None:

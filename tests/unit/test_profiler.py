@@ -6,11 +6,14 @@ import gc
 import gzip
 import json
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
+from sluice.host_memory import HeldMemory
 from sluice.profiler import NAME, ProfileError, ProfileOptions, Recording, new_name
 
 
@@ -53,7 +56,7 @@ def test_names_of_profiles_can_name_them() -> None:
 
 @pytest.mark.parametrize("written", [True, False])
 def test_what_was_recorded_goes_as_the_recording_ends(tmp_path: Path, *, written: bool) -> None:
-    """It is 22 KB an operation, of which Python's collector knows a hundred objects."""
+    """It is 3 KB an operation, of which Python's collector knows a hundred objects."""
     gc.disable()
     try:
         recording = Recording(ProfileOptions())
@@ -66,3 +69,63 @@ def test_what_was_recorded_goes_as_the_recording_ends(tmp_path: Path, *, written
         assert profiler() is None
     finally:
         gc.enable()
+
+
+def operate(count: int) -> None:
+    """So many operations of torch, and four within each."""
+    one = torch.ones(8)
+    for _ in range(count):
+        one.add(1)
+
+
+def call(count: int) -> None:
+    """So many calls of Python."""
+    for _ in range(count):
+        new_name()
+
+
+def test_the_memory_of_what_was_recorded_goes_back_to_the_host(tmp_path: Path) -> None:
+    Recording(ProfileOptions()).write(tmp_path, "first")  # torch loads what it keeps
+    before = HeldMemory.now()
+    recording = Recording(ProfileOptions())
+    operate(2000)
+    recorded = before.growth()
+    recording._profiler.stop()
+    ended = before.growth()
+    recording._let_go()
+    assert ended > 4 * recorded, "what is recorded grows as it ends"
+    assert HeldMemory.now().resident - before.resident < ended / 4
+
+
+@pytest.mark.parametrize(
+    ("options", "work", "count"),
+    [
+        (ProfileOptions(), operate, 2000),
+        (ProfileOptions(memory=True), operate, 2000),
+        (ProfileOptions(stacks=True), call, 20_000),
+    ],
+    ids=["plain", "memory", "stacks"],
+)
+def test_a_recording_is_too_large_before_it_takes_half_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+    options: ProfileOptions,
+    work: Callable[[int], None],
+    count: int,
+) -> None:
+    Recording(options).drop()  # torch loads what it keeps
+    host, before = psutil.virtual_memory(), HeldMemory.now()
+    recording = Recording(options)
+    work(count)
+    recording._profiler.stop()
+    needed = before.growth()
+    recording._let_go()
+    recording = Recording(options)
+    assert recording.too_large() == ""
+    work(count)
+    for free, said in ((2 * needed, "GiB of the host's memory"), (50 * needed, "")):
+        monkeypatch.setattr(
+            psutil, "virtual_memory", lambda free=free: host._replace(available=free)
+        )
+        assert said in recording.too_large()
+        assert bool(recording.too_large()) is bool(said)
+    recording.drop()

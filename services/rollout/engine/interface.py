@@ -246,7 +246,7 @@ class ProfileOrder:
 class EngineProfile:
     """A profile that was asked for: passes that are to come until it is written, then `files`.
 
-    `failure` says why it has ended without them; then nothing is left.
+    `failure` says why it has ended early or without them; then nothing is left.
     """
 
     name: str

@@ -16,8 +16,9 @@ logger = logging.getLogger(__name__)
 class RankProfile:
     """Records commands from the next one to the end of a number of steps, then writes files.
 
-    Nothing of it fails a command: what goes wrong is logged and told as `failure`. The rank stands
-    still while it writes.
+    Nothing of it fails a command: what goes wrong is logged and told as `failure`. So is why it
+    ends early where the host's memory would not do for more of it: what there is is written then.
+    The rank stands still while it writes.
     """
 
     def __init__(self, rank: int, directory: Path) -> None:
@@ -26,6 +27,8 @@ class RankProfile:
         self._order = pb.ProfileCommand()  # without steps where there is nothing to record
         self._recording: Recording | None = None
         self._failure = ""
+        self._files: list[str] = []  # written, and not told yet
+        self._steps = 0  # recorded, and whole
 
     def begin(self, command: pb.ProfileCommand) -> None:
         """Record from the next command on, in place of what still records.
@@ -39,6 +42,7 @@ class RankProfile:
     def drop(self) -> None:
         """Write nothing of what still records."""
         recording, self._recording, self._failure = self._recording, None, ""
+        self._files, self._steps = [], 0
         self._order.Clear()
         if recording is None:
             return
@@ -57,8 +61,14 @@ class RankProfile:
             self._record()
         with nullcontext() if self._recording is None else self._recording.named(name):
             yield
-        if name == "step" and not result.HasField("error"):
-            self._order.step_count -= 1
+        is_step = name == "step" and not result.HasField("error")
+        self._steps += is_step
+        if is_step and self._steps == self._order.step_count:
+            self._write()
+        elif self._recording is not None and (why := self._recording.too_large()):
+            self._write()
+            self._fail(f"ended early, after {self._steps} of {self._order.step_count} steps: {why}")
+        if is_step:
             self._note_step(result.profile)
 
     def _record(self) -> None:
@@ -69,23 +79,27 @@ class RankProfile:
                 ProfileOptions(stacks=options.stacks, memory=options.memory)
             )
         except ProfileError as error:
-            self._fail(error)
+            self._fail(str(error), error)
+
+    def _write(self) -> None:
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        try:
+            directory = self._directory / self._order.name
+            self._files = recording.write(directory, f"rank-{self._rank}")
+        except ProfileError as error:
+            self._fail(str(error), error)
 
     def _note_step(self, told: pb.RankProfile) -> None:
-        told.name, told.left_count = self._order.name, self._order.step_count
+        told.name, told.left_count = self._order.name, self._order.step_count - self._steps
         if told.left_count and not self._failure:
             return
-        recording, self._recording = self._recording, None
-        if recording is not None:
-            try:
-                directory = self._directory / self._order.name
-                told.files.extend(recording.write(directory, f"rank-{self._rank}"))
-            except ProfileError as error:
-                self._fail(error)
+        told.files.extend(self._files)
         told.failure, told.left_count = self._failure, 0
         self.drop()
 
-    def _fail(self, error: ProfileError) -> None:
-        """Note what the training goes on without."""
-        logger.error("profile %s of rank %d", self._order.name, self._rank, exc_info=error)
-        self._failure = f"rank {self._rank}: {error}"
+    def _fail(self, why: str, error: ProfileError | None = None) -> None:
+        """Note what the training goes on without; what was first is told."""
+        logger.error("profile %s of rank %d: %s", self._order.name, self._rank, why, exc_info=error)
+        self._failure = self._failure or f"rank {self._rank}: {why}"

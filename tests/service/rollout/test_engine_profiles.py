@@ -6,10 +6,12 @@ import asyncio
 import gzip
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 from services.rollout.process import RolloutProcess
@@ -165,6 +167,26 @@ async def test_one_that_still_records_gives_way_to_another(
         assert (found.name, len(passes(found)), found.failure) == (name, 2, "")
         assert "python_function" not in kinds(found), "the first one still records"
     assert not (store.root / "profiles" / "first").exists()
+
+
+async def test_a_profile_ends_early_where_the_host_has_no_memory_for_more(
+    engine: EngineClient, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What there is is written, as all of it would be, and the samples are what they are."""
+    await load_weights(engine, store.first)
+    plain = await sample(engine)
+    host = psutil.virtual_memory()._replace(available=0)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: host)
+    await engine.profile(passes=1000, name="crowded")
+    assert await sample(engine) == plain
+    found = await settled(engine)
+    told = re.fullmatch(
+        r"ended early, after (\d+) of 1000 passes: what is recorded may take .* GiB of the host's "
+        r"memory as it is written, of 0\.0 that are free: ask for less at once",
+        found.failure,
+    )
+    assert told is not None and len(passes(found)) == int(told[1]) < 10
+    assert await sample(engine) == plain
 
 
 async def test_a_repeated_request_begins_no_second_profile(

@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 class PassProfiler:
     """Records passes of a core. All but `profile` belongs to the thread that runs them.
 
-    What goes wrong, also in the profiler of torch, is logged and told in `profile`, not raised.
+    What goes wrong, also in the profiler of torch, is logged and told in `profile`, not raised. So
+    is why it ends early where the host's memory would not do for more of it.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -26,12 +27,13 @@ class PassProfiler:
         self._order: ProfileOrder | None = None
         self._recording: Recording | None = None
         self._left = 0
+        self._early = ""  # why it ends before all passes are recorded
         self.profile: EngineProfile | None = None  # that was asked for last
 
     def begin(self, order: ProfileOrder) -> EngineProfile:
         """Records from the next pass on, in place of what is recorded."""
         self.drop("another profile was asked for")
-        self._order, self._left = order, order.pass_count
+        self._order, self._left, self._early = order, order.pass_count, ""
         self.profile = EngineProfile(
             name=order.name, directory=order.directory, left_count=order.pass_count
         )
@@ -40,7 +42,7 @@ class PassProfiler:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all passes are recorded and none is written."""
+        """Whether all passes that are to come are recorded and none is written."""
         return self._recording is not None and not self._left
 
     def write(self) -> None:
@@ -53,7 +55,7 @@ class PassProfiler:
         except ProfileError as error:
             self._fail(order, error)
             return
-        self._tell(left_count=0, files=tuple(sorted(files)))
+        self._tell(left_count=0, files=tuple(sorted(files)), failure=self._early)
         logger.info("profile %s is in %s", order.name, order.directory)
 
     def drop(self, why: str) -> None:
@@ -101,4 +103,9 @@ class PassProfiler:
         with self._recording.named(what):
             yield
         self._left -= 1
+        if self._left and (why := self._recording.too_large()):
+            done = order.pass_count - self._left
+            self._early = f"ended early, after {done} of {order.pass_count} passes: {why}"
+            logger.error("profile %s %s", order.name, self._early)
+            self._left = 0
         self._tell(left_count=max(1, self._left))

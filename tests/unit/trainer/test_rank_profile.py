@@ -1,0 +1,82 @@
+"""A rank that has no memory to record more of its steps writes what it has, and says so."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from services.trainer.rank.profile import RankProfile
+from sluice.api.trainer.v1 import worker_service_pb2 as pb
+
+
+class Rank:
+    """Makes steps of two commands each, in a profile of three."""
+
+    def __init__(self, directory: Path) -> None:
+        self.profile = RankProfile(0, directory)
+        self.profile.begin(pb.ProfileCommand(name="long", step_count=3, ranks=[0]))
+
+    def command(self, name: str) -> pb.RankProfile:
+        result = pb.CommandResult()
+        with self.profile.command(name, result):
+            one = torch.ones(8)
+            for _ in range(300):
+                one.add(1)
+        return result.profile
+
+    def step(self) -> pb.RankProfile:
+        self.command("forward_backward")
+        return self.command("step")
+
+
+def commands(file: Path) -> list[str]:
+    with gzip.open(file) as trace:
+        events = json.load(trace)["traceEvents"]
+    return [each["name"] for each in events if each.get("cat") == "user_annotation"]
+
+
+def crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the host no memory left."""
+    host = psutil.virtual_memory()._replace(available=0)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: host)
+
+
+def test_all_steps_are_recorded_where_there_is_memory(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    assert [rank.step().left_count for _ in range(2)] == [2, 1]
+    assert rank.step() == pb.RankProfile(name="long", files=["rank-0.trace.json.gz"])
+    assert len(commands(tmp_path / "long/rank-0.trace.json.gz")) == 6
+    assert rank.step() == pb.RankProfile(), "it is over"
+
+
+def test_a_profile_ends_after_the_command_that_took_what_was_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, file = Rank(tmp_path), tmp_path / "long/rank-0.trace.json.gz"
+    assert rank.step().left_count == 2
+    crowd(monkeypatch)
+    rank.command("forward_backward")
+    assert commands(file) == ["forward_backward", "step", "forward_backward"]
+    told = rank.command("step")
+    assert (told.name, told.left_count, list(told.files)) == ("long", 0, [file.name])
+    assert told.failure.startswith("rank 0: ended early, after 1 of 3 steps: what is recorded may ")
+    assert "GiB of the host's memory" in told.failure
+    assert rank.step() == pb.RankProfile(), "it is over"
+    assert len(commands(file)) == 3
+
+
+def test_a_profile_whose_last_step_is_recorded_did_not_end_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(tmp_path)
+    rank.step()
+    rank.step()
+    rank.command("forward_backward")
+    crowd(monkeypatch)
+    told = rank.command("step")
+    assert (told.left_count, told.failure, len(told.files)) == (0, "", 1)
