@@ -341,7 +341,7 @@ class LeaseBook:
     def take(self, response: pb.AcquireLeasesResponse, tickets: Sequence[Ticket]) -> None:
         """Resolve what got a target, keep the rest; tickets are of the new leases, in order."""
         epoch, first = response.epoch, response.first_lease_id
-        if response.engines or not self._fleet.knows(epoch):
+        if not self._fleet.knows(epoch):
             self._fleet.learn(epoch, response.engines)
         for lease_id, target in enumerate(response.target_indices[:], first):  # as a list: cheaper
             ticket = tickets[lease_id - first]

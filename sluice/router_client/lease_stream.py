@@ -173,16 +173,15 @@ class LeaseStream:
     def _next(self) -> pb.StreamLeasesRequest:
         """Takes out what the next message carries."""
         message, size, count = pb.StreamLeasesRequest(), 0, 0
-        for number in self._unsent:
-            if size > _BYTES:
-                break
-            count += 1
+        for count, number in enumerate(self._unsent, 1):
             asked = self._asked.get(number)
             if asked is not None and not asked.future.done():
                 entry = message.requests.add()
                 entry.number = number
                 entry.acquire.CopyFrom(asked.request)
-                size += asked.request.ByteSize()
+                size += asked.request.ByteSize() if count < len(self._unsent) else 0
+            if size > _BYTES:
+                break
         del self._unsent[:count]
         return message
 

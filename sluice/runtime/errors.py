@@ -52,12 +52,18 @@ class InvalidFieldError(ServiceError):
 
     def __init__(self, field: str, description: str, **metadata: object) -> None:
         super().__init__(f"{field}: {description}", field=field, **metadata)
+        self._description = description
         self._violation = error_details_pb2.BadRequest.FieldViolation(
             field=_clipped(field, DETAIL_BYTES), description=_clipped(description, DETAIL_BYTES)
         )
 
     def details(self) -> list[pb.Message]:
         return [error_details_pb2.BadRequest(field_violations=[self._violation])]
+
+    def within(self, path: str) -> InvalidFieldError:
+        """The same fault, as told of a message in which this one's is at `path`."""
+        metadata = self.metadata | {"field": f"{path}.{self.metadata['field']}"}
+        return InvalidFieldError(description=self._description, **metadata)
 
 
 class RequestIdReusedError(ServiceError):

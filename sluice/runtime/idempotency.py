@@ -193,8 +193,9 @@ class RequestLog:
         digest = request_digest(request)
         call = self._calls.find(request_id, digest)
         if call is None:
-            call = (run(),)
-            self._calls.keep(request_id, digest, call)
+            answer = run()
+            self._calls.keep(request_id, digest, (answer,))
+            return answer
         assert isinstance(call, tuple), "work that waits has other requests"
         known: T = call[0]
         return known

@@ -27,7 +27,7 @@ from sluice.runtime.errors import (
     UnauthenticatedError,
     forget_frames,
 )
-from sluice.runtime.messages import MalformedMessageError, RequestRules
+from sluice.runtime.messages import SCANNED_BYTES, MalformedMessageError, RequestRules
 
 logger = logging.getLogger(__name__)
 
@@ -311,8 +311,12 @@ class _Method:
             del message
 
     def _decode(self, raw: bytes, call: _Call) -> Any:
-        self._hold(len(raw), call)  # first: memory of what is refused next is given back, too
-        self._hold(self._rules.weigh(raw, self._parse), call)
+        size = len(raw)
+        if size > SCANNED_BYTES:
+            self._hold(size, call)  # first: memory of what is refused next is given back, too
+            self._hold(self._rules.weigh(raw, self._parse), call)
+        else:
+            self._hold(2 * size, call)  # about what it takes once it is decoded, too
         message = self._rules.decode(raw, self._parse)
         if isinstance(message, pb.Message):
             self._rules.check(message)
@@ -430,11 +434,29 @@ class LostReplies(grpc.aio.ServerInterceptor):
             return response
 
         async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            async for response in behavior(request, context):
+            answers = behavior(request, _LosingContext(context, method))
+            if inspect.isawaitable(answers):
+                await answers
+                return
+            async for response in answers:
                 _lose(method)
                 yield response
 
         return _with_behavior(handler, unary, stream)
+
+
+class _LosingContext:
+    """The context of a call that writes its answers itself."""
+
+    def __init__(self, context: grpc.aio.ServicerContext, method: str) -> None:
+        self._context, self._method = context, method
+
+    async def write(self, message: Any) -> None:
+        _lose(self._method)
+        await self._context.write(message)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
 
 
 def _lose(method: str) -> None:

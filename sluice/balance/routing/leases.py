@@ -77,8 +77,9 @@ class LeaseTable:
 
     def grant_one(self, client: int, target: int, group: int) -> int:
         """`grant` of one lease without a session, without vectors."""
-        self._make_room(1)
         lease = self.next_id
+        if lease - self._base >= len(self._rows[0]):
+            self._make_room(1)
         self.next_id += 1
         targets, clients, sessions, groups = self._rows
         where = lease - self._base
@@ -372,7 +373,7 @@ class ClientTable:
             row = self._rows[name] = ClientRow(name, self._next_slot, now, returning)
             self._by_slot[self._next_slot] = row
             self._next_slot += 1
-        else:
+        elif row.last_seen != now:
             self._rows.move_to_end(name)
             row.last_seen = now
         return row

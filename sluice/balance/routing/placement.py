@@ -14,10 +14,10 @@ cache_aware   the engine that last had this prompt unless loads are out of balan
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from sluice.balance.routing.health import UNIT
 from sluice.balance.routing.leases import QUEUED
 from sluice.balance.routing.tables import Tables
 from sluice.balance.routing.types import FloatArray, IntArray, LeaseRequest, full_of
-from sluice.balance.routing.waterfill import Fleet, deal, pick_step_time, place_level
+from sluice.balance.routing.waterfill import Fleet, deal, pick_one, pick_step_time, place_level
 
 _MOST_BASE = 1 << 20  # keys of the search have 63 bits; so many requests outweigh all others
 _TURN_TOKENS = 256.0  # of a session's turn, when nothing is known
@@ -81,11 +81,10 @@ class TargetSelector:
 
     def pick(self, fleet: Fleet, group: int) -> int:
         """`spread` of one lease, for which there is a free slot; the group may be NO_GROUP."""
-        avoid = None
         if group != NO_GROUP and self._groups.live[group] and fleet.free_count > 1:
-            avoid = self._siblings(np.array([group]))
-        hints = NO_HINTS if avoid is None else PlaceHints(avoid=avoid)
-        return int(self._policy.place(fleet, 1, self._rng, hints)[0])
+            hints = PlaceHints(avoid=self._siblings(np.array([group])))
+            return int(self._policy.place(fleet, 1, self._rng, hints)[0])
+        return self._policy.pick(fleet, self._rng)
 
     def open_sessions(self, fleet: Fleet, slots: list[int]) -> IntArray:
         """Place new sessions on the ranks with the fewest; their targets, int64[<= len(slots)]."""
@@ -212,16 +211,20 @@ class PlaceHints:
 NO_HINTS = PlaceHints()
 
 
-class RoutingPolicy(Protocol):
+class RoutingPolicy(ABC):
+    @abstractmethod
     def place(
         self, fleet: Fleet, count: int, rng: np.random.Generator, hints: PlaceHints = NO_HINTS
     ) -> IntArray:
         """Targets for up to `count` leases, int64[<= count]; fewer only when no slot is left."""
-        ...
+
+    def pick(self, fleet: Fleet, rng: np.random.Generator) -> int:
+        """The target for one lease, of which nothing is known, where there is a free slot."""
+        return int(self.place(fleet, 1, rng)[0])
 
 
 @dataclass
-class StepTime:
+class StepTime(RoutingPolicy):
     """Takes the least predicted step time; an empty step costs as much as `base` requests add."""
 
     base: int = 100
@@ -231,16 +234,19 @@ class StepTime:
     ) -> IntArray:
         return pick_step_time(fleet, self.base, count, rng, hints.avoid)
 
+    def pick(self, fleet: Fleet, rng: np.random.Generator) -> int:
+        return pick_one(fleet, self.base, rng)
+
 
 @dataclass
-class MinCount:
+class MinCount(RoutingPolicy):
     def place(
         self, fleet: Fleet, count: int, rng: np.random.Generator, hints: PlaceHints = NO_HINTS
     ) -> IntArray:
         return deal(place_level(fleet, count, rng, hints.avoid), fleet, rng)
 
 
-class _ByEngine:
+class _ByEngine(RoutingPolicy):
     """Picks engines one by one; the ranks of an engine take turns, as inside SGLang."""
 
     def __init__(self) -> None:

@@ -79,8 +79,10 @@ class TargetTable:
     def __init__(self, config: PoolConfig, first_epoch: int = 1) -> None:
         self._config = config
         self.epoch = first_epoch
-        self.charges: IntArray = np.zeros(0, dtype=np.int64)  # live leases per target
-        self.charged_ever: IntArray = np.zeros(0, dtype=np.int64)
+        self.charges: IntArray  # live leases per target
+        self.charged_ever: IntArray
+        self._cells: tuple[memoryview, memoryview]  # of both, for one target
+        self._adopt_charges(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
         self.engine_of: IntArray = np.zeros(0, dtype=np.int64)
         self.starts: IntArray = np.zeros(0, dtype=np.int64)
         self.speed = SpeedTable(config.step_base, config.step_per_request)
@@ -238,16 +240,20 @@ class TargetTable:
 
     def charge_one(self, target: int) -> None:
         """Count one lease, without vectors."""
-        self.charged_ever[target] += 1
+        self._cells[1][target] += 1
         self._count_one(target, 1)
 
     def uncharge_one(self, target: int) -> None:
         """Take one lease off, without vectors."""
         self._count_one(target, -1)
 
+    def _adopt_charges(self, charges: IntArray, charged_ever: IntArray) -> None:
+        self.charges, self.charged_ever = charges, charged_ever
+        self._cells = charges.data, charged_ever.data
+
     def _count_one(self, target: int, change: int) -> None:
         """Change the charge of a target, and the fleets with it."""
-        self.charges[target] += change
+        self._cells[0][target] += change
         if self._half_open:
             self._fleets.clear()
             engine = self.engine_at(target)
@@ -426,8 +432,8 @@ class TargetTable:
     def _append_row(self, dp_size: int) -> int:
         row, count = len(self._rows), len(self.charges)
         none = np.zeros(dp_size, dtype=np.int64)
-        self.charges = np.concatenate([self.charges, none])
-        self.charged_ever = np.concatenate([self.charged_ever, none])
+        charges = np.concatenate([self.charges, none])
+        self._adopt_charges(charges, np.concatenate([self.charged_ever, none]))
         self.engine_of = np.concatenate([self.engine_of, none + row])
         self.starts = np.append(self.starts, count)
         self.speed.add_engine()

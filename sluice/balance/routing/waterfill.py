@@ -67,18 +67,26 @@ class Fleet:
         change: of its leases; what has come free may be the cheapest slot.
         """
         loads, limits, rooms = self.numbers
-        room = max(limits[target] - loads[target], 0)
+        load = loads[target]
+        room = limits[target] - load
+        if room < 0:
+            room = 0
         self.free_count += room - rooms[target]
         rooms[target] = room
-        if change < 0 and self.ties is not None:
+        if self.ties is None:
+            return
+        if change < 0:
             self.ties.came_free(target)
+        elif load > self.ties.level:  # all ranks of its engine cost more than they did
+            self.ties = None
 
 
 class Ties:
     """The cheapest slots of a fleet, from pick to pick: looked for anew once all are taken.
 
-    A charge makes no slot cheaper, so those that it made dearer are found when they are drawn.
-    What a release makes cheaper is looked for among the ranks of its engine alone.
+    A charge up to `level` makes no other slot dearer, so what it took is found when it is drawn;
+    beyond it, these are void. What a release makes cheaper is looked for among the ranks of its
+    engine alone.
     """
 
     def __init__(self, fleet: Fleet, base: int) -> None:
@@ -89,17 +97,19 @@ class Ties:
         self._slowdown = fleet.slowdown.data
         self._targets: list[int] = _cheapest(fleet, base).tolist()
         self._listed = set(self._targets)
-        self._level = self._load[self._targets[0]] + 1
-        self._cost = self._cost_of(self._targets[0])
+        first = self._targets[0]
+        engine = self._engine_of[first]
+        largest = max(self._load[self._ranks(engine)].tolist())
+        self.level = self._load[first] + 1  # of a target that takes its slot
+        self._cost = self._slowdown[engine] * (base + max(largest, self.level))
 
     def draw(self, rng: np.random.Generator) -> int | None:
         """One of them at random; None where none is left."""
-        targets, before = self._targets, self._level - 1
+        targets, before = self._targets, self.level - 1
         while targets:
             index = int(rng.random() * len(targets))
             target = targets[index]
-            is_open = self._load[target] == before and self._room[target]
-            if is_open and self._cost_of(target) == self._cost:
+            if self._load[target] == before and self._room[target]:
                 return target
             targets[index] = targets[-1]
             targets.pop()
@@ -108,7 +118,7 @@ class Ties:
 
     def came_free(self, target: int) -> None:
         """Take in what is among the cheapest now, as the engine of a target has fewer leases."""
-        if self._load[target] + 1 == self._level and target in self._listed:
+        if self._load[target] + 1 == self.level and target in self._listed:
             return  # one lease more on it makes no rank beside it dearer
         engine = self._engine_of[target]
         where = self._ranks(engine)
@@ -118,21 +128,15 @@ class Ties:
             return
         level = min(open_) + 1
         cost = self._slowdown[engine] * (self.base + max(level, *loads))
-        if (cost, level) > (self._cost, self._level):
+        if (cost, level) > (self._cost, self.level):
             return
-        if (cost, level) < (self._cost, self._level):
-            self._cost, self._level = cost, level
+        if (cost, level) < (self._cost, self.level):
+            self._cost, self.level = cost, level
             self._targets, self._listed = [], set()
         for rank, load in enumerate(loads, where.start):
             if load + 1 == level and rank not in self._listed:
                 self._targets.append(rank)
                 self._listed.add(rank)
-
-    def _cost_of(self, target: int) -> int:
-        """Step time of an engine with one lease more on a target."""
-        engine = self._engine_of[target]
-        largest = max(self._load[self._ranks(engine)].tolist())
-        return self._slowdown[engine] * (self.base + max(largest, self._load[target] + 1))
 
     def _ranks(self, engine: int) -> slice:
         starts, after = self._starts, engine + 1
@@ -217,19 +221,20 @@ def pick_step_time(
     avoid: IntArray | None = None,
 ) -> IntArray:
     """Return the slots of `place_step_time` as targets in the order of `deal`, int64[<= count]."""
+    if count == 1 and avoid is None and fleet.free_count:
+        return np.array([pick_one(fleet, base, rng)])
     if 0 < count < fleet.free_count:
-        if count == 1 and avoid is None:
-            return np.array([_pick_one(fleet, base, rng)])
         ties = _cheapest(fleet, base)
         if len(ties) >= count:  # one key holds them all: no search
             return _Draw(fleet, rng, avoid)(ties, count)
     return deal(place_step_time(fleet, base, count, rng, avoid), fleet, rng)
 
 
-def _pick_one(fleet: Fleet, base: int, rng: np.random.Generator) -> int:
-    """One of the cheapest slots of a fleet that has some."""
-    if fleet.ties is not None and fleet.ties.base == base:
-        target = fleet.ties.draw(rng)
+def pick_one(fleet: Fleet, base: int, rng: np.random.Generator) -> int:
+    """`pick_step_time` of one lease, from a fleet that has free slots."""
+    ties = fleet.ties
+    if ties is not None and ties.base == base:
+        target = ties.draw(rng)
         if target is not None:
             return target
     fleet.ties = Ties(fleet, base)

@@ -128,7 +128,7 @@ def test_one_after_the_other_each_of_the_cheapest_may_be_drawn(fleet, moves):
         ties, target, change = cheapest(fleet), place % len(fleet.load), 1
         if kind == "back":
             change = -1
-        elif kind == "pick" and fleet.free_count > 1:
+        elif kind == "pick" and fleet.free_count:
             target = int(pick_step_time(fleet, BASE, 1, rng)[0])
             assert target in ties
         if looks_closer and fleet.free_count > 1:

@@ -110,6 +110,18 @@ def test_a_bound_names_its_field_and_its_setting():
     }
 
 
+def test_a_fault_deep_in_a_message_keeps_what_it_says_and_gets_its_whole_path():
+    rows = [{"sample_id": "a"}, {"sample_id": "b", "columns": {"x" * 5000: {}}}]
+    request = pb.PutColumnsRequest(batch="b", rows=rows)
+    assert refusal(request).metadata["field"] == "rows[1].columns"
+    bounds = {"sluice.api.common.v1.WeightVersion.version": Bound(8, "there")}
+    engine = router_pb.Engine(engine_id="e", address="a:1", role=1, weights={"version": 9})
+    error = refusal(router_pb.RegisterEngineRequest(engine=engine), RequestRules(bounds=bounds))
+    assert error.metadata == {"field": "engine.weights.version", "limit": "8", "setting": "there"}
+    violation = error.details()[0].field_violations[0]
+    assert violation.field == "engine.weights.version" and "there allows 8" in violation.description
+
+
 LIMITED = {
     "packed numbers": (engine_pb.ScoreRequest(token_ids=[0] * 70_000), "token_ids"),
     "packed floats": (
