@@ -37,7 +37,7 @@ def point(name: str) -> None:
 
 def due(name: str) -> bool:
     """Count a passing of the fault `name`; whether it has to fire now."""
-    return _fired(name) != 0
+    return bool(_directory) and _fired(name) != 0
 
 
 def _fired(name: str) -> int:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +50,7 @@ G = TypeVar("G")
 Request = pb.RolloutRequest | pb.EvaluateRequest
 Response = pb.RolloutResponse | pb.EvaluateResponse
 
+LISTED_SECONDS = 1.0  # that a list of workers is taken for, unless one of them is lost
 END_SECONDS = 5  # that a worker has to hear that a call is given up
 CALL_BYTES = 16 << 20  # of one call; servers take 64 MiB, where they are not told otherwise
 
@@ -239,6 +242,8 @@ class EpisodeWorkers:
         self._asked: dict[str, RolloutClient] = {}  # by the request_id of a call under way
         self._worker_count = 1
         self._turn = 0
+        self._active: list[str] = []  # addresses when workers were last asked for
+        self._listed = -math.inf  # when that was
         self._listing: asyncio.Task[list[router_pb.Engine]] | None = None
 
     async def close(self) -> None:
@@ -257,8 +262,14 @@ class EpisodeWorkers:
         addresses = await wait_until_ready(
             "an episode worker", self._addresses, self._wait_seconds, NoWorkerError
         )
-        self._worker_count = len(addresses)
+        self._worker_count, self._active = len(addresses), addresses
+        self._listed = time.monotonic()
         return addresses
+
+    async def _recent(self) -> list[str]:
+        """Returns addresses as they were a moment ago: a worker that comes is asked a bit later."""
+        is_recent = time.monotonic() - self._listed < LISTED_SECONDS
+        return self._active if is_recent else await self.refresh()
 
     async def vocabularies(self) -> dict[str, str]:
         """Returns digests of what the workers encode prompts with, of those that answer.
@@ -311,7 +322,7 @@ class EpisodeWorkers:
 
     async def ask(self, request: Request) -> AsyncIterator[Response]:
         """Streams the answers to a call. Raises WorkerLostError where another may do better."""
-        addresses = await self.refresh()
+        addresses = await self._recent()
         self._turn += 1
         client = self._clients[addresses[self._turn % len(addresses)]]
         request_id = request_id_of(request)
@@ -326,6 +337,9 @@ class EpisodeWorkers:
                     if response.HasField("finished"):
                         trace.add_group(response.finished)
                     yield response
+        except WorkerLostError:
+            self._listed = -math.inf  # who is there now is asked for first
+            raise
         except asyncio.CancelledError:
             if self._ends_calls:
                 await self._end(request_id)

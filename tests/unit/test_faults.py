@@ -51,6 +51,14 @@ def test_passings_of_many_threads_are_all_counted(tmp_path, monkeypatch):
         sys.setswitchinterval(interval)
 
 
+def test_a_process_that_looks_for_no_faults_looks_at_no_file(tmp_path, monkeypatch):
+    faults.arm(tmp_path, "written")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(faults, "_directory", "")
+    assert not faults.due("written")
+    assert (tmp_path / "written").exists()
+
+
 def test_nothing_fires_that_is_not_armed_or_not_asked_for(tmp_path):
     faults.arm(tmp_path, "other")
     assert run(tmp_path).returncode == 0

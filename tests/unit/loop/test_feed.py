@@ -16,6 +16,7 @@ from sluice.api.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.api.router.v1 import router_service_pb2_grpc as router_grpc
 from sluice.client import RemoteError, RouterClient
+from sluice.loop import workers
 from sluice.loop.dispatcher import DispatcherConfig, RolloutDispatcher
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.workers import EpisodeWorkers, RolloutCall, RolloutFailedError
@@ -111,8 +112,8 @@ class Heard:
 
 
 class World:
-    def __init__(self, episodes: Episodes, ledger: Ledger, workers: EpisodeWorkers) -> None:
-        self.episodes, self.ledger, self.workers = episodes, ledger, workers
+    def __init__(self, episodes: Episodes, ledger: Ledger, known: EpisodeWorkers) -> None:
+        self.episodes, self.ledger, self.workers = episodes, ledger, known
         self.row = Struct()
         self.rows: dict[str, Struct] = {}  # of groups that have another
         self.built: list[list[str]] = []  # groups of each request that was made
@@ -155,12 +156,12 @@ async def world(tmp_path):
     await server.start()
     episodes.address = server.address
     router = RouterClient(server.address)
-    workers = EpisodeWorkers(router, SecurityConfig(), 60)
+    known = EpisodeWorkers(router, SecurityConfig(), 60)
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.record_version(1, "d", 0)
-    yield World(episodes, ledger, workers)
+    yield World(episodes, ledger, known)
     episodes.release.set()
-    await workers.close()
+    await known.close()
     await router.close()
     ledger.close()
     await server.stop()
@@ -182,6 +183,23 @@ async def test_calls_that_begin_together_look_for_workers_once(world: World):
     await step(world, feed, 0)
     assert len(world.episodes.requests) == 32
     assert world.episodes.lists <= 4
+    await feed.close()
+
+
+async def test_workers_are_looked_for_anew_once_one_is_lost_or_a_while_has_passed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "LISTED_SECONDS", 3600.0)
+    feed = world.feed()
+    for number in range(3):
+        await step(world, feed, number)
+    assert world.episodes.lists == 1
+    world.episodes.breaks = 1
+    await step(world, feed, 3)
+    assert world.episodes.lists == 2
+    monkeypatch.setattr(workers, "LISTED_SECONDS", 0.0)
+    await step(world, feed, 4)
+    assert world.episodes.lists == 3
     await feed.close()
 
 

@@ -474,9 +474,10 @@ class DecodeBatch:
             rows = torch.tensor(order, dtype=torch.int64, device=self._device)
             self._columns = self._columns.select(rows) if order else None
         self._blocks = []
-        self.streaming = any(lane.request.generation.stream for lane in self.lanes)
-        self._searching = any(lane.request.searches for lane in self.lanes)
-        self._holding = any(lane.request.sampling.min_new_tokens for lane in self.lanes)
+        requests = {lane.request for lane in self.lanes}
+        self.streaming = any(request.generation.stream for request in requests)
+        self._searching = any(request.searches for request in requests)
+        self._holding = any(request.sampling.min_new_tokens for request in requests)
         if self._columns is not None:
             places = self._columns.positions.tolist()
             self._blocks = self._rows.blocks(places, whole_rows=self._fixed_rows > 0)
