@@ -23,6 +23,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 COMPILER = "torch._dynamo"
+INDUCTOR = "torch._inductor"
 AVAILABLE = "is_torch_distributed_available"
 MASKS = f"{COMPILER}._trace_wrapped_higher_order_op"  # transformers takes a name of it
 SETTINGS = f"{COMPILER}.config"  # in which torch looks where it works out shapes of what is sharded
@@ -119,6 +120,25 @@ def unsymbolic() -> Iterator[None]:
         yield
     finally:
         torch.nn.init.normal_, torch.arange = draw, count
+
+
+@contextmanager
+def uninduced() -> Iterator[None]:
+    """For torch's profiler to begin without the compiler, whose Inductor it asks for a setting.
+
+    To load that and Dynamo takes a third of a second, and 70 MiB. What is loaded already is asked.
+    """
+    import torch
+
+    asked: set[str] = getattr(torch, "_lazy_modules", set())
+    if INDUCTOR in sys.modules or (name := INDUCTOR.removeprefix("torch.")) not in asked:
+        yield
+        return
+    asked.discard(name)
+    try:
+        yield
+    finally:
+        asked.add(name)
 
 
 def with_shards() -> None:

@@ -9,7 +9,6 @@ processes without it may name profiles.
 from __future__ import annotations
 
 import contextlib
-import gc
 import gzip
 import os
 import re
@@ -25,6 +24,7 @@ from typing import Any
 
 from sluice import platform
 from sluice.host_memory import HeldMemory, free_memory, give_back
+from sluice.imports import uninduced
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DIRECTORY = "profiles"  # of a store
@@ -71,7 +71,8 @@ class Recording:
             if options.memory:
                 self._device.record_allocations()
             self._profiler = self._device.profiler(stacks=options.stacks, memory=options.memory)
-            self._profiler.start()
+            with uninduced():
+                self._profiler.start()
             on_error.pop_all()
         self._before = HeldMemory.now()
 
@@ -137,8 +138,11 @@ class Recording:
             self._let_go()
 
     def _let_go(self) -> None:
-        self._profiler = None
-        gc.collect()  # torch's are part of a cycle, with all they recorded: 3 KB an operation
+        # Torch has what was recorded, 3 KB an operation, in a cycle that may be frozen by now, or
+        # held by the error that ended it.
+        profiler, self._profiler = self._profiler, None
+        for part in (getattr(profiler, "profiler", None), profiler):
+            getattr(part, "__dict__", {}).clear()
         self._one.release()
         if self._options.memory:
             self._device.forget_allocations()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import gzip
 import json
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 
 from sluice.host_memory import HeldMemory
 from sluice.profiler import NAME, ProfileError, ProfileOptions, Recording, new_name
+from tests.patience import PATIENCE
 
 
 def named_in(path: Path) -> set[str]:
@@ -56,19 +59,56 @@ def test_names_of_profiles_can_name_them() -> None:
 
 @pytest.mark.parametrize("written", [True, False])
 def test_what_was_recorded_goes_as_the_recording_ends(tmp_path: Path, *, written: bool) -> None:
-    """It is 3 KB an operation, of which Python's collector knows a hundred objects."""
-    gc.disable()
+    """It is 3 KB an operation, in a cycle of a few objects that imports may have frozen."""
+    recording = Recording(ProfileOptions())
+    torch.ones(8).add(1)
+    profiler = weakref.ref(recording._profiler.profiler)
+    gc.freeze()
     try:
-        recording = Recording(ProfileOptions())
-        torch.ones(8).add(1)
-        profiler = weakref.ref(recording._profiler.profiler)
         if written:
             recording.write(tmp_path, "a")
         else:
             recording.drop()
         assert profiler() is None
     finally:
-        gc.enable()
+        gc.unfreeze()
+
+
+def test_what_was_recorded_goes_though_the_error_that_ended_it_stays(tmp_path: Path) -> None:
+    Recording(ProfileOptions()).write(tmp_path, "first")  # torch loads what it keeps
+    (tmp_path / "file").write_text("in its place")
+    before = HeldMemory.now()
+    recording = Recording(ProfileOptions())
+    operate(2000)
+    recorded = before.growth()
+    with pytest.raises(ProfileError) as error:
+        recording.write(tmp_path / "file", "a")
+    assert HeldMemory.now().allocated - before.allocated < recorded / 2
+    assert error.value.__traceback__ is not None
+
+
+LEAN = """
+import sys, tempfile
+from pathlib import Path
+from sluice.imports import uncompiled
+with uncompiled():
+    import torch
+from sluice.profiler import ProfileOptions, Recording
+for options in (ProfileOptions(), ProfileOptions(stacks=True, memory=True)):
+    recording = Recording(options)
+    torch.ones(8).add(1)
+    with tempfile.TemporaryDirectory() as directory:
+        recording.write(Path(directory), "a")
+print(*(name in sys.modules for name in ("torch._inductor", "sympy")))
+print(torch._inductor.__name__)
+"""
+
+
+def test_a_profile_loads_no_compiler_which_is_there_for_who_asks() -> None:
+    """Of which torch asks a setting: 70 MiB, for good."""
+    command = [sys.executable, "-c", LEAN]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert done.stdout.split() == ["False", "False", "torch._inductor"]
 
 
 def operate(count: int) -> None:
