@@ -41,8 +41,8 @@ from sluice.runtime.processes import PR_SET_CHILD_SUBREAPER, end_with_parent
 ROOT = Path(__file__).parent.parent
 MODULES = (
     *("services.", "sluice.cli", "sluice.demo.", "examples."),
-    *("tests.converter.", "tests.rank_pool", "tests.s3_server", "tests.unit.algo.ranks."),
-    "tests.unit.process_facts",
+    *("tests.converter.", "tests.program", "tests.rank_pool", "tests.s3_server"),
+    *("tests.unit.algo.ranks.", "tests.unit.process_facts"),
 )
 WORKER = ["-u", "-c", "import sys;exec(eval(sys.stdin.readline()))"]  # of pytest-xdist
 LOADED_BY = ("PYTHON", "LD_", "OMP_NUM_", "TORCH_", "MKL_", "KMP_", "CUDA_", "ASCEND_", "GRPC_")

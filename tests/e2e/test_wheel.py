@@ -34,18 +34,7 @@ def run(*command: object, cwd: Path, **environment: str) -> subprocess.Completed
 
 
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
-BACKEND = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
-
-
-def wheel_of(source: Path, folder: Path) -> Path:
-    """Built of a directory or an sdist, with the tools of this environment."""
-    built = run(
-        *(*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source),
-        cwd=source.parent,
-    )
-    assert built.returncode == 0, built.stderr
-    (wheel,) = folder.glob("sluice-*.whl")
-    return wheel
+BACKEND = "import sys; from setuptools import build_meta; build_meta.build_{}(sys.argv[1])"
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +53,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sdist")
-    built = run(sys.executable, "-c", BACKEND, folder, cwd=tree)
+    built = run(sys.executable, "-c", BACKEND.format("sdist"), folder, cwd=tree)
     assert built.returncode == 0, built.stderr
     (archive,) = folder.glob("sluice-*.tar.gz")
     return archive
@@ -72,7 +61,14 @@ def sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return wheel_of(sdist, tmp_path_factory.mktemp("wheel"))
+    """Built with the tools of this environment."""
+    folder = tmp_path_factory.mktemp("wheel")
+    built = run(
+        *(*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, sdist), cwd=folder
+    )
+    assert built.returncode == 0, built.stderr
+    (wheel,) = folder.glob("sluice-*.whl")
+    return wheel
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +94,10 @@ def test_sdist_and_tree_give_the_same_wheel(tree: Path, wheel: Path, tmp_path: P
         with zipfile.ZipFile(path) as archive:
             return {each.filename: each.CRC for each in archive.infolist()}
 
-    of_sdist, of_tree = contents(wheel), contents(wheel_of(tree, tmp_path))
+    built = run(sys.executable, "-c", BACKEND.format("wheel"), tmp_path, cwd=tree)
+    assert built.returncode == 0, built.stderr
+    (other,) = tmp_path.glob("sluice-*.whl")
+    of_sdist, of_tree = contents(wheel), contents(other)
     # the one lists the other's files in an order of its own
     records = {name for name in of_tree if name.endswith(".dist-info/RECORD")}
     assert of_sdist.keys() == of_tree.keys()
@@ -115,9 +114,7 @@ def test_sdist_and_tree_give_the_same_wheel(tree: Path, wheel: Path, tmp_path: P
 
 def test_a_wheel_alone_is_enough(installed: Path, tmp_path: Path) -> None:
     sluice = installed / "sluice"
-    where = run(
-        installed / "python", "-c", "import sluice.cli as c; print(c.__file__)", cwd=tmp_path
-    )
+    where = run(installed / "python", "-c", "import sluice; print(sluice.__file__)", cwd=tmp_path)
     assert str(installed.parent) in where.stdout, where.stderr
     done = run(sluice, "doctor", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -135,8 +132,6 @@ def test_a_wheel_alone_is_enough(installed: Path, tmp_path: Path) -> None:
     assert "smoothed" in page  # its scripts came with the wheel
     done = run(sluice, "trace", run_dir, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    done = run(sluice, "init", run_dir / "model", run_dir / "prompts.jsonl", cwd=tmp_path)
-    assert done.returncode == 2  # 256 tokens are more than the tiny model takes
     done = run(
         *(sluice, "init", run_dir / "model", run_dir / "prompts.jsonl", "--max_new_tokens", "5"),
         cwd=tmp_path,

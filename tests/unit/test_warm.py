@@ -76,6 +76,22 @@ def test_a_worker_of_pytest_does_what_it_is_told() -> None:
     assert output.split() == [str(process.pid), "True", "__main__"]
 
 
+def test_a_program_is_what_python_would_run_but_that_it_is_warm() -> None:
+    code = "import sys; print(sys.argv, __name__, 'torch' in sys.modules)"
+    warm_one, cold_one = (
+        subprocess.run(
+            [sys.executable, *begun, code, "a"],
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        ).stdout
+        for begun in (["-m", "tests.program"], ["-c"])
+    )
+    assert cold_one == "['-c', 'a'] __main__ False\n"
+    assert warm_one == "['-c', 'a'] __main__ True\n"
+
+
 @pytest.mark.parametrize("module", ["sluice.cli", "services.trainer"])
 def test_a_command_is_loaded_but_for_itself(module: str) -> None:
     """One that was imported before it is run would be told of on stderr."""

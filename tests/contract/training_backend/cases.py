@@ -211,11 +211,17 @@ class Oracle:
         table_TV = self.table(row, 1.0)
         return -(table_TV.exp() * table_TV).sum(-1)
 
-    def ppo_loss(self, rows: Sequence[Row]) -> torch.Tensor:
-        """sum_i w_i sum_t -min(r A, clip(r, 0.8, 1.2) A) over trained tokens."""
+    def ppo_loss(
+        self, rows: Sequence[Row], found: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """sum_i w_i sum_t -min(r A, clip(r, 0.8, 1.2) A) over trained tokens.
+
+        `found` has the log-probs of rows by their ids, where they are there already.
+        """
         total = torch.zeros(())
         for row in rows:
-            ratio = (self.logprobs(row) - row.columns["rollout_logprobs"]).exp()
+            logprobs = self.logprobs(row) if found is None else found[row.sample_id]
+            ratio = (logprobs - row.columns["rollout_logprobs"]).exp()
             advantages = row.columns["advantages"]
             loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
             total = total + row.loss_weight * loss[row.loss_mask].sum()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import importlib
+import os
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -21,9 +21,8 @@ from sluice.weights.store import StoredVersion, WeightStore
 from sluice.weights.transfer.deadline import Deadline
 from sluice.weights.transfer.group import Meeting, MemberGroup, send
 from sluice.weights.transfer.plan import Bucket, plan_shards
+from tests.fresh import FRESH
 from tests.patience import PATIENCE
-
-SPAWN = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,9 @@ class _Ranks:
         return flat
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, faults_directory: Path) -> None:
+    os.environ[faults.VARIABLE] = str(faults_directory)
+    importlib.reload(faults)  # which has read it already
     ranks = _Ranks()
     while (told := pipe.recv()) is not None:
         pipe.send(getattr(ranks, told.name)(*told.arguments))
@@ -97,11 +98,10 @@ class Sender:
 
     def __init__(self, faults_directory: Path) -> None:
         self._faults = faults_directory
-        self._pipe, other = SPAWN.Pipe()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(faults.VARIABLE, str(faults_directory))
-            self._process = SPAWN.Process(target=_serve, args=(other,), daemon=True)
-            self._process.start()
+        self._pipe, other = FRESH.Pipe()
+        serve = (other, faults_directory)
+        self._process = FRESH.Process(target=_serve, args=serve, daemon=True)
+        self._process.start()
         other.close()
 
     def kill_at(self, passing: int) -> None:

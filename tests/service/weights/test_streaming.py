@@ -371,7 +371,7 @@ sys.stdin.read()
 def test_what_a_killed_writer_announced_goes_and_its_number_is_not_used_again(
     tmp_path: Path,
 ) -> None:
-    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    command = [sys.executable, "-m", "tests.program", WRITER, str(tmp_path)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as writer:

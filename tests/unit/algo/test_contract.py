@@ -97,14 +97,13 @@ def test_a_name_or_setting_that_is_wrong_is_told(name, settings, message):
 
 
 def run(*arguments, cwd=None):
-    path = os.pathsep.join(["." if cwd is None else os.getcwd()])
     return subprocess.run(
         [sys.executable, "-m", "sluice.cli", "check-loss", *arguments],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
     )
 
 

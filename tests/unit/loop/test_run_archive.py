@@ -190,7 +190,7 @@ def test_a_loop_that_dies_at_any_point_leaves_a_run_checkpoint(
     step(archive, run_dir, 2)
     lose(run_dir)
     faults.arm(tmp_path / "faults", point)
-    loop = [sys.executable, "-c", LOOP, str(run_dir), "3"]
+    loop = [sys.executable, "-m", "tests.program", LOOP, str(run_dir), "3"]
     died = subprocess.run(
         loop, env={**os.environ, faults.VARIABLE: str(tmp_path / "faults")}, timeout=PATIENCE
     )

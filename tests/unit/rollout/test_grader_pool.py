@@ -298,7 +298,7 @@ async def test_graders_and_what_they_started_die_with_their_parent(
 ) -> None:
     """Of one that is killed, also while a grader holds the interpreter lock."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CALLER, str(tmp_path), name
+        *(sys.executable, "-m", "tests.program", CALLER, str(tmp_path), name)
     )
     await until_marks(tmp_path, 1 if name == "backtrack" else 6)
     process.kill()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import multiprocessing
 import shutil
 import weakref
 from dataclasses import replace
@@ -31,6 +30,7 @@ from sluice.weights.manifest import MANIFEST_NAME, ShardFile, seal, unseal
 from sluice.weights.shards import write_shard
 from sluice.weights.staging import Staging
 from sluice.weights.store import REMEMBERED, StoredVersion, WeightStore
+from tests.fresh import FRESH
 from tests.patience import PATIENCE
 from tests.unit.weights.allocating import allocate_many
 
@@ -75,10 +75,9 @@ def test_numbers_are_never_given_twice(store: WeightStore) -> None:
 
 
 def test_processes_share_the_numbers(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")  # a fork of many threads may hang
-    found: multiprocessing.Queue[list[int]] = context.Queue()
+    found = FRESH.Queue()
     processes = [
-        context.Process(target=allocate_many, args=(str(tmp_path), 40, found)) for _ in range(3)
+        FRESH.Process(target=allocate_many, args=(str(tmp_path), 40, found)) for _ in range(3)
     ]
     for process in processes:
         process.start()
