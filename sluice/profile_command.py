@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ PROFILE_USAGE = (
 )
 HELP = ("-h", "--help")
 POLL_SECONDS = 0.5
+QUIET_SECONDS = 10.0
 ANSWER_SECONDS = 5.0  # of who is asked what there is
 LARGEST_READ = 1 << 26  # bytes of a compressed trace; a larger one is for a viewer alone
 ROWS = 12
@@ -85,7 +87,7 @@ async def profile(arguments: Sequence[str]) -> None:
             raise ConfigError(f"profile: {target}: {_nobody_text(status)}")
         async with asyncio.TaskGroup() as group:
             ends = {
-                who: group.create_task(_ended(ask, name, config.timeout_seconds))
+                who: group.create_task(ended(who, ask, name, config.timeout_seconds))
                 for who, ask in begun.items()
             }
         failures: list[str] = []
@@ -144,14 +146,18 @@ async def _told(client: TrainerClient | EngineClient) -> profile_pb2.Profile:
     return (await client.get()).profile
 
 
-async def _ended(ask: Ask, name: str, seconds: float) -> profile_pb2.Profile:
+async def ended(
+    who: str, ask: Ask, name: str, seconds: float, quiet_seconds: float = QUIET_SECONDS
+) -> profile_pb2.Profile:
     """The profile of that name once it has ended, or as it is after so many seconds.
 
-    Another one where that took its place. Raises RemoteError.
+    Another one where that took its place. Says on stderr, once, where nothing was recorded for
+    `quiet_seconds`. Raises RemoteError.
     """
-    deadline = asyncio.get_running_loop().time() + seconds
+    now = asyncio.get_running_loop().time
+    deadline, quiet_until, left = now() + seconds, now() + quiet_seconds, -1
     while True:
-        is_late = asyncio.get_running_loop().time() > deadline
+        is_late = now() > deadline
         try:
             found = await ask()
         except RemoteError as error:  # it may be stopped, or its connection
@@ -160,7 +166,19 @@ async def _ended(ask: Ask, name: str, seconds: float) -> profile_pb2.Profile:
         else:
             if is_late or found.name != name or _has_ended(found):
                 return found
+            if found.left_count != left:
+                left, quiet_until = found.left_count, max(quiet_until, now() + quiet_seconds)
+            elif now() > quiet_until:
+                quiet_until = deadline + quiet_seconds
+                print(_quiet_text(who, left, quiet_seconds, seconds), file=sys.stderr, flush=True)
         await asyncio.sleep(POLL_SECONDS)
+
+
+def _quiet_text(who: str, left: int, quiet: float, seconds: float) -> str:
+    return (
+        f"profile: {printable(who)}: {left} to come and nothing to record for {quiet:g} s; waits "
+        f"for {seconds:g} s in all (--timeout_seconds). `sluice waits` says what holds a run up"
+    )
 
 
 def _has_ended(found: profile_pb2.Profile) -> bool:

@@ -427,7 +427,8 @@ async def _ask_router(status: dict[str, Any], address: str, security: SecurityCo
     async with RouterClient(address, security) as client:
         listed = await client.list_engines()
     engines = [engine for engine in listed if engine.role != router_pb.ROLE_EPISODES]
-    status["detail"] = f"knows {len(engines)} engines and {len(listed) - len(engines)} more workers"
+    others = len(listed) - len(engines)
+    status["detail"] = f"engines: {len(engines)}, episode workers: {others}"
     status["engines"] = [
         {
             "id": engine.engine_id,

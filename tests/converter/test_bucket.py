@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from sluice import faults
 from sluice.bucket import ObjectBucket
@@ -21,6 +23,8 @@ from sluice.convert_command import CheckpointError, convert, verify
 from sluice.weights.convert.places import fetch
 from sluice.weights.convert.verify import compare
 from sluice.weights.convert.work import Control
+from sluice.weights.store import WeightStore
+from tests.contract.weight_store.policy import Policy
 from tests.patience import PATIENCE
 from tests.s3_server import Faults, environment, make_bucket, running_s3
 from tests.unit.weights_rules.models import save_model
@@ -79,6 +83,20 @@ def download(bucket: ObjectBucket, key: str, directory: Path) -> Path:
     for each in bucket.keys(key):
         bucket.local_file(each, directory / each.rpartition("/")[2])
     return directory
+
+
+def test_a_version_of_changes_in_a_bucket_is_read_with_those_it_is_made_of(bucket, tmp_path):
+    policy = Policy(WeightStore("s3://models/weights", scratch=tmp_path / "scratch"))
+    (tmp_path / "config.json").write_text("{}")
+    policy.companions = [tmp_path / "config.json"]
+    *_, newest = policy.publish_chain(3)
+    run(convert, f"s3://models/weights/versions/{newest:08d}", tmp_path / "out", "--to", "hf")
+    files = (tmp_path / "out").glob("*.safetensors")
+    loaded = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    assert loaded.keys() == policy.history[newest].keys()
+    assert all(torch.equal(loaded[n], t) for n, t in policy.history[newest].items())
+    run(verify, f"s3://models/weights/versions/{newest:08d}", tmp_path / "out")
+    assert not left(tmp_path)
 
 
 def test_a_round_trip_through_the_bucket_is_equal_to_the_bit(

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sluice.profile_command import DEVICE, HOST, costs, summary
+from sluice.api.common.v1 import profile_pb2
+from sluice.profile_command import DEVICE, HOST, costs, ended, summary
 
 
 def event(
@@ -91,3 +92,18 @@ def test_a_name_that_plays_with_a_terminal_is_shown_plainly(tmp_path: Path) -> N
     text = "\n".join(summary(path))
     assert "\x1b" not in text
     assert len(text) < 400
+
+
+async def test_who_waits_for_a_step_is_told_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = iter([2, 2, 2, 2, 1, 1, 0])
+
+    async def ask() -> profile_pb2.Profile:
+        return profile_pb2.Profile(name="a", left_count=next(asked))
+
+    found = await ended("trainer", ask, "a", 60.0, 0.0)
+    assert (found.name, found.left_count) == ("a", 0)
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1 and told[0].startswith("profile: trainer: 2 to come and nothing")
+    asked = iter([2, 1, 0])
+    await ended("trainer", ask, "a", 60.0, 60.0)
+    assert not capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Conversions and comparisons between places: directories, and prefixes of a bucket.
 
-What comes from a bucket and goes there lies in a room of this host meanwhile:
+What comes from a bucket and goes there, and the whole of a version that holds only what changed,
+lies in a room of this host meanwhile:
 
 <scratch>/sluice-convert-<uid>/<digest>/    of one conversion by its places and options; one that
                                             was killed is gone on with from there
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from sluice.durable import scratch as scratch_directory
 from sluice.place import Place, directory_of
+from sluice.weights.checkout import check_out
 from sluice.weights.convert.adapters import is_adapter
 from sluice.weights.convert.conversion import Result, convert, locked_target, validate
 from sluice.weights.convert.options import ConvertOptions, PlacedOptions
@@ -28,10 +30,18 @@ from sluice.weights.convert.verify import Comparison, compare
 from sluice.weights.convert.work import Control
 from sluice.weights.errors import (
     BusyTargetError,
+    InvalidCheckpointError,
     TakenPlaceError,
     TargetExistsError,
 )
-from sluice.weights.manifest import digest_bytes
+from sluice.weights.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    decode_manifest,
+    digest_bytes,
+    encode_manifest,
+)
+from sluice.weights.store import WeightStore
 
 PREFIX = "sluice-convert-"
 LEFT_SECONDS = 7 * 86400.0  # after which nobody goes on with a conversion that was killed
@@ -66,7 +76,7 @@ def convert_places(
                 here.existing(source), directory or room / "none", here.options(options)
             )
             return replace(planned, target=target)
-    if not _has_bucket(places):
+    if not _need_room(places):
         here = _Here(Path(), control)
         return convert(here.existing(source), directory or Path(), here.options(options), control)
     with _kept_room(source, target, options, scratch, control) as room:
@@ -120,15 +130,39 @@ class _Here:
     def existing(self, place: Place) -> Path:
         """Return a directory with what is in a place."""
         if (directory := directory_of(place)) is not None:
-            return directory
+            return self._whole(directory, str(directory.absolute()))
         from sluice.weights.convert.places import fetch  # nobody else needs obstore
 
         url = str(place)
         if url not in self._fetched:
             # by its name: a record of the conversion has it
             folder = self.room / digest_bytes(url.encode()) / _last_name(url)
-            self._fetched[url] = fetch(url, folder, self._control)
+            fetched = fetch(url, folder, self._control)
+            self._fetched[url] = self._whole(fetched, url)
         return self._fetched[url]
+
+    def _whole(self, directory: Path, place: str) -> Path:
+        """A directory with the whole of what is in one: of a version that holds only what changed
+        since another of its store, both of them."""
+        manifest = _manifest_of_changes(directory)
+        if manifest is None:
+            return directory
+        store, _, name = place.rstrip("/").rpartition("/versions/")
+        if name != f"{manifest.version:08d}":
+            raise InvalidCheckpointError(
+                f"{place!r} holds only what changed since version {manifest.base}, which is found "
+                "from its own place in the store, <store>/versions/<number>, alone"
+            )
+        whole = self.room / "whole" / digest_bytes(place.encode()) / _last_name(place)
+        said = encode_manifest(replace(manifest, base=None, deltas={}, inherited=()))
+        if (whole / MANIFEST_NAME).is_file() and (whole / MANIFEST_NAME).read_bytes() == said:
+            return whole
+        shutil.rmtree(whole, ignore_errors=True)  # of a conversion that was killed
+        whole.mkdir(parents=True)
+        self._control.check()
+        check_out(WeightStore(store, scratch=self.room), manifest.version, whole)
+        (whole / MANIFEST_NAME).write_bytes(said)
+        return whole
 
     def directory(self, place: Place | None) -> Path | None:
         """The same of a place that need not be given."""
@@ -140,15 +174,30 @@ class _Here:
         return ConvertOptions(**values)
 
 
-def _has_bucket(places: Iterable[Place | None]) -> bool:
-    return any(place is not None and directory_of(place) is None for place in places)
+def _need_room(places: Iterable[Place | None]) -> bool:
+    return any(_needs_room(place) for place in places if place is not None)
+
+
+def _needs_room(place: Place) -> bool:
+    directory = directory_of(place)
+    return directory is None or _manifest_of_changes(directory) is not None
+
+
+def _manifest_of_changes(directory: Path) -> Manifest | None:
+    """The manifest of a version of a store that holds only what changed; None of all others."""
+    try:
+        data = (directory / MANIFEST_NAME).read_bytes()
+    except OSError:  # a name longer than any can be, too
+        return None
+    manifest = decode_manifest(data)
+    return None if manifest.base is None else manifest
 
 
 def _passing_room(
     scratch: Path | None, *places: Place | None
 ) -> contextlib.AbstractContextManager[Path]:
     """Have a directory for the block, where one of the places needs any."""
-    if _has_bucket(places):
+    if _need_room(places):
         return scratch_directory(PREFIX, scratch)
     return contextlib.nullcontext(Path())
 

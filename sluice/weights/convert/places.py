@@ -21,7 +21,7 @@ from sluice import faults
 from sluice.bucket import PARTS, ObjectBucket, ObjectInfo, ObjectsError, each_of
 from sluice.durable import sync_path, write_new
 from sluice.weights.convert.hf import CONFIG
-from sluice.weights.convert.plan import RECORD
+from sluice.weights.convert.plan import RECORD, SAVED
 from sluice.weights.convert.work import Control
 from sluice.weights.errors import (
     BucketCheckpointError,
@@ -32,7 +32,6 @@ from sluice.weights.errors import (
 )
 
 UNFINISHED = ".converting"
-SAVED = "checkpoint.json"  # of a trainer; names the folder of the files
 LAST = (RECORD, CONFIG)  # without which nobody takes a folder for a checkpoint
 PARTIAL = ".partial"
 LONGEST_NAME = 255 - len(PARTIAL)  # bytes of a part of a path
@@ -55,7 +54,7 @@ def fetch(url: str, folder: Path, control: Control) -> Path:
             f"{url} is not whole: a conversion still writes there, or was killed ({UNFINISHED})"
         )
     part = ""
-    if SAVED in there:
+    if SAVED in there:  # it names the folder of the files
         with contextlib.suppress(ValueError, AttributeError):
             part = str(json.loads(bucket.get(SAVED)).get("folder") or "")
     wanted = {name: info for name, info in there.items() if not part or name.startswith(f"{part}/")}

@@ -51,6 +51,7 @@ from sluice.weights.rules.shape import read_shape
 from sluice.weights.rules.weight_map import UnknownArchitectureError, WeightMap, family_of
 from sluice.weights.stored_experts import are_stacked, are_straight, tensor_shapes
 
+SAVED = "checkpoint.json"  # of a trainer, in each of its checkpoints
 RECORD = "conversion.json"
 
 
@@ -228,6 +229,21 @@ def plan_conversion(source: Path, options: ConvertOptions, files: Files) -> Work
     return replace(work, report=replace(work.report, notes=notes))
 
 
+def _refuse_run(source: Path) -> None:
+    """Raises InvalidCheckpointError for a directory of a run that holds weights elsewhere."""
+    if (source / CONFIG).exists():
+        return
+    roots = [source, source / "weights", source / "store" / "weights"]
+    if (source / SAVED).is_file():
+        roots = [source.absolute().parent.parent / "weights"]
+    for versions in (root / "versions" for root in roots):
+        if found := sorted(path.name for path in versions.glob("[0-9]" * 8)):
+            raise InvalidCheckpointError(
+                f"{str(source)!r} is no checkpoint that can be converted; the newest weights of "
+                f"that run are in {str(versions / found[-1])!r}"
+            )
+
+
 def _plan(source: Path, options: ConvertOptions, files: Files) -> Work:
     if is_torch_dist(source):
         described = options.model or (source if (source / CONFIG).is_file() else options.origin)
@@ -248,6 +264,7 @@ def _plan(source: Path, options: ConvertOptions, files: Files) -> Work:
             _groups_of_torch_dist(stored, rules), config, described, options, files, tower
         )
         return replace(work, checks=(*work.checks, *find_checks(stored)))
+    _refuse_run(source)
     config = read_config(options.model or source)
     if options.to == "torch_dist":
         return _plan_torch_dist(source, config, options, files)

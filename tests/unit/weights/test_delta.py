@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from sluice.weights.checkout import check_out
+from sluice.weights.convert.options import PlacedOptions
+from sluice.weights.convert.placed import compare_places, convert_places
+from sluice.weights.convert.work import Control
 from sluice.weights.delta import encode_file
 from sluice.weights.errors import (
     FileDigestError,
@@ -271,3 +276,39 @@ def test_a_header_that_says_the_same_in_other_bytes_is_found(
         with pytest.raises(FileDigestError) as found:
             check_out(store, version, tmp_path / str(version))
         assert found.value.file_name == path.name
+
+
+def test_a_version_of_changes_converts_and_compares_as_what_it_stands_for(
+    policy, store, tmp_path, monkeypatch
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    *_, newest = policy.publish_chain(4)
+    held = Path(store.location, "versions", f"{newest:08d}")
+    assert list(held.glob("*.delta")) and not list(held.glob("*.safetensors"))
+    out = tmp_path / "out"
+    convert_places(held, out, PlacedOptions(to="hf"), Control(), scratch=scratch)
+    loaded = {n: t for path in out.glob("*.safetensors") for n, t in load_file(path).items()}
+    assert loaded.keys() == policy.history[newest].keys()
+    assert all(torch.equal(loaded[n], t) for n, t in policy.history[newest].items())
+    assert not compare_places(held, out, Control(), scratch=scratch).different
+    before = held.with_name(f"{newest - 1:08d}")
+    compared = compare_places(before, out, Control(), scratch=scratch)
+    assert compared.different.keys() == {"embed.weight", "layer.weight", "step"}
+    assert not [path for path in scratch.rglob("*") if path.is_file()]
+    moved = shutil.copytree(held, tmp_path / "moved")
+    with pytest.raises(InvalidCheckpointError, match="from its own place in the store"):
+        convert_places(moved, tmp_path / "none", PlacedOptions(), Control(), scratch=scratch)
+
+
+@pytest.mark.parametrize("inside", ["", "store", "store/checkpoints/run-1"])
+def test_a_directory_of_a_run_names_where_its_newest_weights_are(policy, tmp_path, inside) -> None:
+    versions = policy.publish_chain(2)
+    run = tmp_path / "run"
+    saved = run / "store" / "checkpoints" / "run-1"
+    saved.mkdir(parents=True)
+    (saved / "checkpoint.json").write_text("{}")
+    shutil.copytree(policy.store.location, run / "store" / "weights")
+    newest = run / "store" / "weights" / "versions" / f"{versions[-1]:08d}"
+    with pytest.raises(InvalidCheckpointError, match=re.escape(repr(str(newest)))):
+        convert_places(run / inside, tmp_path / "out", PlacedOptions(), Control())
