@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -112,9 +112,7 @@ _ENGINE = Implementation(
     engine_layers=True,
 )
 _PLAIN = Implementation(name="plain")
-_CLOSED_FORM = Implementation(
-    name="closed_form", models=TRANSFORMERS, device_types=_CPU, trains_only=True
-)
+_CLOSED_FORM = Implementation(name="closed_form", models=TRANSFORMERS, device_types=_CPU)
 
 
 def _npu(name: str) -> Implementation:
@@ -174,7 +172,8 @@ OPERATIONS: Mapping[str, Sequence[Implementation]] = {
         _LIGER,
         Implementation(name="torch_rms_norm", models=TRANSFORMERS, unasked=_CUDA),
         Implementation(name="torch_rms_norm", models=MEGATRON),
-        _CLOSED_FORM,
+        replace(_CLOSED_FORM, trains_only=True),
+        Implementation(name="torch_rms_norm", models=TRANSFORMERS, unasked=_CPU),
         _PLAIN,
     ),
     "rotary": (_ENGINE, _npu("npu_rotary_mul"), _LIGER, _CLOSED_FORM, _PLAIN),
