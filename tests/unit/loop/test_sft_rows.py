@@ -113,7 +113,7 @@ def test_a_row_that_takes_gigabytes_to_tokenise_is_refused_before_it_is(
 def test_all_that_a_template_writes_out_of_a_row_is_counted(
     tokenizer: TextTokenizer, tmp_path: Path, where: str
 ) -> None:
-    tools = {"key": [{"1" * (1 << 24): 0}], "numbers": [10**4095] * (1 << 12)}[where]
+    tools = {"key": [{"1" * (1 << 24): 0}], "numbers": [10**255] * (1 << 16)}[where]
     file = write(tmp_path / "rows.jsonl", [{**ROWS[0], "tools": tools}])
     with pytest.raises(PromptFileError, match=r"rows.jsonl:1: holds 16,777,2\d\d characters"):
         load(tokenizer, file)
