@@ -81,15 +81,19 @@ MODELS = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",
     "torch.distributed.checkpoint",  # with what shards models, which transformers began without
+    *("numpy.fft", "torch._functorch.config", "torch.profiler._cupti_monitor"),  # by first passes
+    *("torch.utils._device", "torch.utils.serialization.config"),
 )
 
 OWN = (  # with what they import
     "services.rollout.config",
     "services.rollout.engine.images",
-    "services.rollout.engine.reference.batch",
+    "services.rollout.engine.reference.engine",
     "services.rollout.engine.streaming",
     "services.rollout.engine.wire",
+    "services.rollout.environments.graders.texts",
     "services.rollout.environments.prompts",
+    "services.rollout.episodes.worker",
     "services.router.config",
     "services.trainer.backends.fsdp.backend",
     "services.trainer.backends.reference.backend",
@@ -102,12 +106,14 @@ OWN = (  # with what they import
     "sluice.loop.mixture",
     "sluice.loop.placement",
     "sluice.loop.retention",
+    "sluice.loop.rows_run",
     "sluice.loop.run_samples",
     "sluice.protoset",
     "sluice.router_client",
     "sluice.runtime.http",
     "sluice.stack",
     "sluice.weights.convert.hf",
+    "sluice.weights.convert.placed",
     "sluice.weights.convert.torch_dist_target",
     "sluice.weights.host_cache",
     "sluice.weights.transfer.group",
