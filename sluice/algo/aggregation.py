@@ -162,15 +162,16 @@ def relate_siblings(
     return RelatedScores(scores, metrics)
 
 
-def group_relative(reward: float, group: Moments, *, scale_by_std: bool) -> float:
+def group_relative(rewards: Sequence[float], group: Moments, *, scale_by_std: bool) -> list[float]:
     """GRPO (arXiv 2402.03300): (reward - mean) / (standard deviation + 1e-6); 0 in a group of one.
 
     Without the scale: Dr.GRPO (arXiv 2503.20783).
     """
-    centered = reward - group.mean
+    mean = group.mean
     if not scale_by_std or group.count < 2:
-        return centered
-    return centered / (group.standard_deviation + STD_EPSILON)
+        return [reward - mean for reward in rewards]
+    scale = group.standard_deviation + STD_EPSILON
+    return [(reward - mean) / scale for reward in rewards]
 
 
 def leave_one_out(reward: float, group: Moments) -> float:

@@ -15,6 +15,7 @@ import xxhash
 
 from sluice.algo.correction import Corrected, Opsm
 from sluice.algo.kl import bounded_exp, exp_remainder
+from sluice.algo.packed_rows import join_rows
 from sluice.algo.spec import LossSpec, required_columns
 from sluice.algo.surrogate import Tokens
 from sluice.samples.sample import find_column, top_columns
@@ -140,9 +141,8 @@ def pack_columns(
     present = {name for row in rows for name in row.columns}
     names = needed | (present & set(METRIC_COLUMNS))
     counts_N = torch.tensor(lengths, dtype=torch.int64)
-    masks = [torch.empty(0, dtype=torch.bool), *(row.loss_mask for row in rows)]
     return LossColumns(
-        mask=torch.cat(masks).bool(),
+        mask=join_rows([row.loss_mask for row in rows], dtype=torch.bool).bool(),
         sample_index=torch.repeat_interleave(torch.arange(len(rows)), counts_N),
         sample_weights=torch.tensor([row.loss_weight for row in rows], dtype=dtype),
         columns={name: _pack_column(rows, lengths, name) for name in sorted(names)},
@@ -187,7 +187,7 @@ def _key(sample_id: str) -> int:
 def _pack_column(rows: Sequence[PackableRow], lengths: Sequence[int], name: str) -> torch.Tensor:
     known = find_column(name)
     wide = [known.width] if known is not None and known.width else []
-    parts = [torch.empty(0, *wide)]
+    parts = []
     for row, length in zip(rows, lengths, strict=True):
         values = row.columns.get(name)
         if values is None:
@@ -198,7 +198,8 @@ def _pack_column(rows: Sequence[PackableRow], lengths: Sequence[int], name: str)
                 f"for {length} response tokens"
             )
         parts.append(values)
-    return torch.cat(parts)
+    packed = join_rows(parts, *wide)
+    return packed.to(torch.promote_types(packed.dtype, torch.float32))
 
 
 Metrics = Mapping[str, tuple[torch.Tensor, torch.Tensor]]

@@ -244,23 +244,26 @@ def split_rows(rows: MicroBatch) -> Iterator[list[Row]]:
 
     Groups are cut only where their prompts, encoded again, are little beside a pass.
     """
-    if sum(row.token_ids.shape[0] for row in rows) <= PASS_TOKENS:
+    lengths = [row.token_ids.shape[0] for row in rows]
+    if sum(lengths) <= PASS_TOKENS:
         yield list(rows)
         return
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row.group_id, []).append(row)
+    groups: dict[str, list[tuple[Row, int]]] = {}
+    for row, length in zip(rows, lengths, strict=True):
+        groups.setdefault(row.group_id, []).append((row, length))
     part: list[Row] = []
     tokens = 0
     for siblings in groups.values():
-        for row in siblings:
-            cheap = row is siblings[0] or row.prompt_length * AGAIN_FACTOR <= PASS_TOKENS
-            if tokens >= PASS_TOKENS and cheap:
+        is_first = True
+        for row, length in siblings:
+            if tokens >= PASS_TOKENS and (
+                is_first or row.prompt_length * AGAIN_FACTOR <= PASS_TOKENS
+            ):
                 yield part
                 part, tokens = [], 0
+            tokens += length - row.prompt_length if part and not is_first else length
             part.append(row)
-            shared = len(part) > 1 and part[-2].group_id == row.group_id
-            tokens += row.response_length if shared else row.token_ids.shape[0]
+            is_first = False
     yield part
 
 

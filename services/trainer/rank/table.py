@@ -25,7 +25,7 @@ from sluice.algo.advantages import AdvantageColumns, compute_advantages, score_r
 from sluice.algo.aggregation import Moments, merge_measured, relate_siblings
 from sluice.algo.estimator import Sibling
 from sluice.algo.losses import measure_loss, pack_rows
-from sluice.algo.packed_rows import AdvantageRow
+from sluice.algo.packed_rows import AdvantageRow, join_rows
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.errors import InvalidFieldError
@@ -377,8 +377,8 @@ def measure_rows(rows: Sequence[Row], loss: LossSpec, number: int) -> dict[str, 
     for first in range(0, len(rows), MEASURED_ROWS):
         some = rows[first : first + MEASURED_ROWS]
         column = loss.old_column or "rollout_logprobs"
-        outputs = [torch.empty(0), *(row.columns[column] for row in some)]
-        parts.append(measure_loss(pack_rows(some, loss, torch.cat(outputs)), loss, number))
+        outputs_T = join_rows([row.columns[column] for row in some])
+        parts.append(measure_loss(pack_rows(some, loss, outputs_T), loss, number))
     return merge_measured(parts)
 
 

@@ -18,6 +18,9 @@ from sluice.samples.sample import find_column
 
 def episode_means(group: Sequence[Sibling], score: int = 0) -> dict[int | str, float]:
     """Returns the mean score of each episode; exactly rounded, so that no order matters."""
+    alone = {sibling.episode: sibling.scores[score] for sibling in group}
+    if len(alone) == len(group):
+        return alone
     parts: dict[int | str, list[float]] = {}
     for sibling in group:
         parts.setdefault(sibling.episode, []).append(sibling.scores[score])
@@ -54,9 +57,8 @@ class Grpo(Estimator):
     compares_siblings = True
 
     def relate(self, group: Sequence[Sibling]) -> list[float]:
-        moments = group_moments(group)
-        scaled = self.settings.scale_by_std
-        return [group_relative(each.scores[0], moments, scale_by_std=scaled) for each in group]
+        scores, moments = [each.scores[0] for each in group], group_moments(group)
+        return group_relative(scores, moments, scale_by_std=self.settings.scale_by_std)
 
 
 class Rloo(Estimator):
@@ -171,9 +173,10 @@ class GpgAdvantage(Estimator):
     def relate(self, group: Sequence[Sibling]) -> list[float]:
         moments = Moments.of_values(episode_means(group).values())
         # a group that differs at all speaks with all its samples, also one that is at the mean
-        spoken = {each.scores[0] for each in group}
-        centered = [group_relative(each.scores[0], moments, scale_by_std=False) for each in group]
-        return centered if len(spoken) > 1 else [math.nan] * len(group)
+        scores = [each.scores[0] for each in group]
+        if len({*scores}) < 2:
+            return [math.nan] * len(group)
+        return group_relative(scores, moments, scale_by_std=False)
 
     def relate_batch(self, scores: Sequence[float], weights: Sequence[float]) -> list[float]:
         both = zip(scores, weights, strict=True)
@@ -226,7 +229,7 @@ class Gdpo(Estimator):
         for place, name in enumerate(self.needed_columns):
             weight = self.settings.rewards[name]
             moments = group_moments(group, place)
-            for index, each in enumerate(group):
-                score = group_relative(each.scores[place], moments, scale_by_std=True)
+            scores = [each.scores[place] for each in group]
+            for index, score in enumerate(group_relative(scores, moments, scale_by_std=True)):
                 totals[index] += weight * score
         return totals

@@ -44,7 +44,7 @@ class ReinforcePlusPlusBaseline(ReinforcePlusPlus):
 
     def relate(self, group: Sequence[Sibling]) -> list[float]:
         moments = Moments.of_values(episode_means(group).values())
-        return [group_relative(each.scores[0], moments, scale_by_std=False) for each in group]
+        return group_relative([each.scores[0] for each in group], moments, scale_by_std=False)
 
 
 class GaeSettings(ReturnSettings):
