@@ -173,7 +173,10 @@ OPERATIONS: Mapping[str, Sequence[Implementation]] = {
         Implementation(name="torch_rms_norm", models=TRANSFORMERS, unasked=_CUDA),
         Implementation(name="torch_rms_norm", models=MEGATRON),
         replace(_CLOSED_FORM, trains_only=True),
-        Implementation(name="torch_rms_norm", models=TRANSFORMERS, unasked=_CPU),
+        # the model's to the bit in float32, which in others rounds before it multiplies
+        Implementation(
+            name="torch_rms_norm", models=TRANSFORMERS, unasked=_CPU, dtypes=("float32",)
+        ),
         _PLAIN,
     ),
     "rotary": (_ENGINE, _npu("npu_rotary_mul"), _LIGER, _CLOSED_FORM, _PLAIN),

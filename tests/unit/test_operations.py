@@ -260,6 +260,22 @@ def test_the_optimizer_makes_the_steps_of_the_formula(implementation: str, decay
     assert (parameter - start).abs().max() > rate  # it does step
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_engine_on_cpus_has_the_models_own_norm_to_the_bit(dtype: torch.dtype) -> None:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    torch.manual_seed(0)
+    model = Qwen3RMSNorm(64, eps=1e-6).to(dtype)
+    model.weight.data.uniform_(0.5, 1.5)
+    hidden = (3 * torch.randn(100, 64)).to(dtype)
+    name = str(dtype).removeprefix("torch.")
+    usage = Usage(device_type=CPU.device_type, trains=False, dtype=name)
+    found = choose(OperationsConfig(), usage, ["rms_norm"])["rms_norm"]
+    with torch.no_grad():
+        made = model(hidden) if found == "plain" else rms_norm(found, hidden, model.weight, 1e-6)
+        assert torch.equal(made, model(hidden))
+
+
 def dense(asked: OperationsConfig, usage: Usage) -> list[str]:
     found = choose(asked, usage, DENSE)
     return [found[operation] for operation in DENSE]
@@ -274,6 +290,8 @@ def test_without_packages_torch_runs() -> None:
     serving = Usage(device_type=CPU.device_type, trains=False)
     served = ["torch_sdpa", "torch_rms_norm", "closed_form", "plain", "torch_fused"]
     assert dense(plain, serving) == served
+    half = Usage(device_type=CPU.device_type, trains=False, dtype="bfloat16")
+    assert dense(plain, half) == ["torch_sdpa", "plain", *served[2:]]
     assert dense(plain, HOPPER) == [
         "torch_sdpa",
         "torch_rms_norm",
