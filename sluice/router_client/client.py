@@ -9,7 +9,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -217,7 +217,9 @@ class LeaseClient:
         self._link = RouterLink(channel, rng)
         self._pool = pool
         self._fleet = FleetView(rng)
-        self._book = LeaseBook(self._fleet, self._give_back)
+        self._book = LeaseBook(
+            self._fleet, lambda lease_id, outcome: self._give_back({lease_id: -1}, outcome)
+        )
         self._releases = PendingReleases()
         self._ttl = 30.0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -316,12 +318,17 @@ class LeaseClient:
         token_counts: sampled tokens of each, from which siblings' lengths are expected. A lease
         given back twice is ignored.
         """
-        for index, lease in enumerate(leases):
-            if outcome == pb.OUTCOME_CONNECT_ERROR:
+        if outcome == pb.OUTCOME_CONNECT_ERROR:
+            for lease in leases:
                 self._fleet.shun(lease.engine_id)
-            if self._book.leases.pop(lease.lease_id, None) is not None:
-                tokens = token_counts[index] if token_counts else -1
-                self._give_back(lease.lease_id, outcome, tokens)
+        held, counts = self._book.leases, itertools.chain(token_counts, itertools.repeat(-1))
+        given = {
+            lease.lease_id: tokens
+            for lease, tokens in zip(leases, counts, strict=False)
+            if held.pop(lease.lease_id, None) is not None
+        }
+        if given:
+            self._give_back(given, outcome)
 
     async def end_sessions(self, session_ids: Sequence[str]) -> None:
         """End sessions on the router; where it is down they idle out."""
@@ -496,8 +503,9 @@ class LeaseClient:
 
     # Giving back
 
-    def _give_back(self, lease_id: int, outcome: pb.Outcome, tokens: int = -1) -> None:
-        self._releases.add(lease_id, outcome, tokens)
+    def _give_back(self, tokens: Mapping[int, int], outcome: pb.Outcome) -> None:
+        """tokens: as `PendingReleases.add_all` has them."""
+        self._releases.add_all(tokens, outcome)
         self._has_releases.set()
 
     def _put_back(self, request: pb.AcquireLeasesRequest) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
@@ -208,10 +208,9 @@ class FleetView:
     def knows(self, epoch: int) -> bool:
         return epoch in self._tables
 
-    def place(self, epoch: int, target: int) -> Place | None:
-        """Returns what a target index of an epoch means; None if that was never heard."""
-        table = self._tables.get(epoch)
-        return None if table is None else table.get(target)
+    def places(self, epoch: int) -> Mapping[int, Place]:
+        """Returns what the target indices of an epoch mean; none of one that was never heard."""
+        return self._tables.get(epoch, {})
 
     def shun(self, engine_id: str) -> None:
         """Keep off an engine for a while: what fails at once always looks the least used."""
@@ -286,10 +285,11 @@ class PendingReleases:
     outcomes: list[pb.Outcome] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
-    def add(self, lease_id: int, outcome: pb.Outcome, tokens: int) -> None:
-        self.ids.append(lease_id)
-        self.outcomes.append(outcome)
-        self.tokens.append(tokens)
+    def add_all(self, tokens: Mapping[int, int], outcome: pb.Outcome) -> None:
+        """Add leases that ended alike; tokens: of each by its id, -1 where nothing is known."""
+        self.ids += tokens
+        self.outcomes += [outcome] * len(tokens)
+        self.tokens += tokens.values()
 
     def move_to(self, request: pb.AcquireLeasesRequest) -> None:
         """Have a request give them back, in columns; those that say nothing are left out."""
@@ -343,10 +343,12 @@ class LeaseBook:
         epoch, first = response.epoch, response.first_lease_id
         if not self._fleet.knows(epoch):
             self._fleet.learn(epoch, response.engines)
+        places, early = self._fleet.places(epoch), self._early
         for lease_id, target in enumerate(response.target_indices[:], first):  # as a list: cheaper
             ticket = tickets[lease_id - first]
-            place = self._fleet.place(epoch, target) if target >= 0 else None
-            place = place or self._early.pop(lease_id, None)
+            place = places.get(target)  # -1 is no target
+            if place is None and early:
+                place = early.pop(lease_id, None)
             if place is None:
                 self._keep(lease_id, ticket)
             else:
@@ -356,8 +358,9 @@ class LeaseBook:
 
     def bind(self, epoch: int, lease_ids: Sequence[int], targets: Sequence[int]) -> None:
         """Resolve leases that had waited."""
+        places = self._fleet.places(epoch)
         for lease_id, target in zip(lease_ids, targets, strict=True):
-            place = self._fleet.place(epoch, target)
+            place = places.get(target)
             if place is None:
                 continue  # of an epoch long gone; the next renewal tells again
             ticket = self.waiting.pop(lease_id, None)

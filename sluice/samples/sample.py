@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from sluice.light import light_dataclass
 from sluice.samples.blobs import DIGEST, BlobReference
 
 
@@ -72,7 +73,7 @@ class MediaSpan:
         return replace(self, first_token=self.first_token + offset, turn=turn)
 
 
-@dataclass(frozen=True, kw_only=True)
+@light_dataclass(frozen=True, kw_only=True)
 class Sample:
     """A row of a batch. Per-token columns have the length of the response, wide ones a row a token.
 

@@ -24,6 +24,7 @@ import grpc
 
 from sluice.config import Config
 from sluice.json_values import json_fault, shown
+from sluice.light import light_dataclass
 from sluice.runtime.errors import ServiceError
 from sluice.samples.sample import LARGEST_NUMBER
 
@@ -104,7 +105,7 @@ class Turn:
     observation: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@light_dataclass(frozen=True, kw_only=True)
 class Response:
     """An episode's last answer, the turns before it, and the state that the last step left.
 
@@ -133,7 +134,7 @@ class Step:
     done: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@light_dataclass(frozen=True, kw_only=True)
 class Reward:
     """What the estimator sees, and what a sample may have besides.
 

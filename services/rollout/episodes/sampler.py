@@ -179,11 +179,11 @@ class PartialSamples:
 
     def _is_whole(self, index: int, delta: Delta) -> bool:
         """Whether a first answer surely ends its sample, as most do."""
-        return (
-            delta.finish_reason is FinishReason.STOP
-            and index not in self._open
-            and not self._prompt.sampling.min_new_tokens
-        )
+        if index in self._open:
+            return False
+        if delta.finish_reason is FinishReason.LENGTH:
+            return len(delta.token_ids) == self._prompt.sampling.max_new_tokens
+        return delta.finish_reason is FinishReason.STOP and not self._prompt.sampling.min_new_tokens
 
     def _budget(self, index: int) -> int:
         so_far = self._open.get(index)

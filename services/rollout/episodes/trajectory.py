@@ -46,7 +46,7 @@ class Timeline:
     def mark(self, kind: pb.SpanKind, place: str, episodes: Iterable[int] | None = None) -> None:
         """Note what these episodes (default: all) did until now."""
         every = range(len(self._ends)) if episodes is None else episodes
-        self._add(kind, place, dict.fromkeys(every, self.now()))
+        self._add(kind, place, dict.fromkeys(every, self.now()), together=True)
 
     def sampled(self, place: str, deltas: Mapping[int, Delta]) -> None:
         """Note that answers of episodes came from the engine `place`, where they were since their
@@ -57,7 +57,8 @@ class Timeline:
         now = self.now()
         timings = {e: timing for e, delta in deltas.items() if (timing := delta.timing)}
         if len(timings) < len(deltas):
-            self._add(pb.SPAN_KIND_GENERATE, place, dict.fromkeys(deltas.keys() - timings, now))
+            untimed = dict.fromkeys(deltas.keys() - timings, now)
+            self._add(pb.SPAN_KIND_GENERATE, place, untimed, together=True)
         if not timings:
             return
         for kind, seconds in zip(_PARTS, zip(*timings.values(), strict=True), strict=True):
@@ -78,24 +79,38 @@ class Timeline:
             durations=self._durations,
         )
 
-    def _add(self, kind: pb.SpanKind, place: str, ends: Mapping[int, float]) -> None:
-        """Add what each of these episodes did until its end; of all together it is one span."""
+    def _add(
+        self, kind: pb.SpanKind, place: str, ends: Mapping[int, float], *, together: bool = False
+    ) -> None:
+        """Add what each of these episodes did until its end; of all together it is one span.
+
+        together: the ends are one.
+        """
         begins = self._ends
-        if len(ends) == len(begins) and len({*begins}) == 1 == len({*ends.values()}):
+        is_all = len(ends) == len(begins) > 0 and begins.count(begins[0]) == len(begins)
+        if is_all and (together or len({*ends.values()}) == 1):
             ends = {ALL: next(iter(ends.values()))}
-        long = [e for e, end in ends.items() if end - begins[e] >= SHORTEST_SECONDS]
-        if not long:
+        spans = [
+            (e, begin, end - begin)
+            for e, end in ends.items()
+            for begin in [begins[e]]
+            if end - begin >= SHORTEST_SECONDS
+        ]
+        if not spans:
             return
+        long, starts, durations = zip(*spans, strict=True)
         self._kinds += [kind] * len(long)
         self._episodes += long
         self._spots += [self._places.setdefault(place, len(self._places))] * len(long)
-        self._starts += [begins[e] for e in long]
-        self._durations += [ends[e] - begins[e] for e in long]
+        self._starts += starts
+        self._durations += durations
         if long[0] == ALL:
             self._ends = [ends[ALL]] * len(begins)
-            return
-        for episode in long:
-            begins[episode] = ends[episode]
+        elif len(long) == len(begins) and together:
+            self._ends = [ends[long[0]]] * len(begins)
+        else:
+            for episode in long:
+                begins[episode] = ends[episode]
 
 
 class Trajectory:

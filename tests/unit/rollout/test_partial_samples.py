@@ -171,3 +171,10 @@ def test_experts_of_several_turns_cover_observations_and_end_before_the_last_tok
     assert experts[:, 0, 0].tolist() == [1] * 4 + [2] * 4 + [2]  # 10 tokens in all
     trajectory.add_sampled(delta((14,), 1, FinishReason.STOP))
     assert trajectory._routed_experts() is None
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
+def test_an_answer_that_is_all_of_a_sample_is_kept_as_it_came(reason: FinishReason) -> None:
+    made, whole = partial_samples(3), delta((4, 5, 6), 1, reason)
+    assert made.add(0, whole)
+    assert made.ended()[0] is whole
