@@ -40,7 +40,6 @@ from sluice.weights.manifest import (
     TensorEntry,
     delta_name,
     digest_bytes,
-    digest_file,
     version_digest,
 )
 
@@ -278,19 +277,22 @@ def _drop_inherited(
 
 
 def _add_companions(directory: Path, paths: Iterable[Path]) -> dict[str, FileEntry]:
-    """Copy companion files into `directory`; returns their sizes and digests by name."""
+    """Copy companion files into `directory`; returns their sizes and digests by name.
+
+    Each is read once: they are small, and what is digested is what is written.
+    """
     entries: dict[str, FileEntry] = {}
     for path in paths:
         _check_name(path.name, shard=False)
         if path.name in entries:
             raise DuplicateFileError(path.name)
-        target = directory / path.name
-        if path != target:
-            try:
-                shutil.copyfile(path, target)
-            except FileNotFoundError as error:
-                raise MissingFileError(path.name) from error
-        entries[path.name] = FileEntry(*digest_file(target))
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError as error:
+            raise MissingFileError(path.name) from error
+        if path.parent != directory:
+            _write(directory / path.name, data)
+        entries[path.name] = FileEntry(len(data), digest_bytes(data))
     return entries
 
 
