@@ -291,12 +291,6 @@ def rotate(
         return _turn(query, cosine, sine), _turn(key, cosine, sine)
     if implementation == "closed_form":
         angles = (cosine.unsqueeze(1), sine.unsqueeze(1))
-        if not torch.is_grad_enabled():  # nothing is kept to turn back by
-            sines = angles[1].chunk(2, dim=-1)
-            return (
-                _turn_halves(query, angles[0], sines, 1),
-                _turn_halves(key, angles[0], sines, 1),
-            )
         return _Rotation.apply(query, *angles), _Rotation.apply(key, *angles)
     query, key = query.to(cosine.dtype), key.to(cosine.dtype)
     if implementation == "npu_rotary_mul":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -112,7 +112,9 @@ _ENGINE = Implementation(
     engine_layers=True,
 )
 _PLAIN = Implementation(name="plain")
-_CLOSED_FORM = Implementation(name="closed_form", models=TRANSFORMERS, device_types=_CPU)
+_CLOSED_FORM = Implementation(
+    name="closed_form", models=TRANSFORMERS, device_types=_CPU, trains_only=True
+)
 
 
 def _npu(name: str) -> Implementation:
@@ -172,11 +174,7 @@ OPERATIONS: Mapping[str, Sequence[Implementation]] = {
         _LIGER,
         Implementation(name="torch_rms_norm", models=TRANSFORMERS, unasked=_CUDA),
         Implementation(name="torch_rms_norm", models=MEGATRON),
-        replace(_CLOSED_FORM, trains_only=True),
-        # the model's to the bit in float32, which in others rounds before it multiplies
-        Implementation(
-            name="torch_rms_norm", models=TRANSFORMERS, unasked=_CPU, dtypes=("float32",)
-        ),
+        _CLOSED_FORM,
         _PLAIN,
     ),
     "rotary": (_ENGINE, _npu("npu_rotary_mul"), _LIGER, _CLOSED_FORM, _PLAIN),
