@@ -221,7 +221,7 @@ class LeaseClient:
             self._fleet, lambda lease_id, outcome: self._give_back({lease_id: -1}, outcome)
         )
         self._releases = PendingReleases()
-        self._ttl = 30.0
+        self._ttl, self._ttl_epoch = 30.0, 0  # and the epoch of the router whose it is
         self._tasks: set[asyncio.Task[None]] = set()
         self._asks: dict[object, list[_Ask]] = {}  # of this turn of the loop, by kind
         self._loop: asyncio.AbstractEventLoop
@@ -342,9 +342,13 @@ class LeaseClient:
     # Asking
 
     def _ask_for(self, wanted: LeaseDemand) -> _Ask:
-        """Ask, with all who ask for leases of the same kind in this turn of the loop."""
+        """Ask: at once while nothing else is asked, else with all who ask for leases of the same
+        kind in this turn of the loop."""
         future = self._loop.create_future
         ask = _Ask(wanted, [Ticket(single, future()) for single in wanted.singles()])
+        if not (self._submits or self._asks):
+            self._submit_all([ask])
+            return ask
         kind = wanted.kind
         same = self._asks.get(kind)
         if same is None:
@@ -488,7 +492,9 @@ class LeaseClient:
 
     def _request(self, wanted: LeaseDemand, request_id: str = "") -> pb.AcquireLeasesRequest:
         request = wanted.to_proto()
-        request.client_id, request.pool, request.request_id = self.client_id, self._pool, request_id
+        request.client_id, request.request_id = self.client_id, request_id
+        if self._pool:
+            request.pool = self._pool
         request.known_epoch = self._fleet.epoch
         self._releases.move_to(request)
         request.max_wait.SetInParent()  # 0 s: what has to wait gets a ticket, at once
@@ -496,9 +502,11 @@ class LeaseClient:
 
     def _take(self, response: pb.AcquireLeasesResponse, tickets: Sequence[Ticket] = ()) -> None:
         """Resolve what got a target, keep the rest as tickets."""
-        if (ttl := seconds_of(response.ttl)) != self._ttl:
-            self._ttl = ttl
-            self._renew_now.set()  # the next heartbeat may be due sooner
+        if response.epoch != self._ttl_epoch:  # no two routers share one
+            self._ttl_epoch = response.epoch
+            if (ttl := seconds_of(response.ttl)) != self._ttl:
+                self._ttl = ttl
+                self._renew_now.set()  # the next heartbeat may be due sooner
         self._book.take(response, tickets)
 
     # Giving back

@@ -77,20 +77,23 @@ class LeaseDemand:
 
     def to_proto(self) -> pb.AcquireLeasesRequest:
         """Encodes the columns; those that say nothing are left out."""
-        request = pb.AcquireLeasesRequest(
-            count=self.count, min_version=self.min_version, exact_version=self.exact_version
-        )
+        request = pb.AcquireLeasesRequest()
+        request.count = self.count
+        if self.min_version is not None:
+            request.min_version = self.min_version
+        if self.exact_version is not None:
+            request.exact_version = self.exact_version
         for name, size in self.groups:
             request.group_ids.append(name)
             request.group_sizes.append(size)
-        for name, values in (
-            ("expected_token_counts", self.expected_tokens),
-            ("session_ids", self.sessions),
-            ("cached_token_counts", self.cached_tokens),
-            ("excluded_engine_ids", self.excluded_engines),
-        ):
-            if values:
-                getattr(request, name).extend(values)
+        if self.expected_tokens:
+            request.expected_token_counts.extend(self.expected_tokens)
+        if self.sessions:
+            request.session_ids.extend(self.sessions)
+        if self.cached_tokens:
+            request.cached_token_counts.extend(self.cached_tokens)
+        if self.excluded_engines:
+            request.excluded_engine_ids.extend(self.excluded_engines)
         return request
 
     def singles(self) -> list[LeaseDemand]:

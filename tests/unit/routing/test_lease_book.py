@@ -68,7 +68,7 @@ def test_targets_mean_what_they_did_in_their_own_epoch(
         }
     for epoch in list(expected)[-16:]:
         targets = range(max(expected[epoch], default=0) + 2)
-        assert [view.place(epoch, target) for target in targets] == [
+        assert [view.places(epoch).get(target) for target in targets] == [
             expected[epoch].get(target) for target in targets
         ]
 
