@@ -342,13 +342,9 @@ class LeaseClient:
     # Asking
 
     def _ask_for(self, wanted: LeaseDemand) -> _Ask:
-        """Ask: at once while nothing else is asked, else with all who ask for leases of the same
-        kind in this turn of the loop."""
+        """Ask, with all who ask for leases of the same kind in this turn of the loop."""
         future = self._loop.create_future
         ask = _Ask(wanted, [Ticket(single, future()) for single in wanted.singles()])
-        if not (self._submits or self._asks):
-            self._submit_all([ask])
-            return ask
         kind = wanted.kind
         same = self._asks.get(kind)
         if same is None:
