@@ -28,8 +28,8 @@ from sluice.imports import uninduced
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DIRECTORY = "profiles"  # of a store
-WRITTEN = 13  # times its memory is what a recording takes as it ends (torch 2.13: 7 to 13)
-CALLS_WRITTEN = 70  # the same of calls of Python, which `stacks` records
+WRITTEN = 16  # times its memory is what a recording takes as it ends (torch 2.13: 7 to 13)
+CALLS_WRITTEN = 90  # the same of calls of Python, which `stacks` records (68 to 75)
 LEVEL, BLOCK = 6, 1 << 20  # of gzip, and what it is given at once
 FREE_SHARE = 0.5  # of the memory that is free which a recording may come to take
 

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from sluice.host_memory import HeldMemory, free_memory
+from tests.apart import apart
 
 PLENTY = 1 << 40
 UNIFIED = {
@@ -50,6 +51,10 @@ def test_the_narrowest_limit_counts_and_files_that_can_go_are_free(
 
 
 def test_what_is_held_grows_and_falls_with_what_is_allocated() -> None:
+    apart(allocate_and_free)
+
+
+def allocate_and_free() -> None:
     before = HeldMemory.now()
     block = bytearray(64 << 20)
     assert 64 << 20 <= before.growth() < 80 << 20

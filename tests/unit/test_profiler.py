@@ -17,6 +17,7 @@ import torch
 
 from sluice.host_memory import HeldMemory
 from sluice.profiler import NAME, ProfileError, ProfileOptions, Recording, new_name
+from tests.apart import apart
 from tests.patience import PATIENCE
 
 
@@ -75,6 +76,10 @@ def test_what_was_recorded_goes_as_the_recording_ends(tmp_path: Path, *, written
 
 
 def test_what_was_recorded_goes_though_the_error_that_ended_it_stays(tmp_path: Path) -> None:
+    apart(fail_to_write, tmp_path)
+
+
+def fail_to_write(tmp_path: Path) -> None:
     Recording(ProfileOptions()).write(tmp_path, "first")  # torch loads what it keeps
     (tmp_path / "file").write_text("in its place")
     before = HeldMemory.now()
@@ -125,6 +130,10 @@ def call(count: int) -> None:
 
 
 def test_the_memory_of_what_was_recorded_goes_back_to_the_host(tmp_path: Path) -> None:
+    apart(record_and_end, tmp_path)
+
+
+def record_and_end(tmp_path: Path) -> None:
     Recording(ProfileOptions()).write(tmp_path, "first")  # torch loads what it keeps
     before = HeldMemory.now()
     recording = Recording(ProfileOptions())
@@ -147,10 +156,13 @@ def test_the_memory_of_what_was_recorded_goes_back_to_the_host(tmp_path: Path) -
     ids=["plain", "memory", "stacks"],
 )
 def test_a_recording_is_too_large_before_it_takes_half_of_what_is_free(
-    monkeypatch: pytest.MonkeyPatch,
-    options: ProfileOptions,
-    work: Callable[[int], None],
-    count: int,
+    options: ProfileOptions, work: Callable[[int], None], count: int
+) -> None:
+    apart(record_with_little_memory, options, work, count)
+
+
+def record_with_little_memory(
+    options: ProfileOptions, work: Callable[[int], None], count: int
 ) -> None:
     Recording(options).drop()  # torch loads what it keeps
     host, before = psutil.virtual_memory(), HeldMemory.now()
@@ -163,9 +175,8 @@ def test_a_recording_is_too_large_before_it_takes_half_of_what_is_free(
     assert recording.too_large() == ""
     work(count)
     for free, said in ((2 * needed, "GiB of the host's memory"), (50 * needed, "")):
-        monkeypatch.setattr(
-            psutil, "virtual_memory", lambda free=free: host._replace(available=free)
-        )
-        assert said in recording.too_large()
-        assert bool(recording.too_large()) is bool(said)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(psutil, "virtual_memory", lambda free=free: host._replace(available=free))
+            found = recording.too_large()
+        assert said in found and bool(found) is bool(said), (needed, free, found)
     recording.drop()

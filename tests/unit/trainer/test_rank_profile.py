@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,7 @@ import torch
 
 from services.trainer.rank.profile import RankProfile
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
+from tests.apart import apart
 
 
 class Rank:
@@ -40,26 +42,24 @@ def commands(file: Path) -> list[str]:
     return [each["name"] for each in events if each.get("cat") == "user_annotation"]
 
 
-def crowd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the host no memory left."""
+def crowd() -> None:
+    """Have the host no memory left, as far as this process knows."""
     host = psutil.virtual_memory()._replace(available=0)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: host)
+    psutil.virtual_memory = lambda: host
 
 
-def test_all_steps_are_recorded_where_there_is_memory(tmp_path: Path) -> None:
-    rank = Rank(tmp_path)
+def all_steps(directory: Path) -> None:
+    rank = Rank(directory)
     assert [rank.step().left_count for _ in range(2)] == [2, 1]
     assert rank.step() == pb.RankProfile(name="long", files=["rank-0.trace.json.gz"])
-    assert len(commands(tmp_path / "long/rank-0.trace.json.gz")) == 6
+    assert len(commands(directory / "long/rank-0.trace.json.gz")) == 6
     assert rank.step() == pb.RankProfile(), "it is over"
 
 
-def test_a_profile_ends_after_the_command_that_took_what_was_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rank, file = Rank(tmp_path), tmp_path / "long/rank-0.trace.json.gz"
+def crowded_in_the_second_step(directory: Path) -> None:
+    rank, file = Rank(directory), directory / "long/rank-0.trace.json.gz"
     assert rank.step().left_count == 2
-    crowd(monkeypatch)
+    crowd()
     rank.command("forward_backward")
     assert commands(file) == ["forward_backward", "step", "forward_backward"]
     told = rank.command("step")
@@ -70,13 +70,18 @@ def test_a_profile_ends_after_the_command_that_took_what_was_free(
     assert len(commands(file)) == 3
 
 
-def test_a_profile_whose_last_step_is_recorded_did_not_end_early(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rank = Rank(tmp_path)
+def crowded_at_the_end(directory: Path) -> None:
+    rank = Rank(directory)
     rank.step()
     rank.step()
     rank.command("forward_backward")
-    crowd(monkeypatch)
+    crowd()
     told = rank.command("step")
     assert (told.left_count, told.failure, len(told.files)) == (0, "", 1)
+
+
+@pytest.mark.parametrize("case", [all_steps, crowded_in_the_second_step, crowded_at_the_end])
+def test_a_profile_ends_early_where_there_is_no_memory_for_more(
+    tmp_path: Path, case: Callable[[Path], None]
+) -> None:
+    apart(case, tmp_path)
