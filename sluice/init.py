@@ -23,6 +23,7 @@ from sluice.yaml_values import load_yaml
 
 INIT_USAGE = "sluice init MODEL_DIR TASK [-o DIR] [--key value ...]"
 FILES = ("services.yaml", "run.yaml")
+_KEYS = ("prompt_key", "answer_key")
 
 
 class InitConfig(ProcessConfig):
@@ -34,6 +35,8 @@ class InitConfig(ProcessConfig):
     foreign_keys = ("security",)  # it calls nobody
 
     run_dir: Path = Field(Path("runs/first"), description="Of the run, and of its services.")
+    prompt_key: str = Field("", description="The column of TASK with prompts. Default: prompt.")
+    answer_key: str = Field("", description="The one that rewards compare. Default: answer.")
     max_new_tokens: int = Field(256, gt=0, le=1 << 20)
     engine: Literal["reference", "sglang"] = "reference"
     backend: Literal["reference", "fsdp", "megatron"] = Field(
@@ -87,7 +90,7 @@ def files_for(model: Path, task: str, config: InitConfig, output: Path) -> dict[
     """The text of each file; both load. Raises ConfigError for a model or task that is none."""
     facts = _model(model)
     absolute = str(model.absolute())
-    prompts, environment, told = _task(task, chat=facts["has_chat"])
+    prompts, environment, told = _task(task, config, chat=facts["has_chat"])
     length = min(facts["longest"], 4 * config.max_new_tokens + 512)
     if length <= config.max_new_tokens:
         raise ConfigError(
@@ -146,19 +149,19 @@ checkpoint_every: 50
     parse_config(UpConfig, _loaded(texts["services.yaml"]))
     run = parse_config(RunConfig, _loaded(texts["run.yaml"]))
     if isinstance(run.prompts, PromptsConfig) and run.prompts.file is not None:
-        _check_rows(run, run.prompts, run.prompts.file)
+        _check_rows(run, run.prompts, run.prompts.file, config.answer_key or "answer")
     return texts
 
 
-def _check_rows(run: RunConfig, prompts: PromptsConfig, file: Path) -> None:
+def _check_rows(run: RunConfig, prompts: PromptsConfig, file: Path, answer_key: str) -> None:
     """Raise ConfigError for a file that no run with these settings could take."""
     try:
         load_prompts(prompts, run.seed, run.environment)
         for where, row in read_rows(file, "prompts.file"):
-            if find(row, "answer") is None:
+            if find(row, answer_key) is None:
                 raise ConfigError(
-                    f"{where}: a row has no `answer`, which rewards compare; settings of the "
-                    "environment name another column: answer_key"
+                    f"{where}: a row has no `{answer_key}`, which rewards compare; --answer_key "
+                    "names another column"
                 )
     except ConfigError as error:
         raise ConfigError(f"init: TASK: {error}") from None
@@ -198,17 +201,22 @@ def _model(model: Path) -> dict[str, Any]:
     return {"longest": longest, "has_chat": has_chat}
 
 
-def _task(task: str, *, chat: bool) -> tuple[str, str, str]:
+def _task(task: str, config: InitConfig, *, chat: bool) -> tuple[str, str, str]:
     """Prompts, environment and a word on the reward."""
     path = Path(task)
+    keys = {name: getattr(config, name) for name in _KEYS if getattr(config, name)}
     if path.suffix in (".jsonl", ".parquet"):
         if not os.path.isfile(path):
             what = "is no file" if os.path.exists(path) else "does not exist"
             raise ConfigError(f"init: TASK: {task[:200]} {what}")
-        settings = "{reward: exact_match, chat: true}" if chat else "{reward: exact_match}"
-        told = "rows have `prompt` (or `messages`) and `answer`; docs/rollout.md has more rewards"
+        settings = ["reward: exact_match", *(f"{key}: {_quoted(keys[key])}" for key in keys)]
+        settings += ["chat: true"] if chat else []
+        prompt, answer = (_quoted(keys.get(key, key.removesuffix("_key"))) for key in _KEYS)
+        told = f'rows have {prompt} (or "messages") and {answer}; docs/rollout.md has more rewards'
         file = f"{{file: {_quoted(str(path.absolute()))}}}"
-        return file, f"{{name: prompts, settings: {settings}}}", told
+        return file, f"{{name: prompts, settings: {{{', '.join(settings)}}}}}", told
+    for key in keys:
+        raise ConfigError(f"init: --{key}: of rows of a file, which {task[:200]!r} is not")
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError:

@@ -477,7 +477,9 @@ class RolloutCall(Generic[G]):
                         self._record_failed(response.failed, failed)
                 return failed
             except WorkerLostError as error:
-                logger.warning("%s; %d groups go to another", error, len(self.waiting))
+                logger.warning(
+                    "%s; %d groups go to the next one that answers", error, len(self.waiting)
+                )
                 await retries.pause(str(error), error.retry_seconds)
         return failed
 

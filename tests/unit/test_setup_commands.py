@@ -19,6 +19,8 @@ import pytest
 import yaml
 
 from services.rollout.config import RolloutConfig
+from services.rollout.environments.environment import TaskRequest
+from services.rollout.environments.prompts import PromptsSettings, make_row_task
 from services.trainer.config import TrainerConfig
 from sluice import cli, doctor
 from sluice.config import ConfigError, parse_config
@@ -248,6 +250,36 @@ def test_rows_that_no_run_could_take_are_told(tmp_path: Path, rows: str, told: s
     assert "init: TASK: " in answer.error
     assert told in answer.error
     assert not (tmp_path / "out").exists()
+
+
+def test_columns_by_other_names_are_those_of_the_run(tmp_path: Path) -> None:
+    model, tasks = a_model(tmp_path / "model"), tmp_path / "tasks.jsonl"
+    tasks.write_text('{"the: question": "1 + 1", "graded": {"truth": 2}}\n')
+    named = ["--prompt_key", "the: question", "--answer_key", "graded.truth"]
+    for flags, told in (
+        (named[:2], "tasks.jsonl:1: a row has no `answer`, which rewards compare; --answer_key"),
+        (named[2:], "tasks.jsonl:1: a row needs `prompt` or `messages`, and has `the: question`"),
+    ):
+        assert told in sluice("init", model, tasks, "-o", tmp_path / "out", *flags).error
+    assert sluice("init", model, tasks, "-o", tmp_path / "out", *named).code == 0
+    run = yaml.safe_load((tmp_path / "out/run.yaml").read_text())
+    parse_config(RunConfig, run)
+    settings = PromptsSettings(**run["environment"]["settings"])
+    row = json.loads(tasks.read_text())
+    task = make_row_task(settings, TaskRequest(row=row))
+    assert (task.messages[-1]["content"], task.answer) == ("1 + 1", "2")
+    again = sluice("init", model, "chain_sum", "-o", tmp_path / "two", *named)
+    assert "--prompt_key: of rows of a file, which 'chain_sum' is not" in again.error
+
+
+@pytest.mark.parametrize("key", ["a\nb: 1", "}, x", '"', "\u2028", "x" * 5000, "\0"])
+def test_a_column_of_any_name_stays_one(tmp_path: Path, key: str) -> None:
+    model, tasks = a_model(tmp_path / "model"), tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps({key: "1 + 1", "answer": "2"}))
+    answer = sluice("init", model, tasks, "-o", tmp_path / "out", "--prompt_key", key)
+    assert answer.code == 0
+    run = yaml.safe_load((tmp_path / "out/run.yaml").read_text())
+    assert run["environment"]["settings"]["prompt_key"] == key
 
 
 def test_a_damaged_model_is_said(tmp_path: Path) -> None:
