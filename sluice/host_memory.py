@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import resource
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +59,16 @@ class HeldMemory:
         """Bytes that are held more by now, by whichever count grew more."""
         now = HeldMemory.now()
         return max(0, now.resident - self.resident, now.allocated - self.allocated)
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has had in memory at a time."""
+    for line in lines_of(Path("/proc/self/status")):
+        name, _, size = line.partition(":")
+        if name == "VmHWM":  # of Linux, where getrusage tells what the parent had, if more
+            return int(size.split()[0]) << 10
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def free_memory(root: Path = Path("/")) -> int:

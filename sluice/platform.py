@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import os
 import re
-import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from sluice.host_memory import give_back
+from sluice.host_memory import give_back, peak_memory
 from sluice.imports import uncollected
 from sluice.shared_memory import MemoryHandle, ProcessIdentity, SharedMemoryError
 
@@ -346,8 +345,7 @@ class _Cpu(Platform):
 
     def memory(self) -> MemoryStatistics:
         used, host = psutil.Process().memory_info().rss, psutil.virtual_memory()
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = max(used, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+        peak = max(used, peak_memory())
         return MemoryStatistics(used, used, peak, free=host.available, total=host.total)
 
     def begin_peak(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from sluice.host_memory import HeldMemory, free_memory
+from sluice.host_memory import HeldMemory, free_memory, peak_memory
 from tests.apart import apart
 
 PLENTY = 1 << 40
@@ -60,3 +62,17 @@ def allocate_and_free() -> None:
     assert 64 << 20 <= before.growth() < 80 << 20
     del block
     assert before.growth() < 16 << 20
+
+
+def test_the_most_that_a_process_has_had_is_not_what_its_parent_has() -> None:
+    apart(start_with_much_memory)
+
+
+def start_with_much_memory() -> None:
+    block = bytearray(b"x") * (256 << 20)
+    assert peak_memory() > len(block)
+    code = "from sluice.host_memory import peak_memory; print(peak_memory())"
+    own = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    assert 4 << 20 < int(own.stdout) < len(block) // 2
+    del block
+    assert peak_memory() > 256 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 
 from sluice import platform
 from sluice.platform import CPU, CUDA, NPU, PlatformError
+from tests.apart import apart
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,10 @@ def test_hccl_listens_on_the_given_ports_only():
 
 
 def test_memory_of_the_process_and_the_host():
-    gc.collect()  # what earlier tests left must not end in between
+    apart(allocate)
+
+
+def allocate() -> None:
     before = CPU.memory()
     block = torch.ones(64 << 20, dtype=torch.uint8)
     after = CPU.memory()

@@ -29,6 +29,7 @@ from sluice.samples.blob_store import BlobStore
 from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import Sample
 from tests.durable_disk import DurableDisk
+from tests.open_files import open_below
 from tests.patience import PATIENCE
 
 
@@ -311,8 +312,8 @@ async def test_any_number_of_groups_that_end_at_once_leave_others_files_to_open(
     blobs, open_files = BlobStore(tmp_path), list[int]()
     spool = Spool(blobs, journals(blobs))
     await spool.open("r", "body")
-    before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(os, "fsync", lambda _: open_files.append(len(os.listdir("/proc/self/fd"))))
+    before = len(open_below(tmp_path))
+    monkeypatch.setattr(os, "fsync", lambda _: open_files.append(len(open_below(tmp_path))))
     names = [f"g{i}" for i in range(3 * TOGETHER)]
     await asyncio.gather(*(spool.put("r", samples(name), {}) for name in names))
     assert open_files and max(open_files) - before <= 16

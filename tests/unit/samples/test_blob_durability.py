@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from sluice.samples.blob_store import BlobStore
 from tests.durable_disk import DurableDisk
+from tests.open_files import open_below
 
 
 def contents_of(data: bytes) -> dict[str, bytes]:
@@ -164,7 +165,6 @@ def test_a_batch_that_does_not_fit_is_told_with_the_file_and_leaves_no_draft(
     tmp_path: Path,
 ) -> None:
     store = BlobStore(tmp_path)
-    before = len(os.listdir("/proc/self/fd"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
@@ -174,7 +174,7 @@ def test_a_batch_that_does_not_fit_is_told_with_the_file_and_leaves_no_draft(
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert str(tmp_path / "blobs" / "tmp") in str(caught.value.filename)
     assert not list(tmp_path.glob("blobs/tmp/*"))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_below(tmp_path) == []
     contents = [b"small", b"x" * 200, b"behind"]
     assert [bytes(store.get(each)) for each in store.put_all(contents)] == contents
 

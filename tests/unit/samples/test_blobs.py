@@ -28,6 +28,7 @@ from sluice.samples.blob_store import (
     read_blob,
 )
 from sluice.samples.blobs import MAPPED_BYTES, BlobDigestError, BlobNotFoundError, BlobReference
+from tests.open_files import open_below
 from tests.patience import PATIENCE
 
 NOW = -5.0  # a grace that spares nothing, not even what was put this moment
@@ -144,7 +145,7 @@ def test_who_reads_many_looks_for_a_shared_file_once(store: BlobStore) -> None:
     alone = store.put(b"alone")
     for reference in references[1:]:
         path_of(store, reference).unlink()
-    held = os.listdir("/proc/self/fd")
+    held = open_below(store.root)
     with store.reads() as reads:
         assert [bytes(reads.get(each)) for each in references] == contents
         assert reads.get(alone) == b"alone"
@@ -152,7 +153,7 @@ def test_who_reads_many_looks_for_a_shared_file_once(store: BlobStore) -> None:
             reads.get(references[1])
         assert failure.value.digest == references[1].digest
         assert reads.open(references[0]).read(1, 3) == b"irs"
-    assert os.listdir("/proc/self/fd") == held
+    assert open_below(store.root) == held
 
 
 def test_a_blob_stored_again_is_read_where_a_shared_file_is_damaged(store: BlobStore) -> None:

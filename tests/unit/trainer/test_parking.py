@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trainer.parking import FileParking, HostParking, ParkedTensors, Parking, ParkingError
+from tests.apart import apart
 
 MIB = 1 << 20
 Make = Callable[[Path], Parking]
@@ -29,6 +30,10 @@ def resident() -> int:
 
 
 def test_the_memory_of_the_process_is_free_meanwhile(tmp_path: Path) -> None:
+    apart(park_and_restore, tmp_path)
+
+
+def park_and_restore(tmp_path: Path) -> None:
     kept, cleared = torch.randn(24 * MIB), torch.ones(8 * MIB)
     before, sums = resident(), kept.sum()
     parked = ParkedTensors.park([kept, kept[5:]], [cleared], FileParking(tmp_path))
