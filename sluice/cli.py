@@ -18,13 +18,20 @@ from sluice.completion import COMPLETION_USAGE, completion_script
 from sluice.config import ConfigError, ProcessConfig, hint, load_config, refuse_unknown_flags
 from sluice.convert_command import convert, verify
 from sluice.doctor import DOCTOR_USAGE, DoctorConfig, doctor
-from sluice.driver import is_finished, run_rows, run_training
+from sluice.driver import is_finished, refuse_other_run, run_rows, run_training
 from sluice.exit_code import exit_code, refuse
 from sluice.imports import run_process
 from sluice.init import INIT_USAGE, InitConfig, init
 from sluice.logs_command import LOGS_USAGE
 from sluice.logs_command import logs as show_logs
-from sluice.loop.config import DpoConfig, RewardModelRunConfig, RowsRunConfig, RunConfig, SftConfig
+from sluice.loop.config import (
+    CommonRunConfig,
+    DpoConfig,
+    RewardModelRunConfig,
+    RowsRunConfig,
+    RunConfig,
+    SftConfig,
+)
 from sluice.loop.status import (
     StatusConfig,
 )
@@ -205,7 +212,7 @@ async def train(arguments: Sequence[str]) -> None:
     services_yaml = take_value(rest, "--up")
     config = _load(RunConfig, "train", rest)
     if not is_finished(config):
-        async with _own_services(services_yaml, config.run_dir):
+        async with _own_services(services_yaml, config):
             await run_training(config)
 
 
@@ -240,17 +247,21 @@ async def _train_on_rows(cls: type[RowsRunConfig], arguments: Sequence[str]) -> 
     services_yaml = take_value(rest, "--up")
     config = _load(cls, cls.kind, rest)
     if not is_finished(config):
-        async with _own_services(services_yaml, config.run_dir):
+        async with _own_services(services_yaml, config):
             await run_rows(config)
 
 
 @contextlib.asynccontextmanager
-async def _own_services(services_yaml: str | None, run_dir: Path) -> AsyncIterator[None]:
-    """Services as long as the block runs, whose start is told in the run's directory too."""
+async def _own_services(services_yaml: str | None, config: CommonRunConfig) -> AsyncIterator[None]:
+    """Services as long as the block runs, whose start is told in the run's directory too.
+
+    None is started for a run that would be refused.
+    """
     if services_yaml is None:
         yield
         return
-    supervisor = Supervisor(_load(UpConfig, "up", [services_yaml]), asked_in=run_dir)
+    refuse_other_run(config)
+    supervisor = Supervisor(_load(UpConfig, "up", [services_yaml]), asked_in=config.run_dir)
     async with supervised(supervisor):
         yield
 

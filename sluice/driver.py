@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -17,7 +18,13 @@ from sluice.loop.policy_run import PolicyRun
 from sluice.loop.replay import ReplayedRun, ReplayRun, open_replay
 from sluice.loop.report import RunReport
 from sluice.loop.run import TrainingRun
-from sluice.loop.run_directory import finished_step, owned, sole_driver
+from sluice.loop.run_directory import (
+    RunDirectoryError,
+    checked_run_checkpoint,
+    finished_step,
+    owned,
+    sole_driver,
+)
 from sluice.loop.status import LOOP_ADDRESS
 from sluice.loop.training import Critic
 from sluice.place import directory_of, is_bucket
@@ -43,6 +50,15 @@ def is_finished(config: CommonRunConfig) -> bool:
         soft_wrap=True,
     )
     return True
+
+
+def refuse_other_run(config: CommonRunConfig) -> None:
+    """Raises ConfigError where run_dir holds a run that this is not, as its start would.
+
+    What is lost or damaged is told by the start alone: a bucket may have it.
+    """
+    with contextlib.suppress(RunDirectoryError, sqlite3.Error, OSError):
+        checked_run_checkpoint(config)
 
 
 async def run_training(

@@ -76,20 +76,21 @@ def load_prompts(
 ) -> PromptSource:
     """Open the source of the tasks of an environment, whose settings name the keys of its rows.
 
-    `key` is the setting that gives `config`. Raises ConfigError for a missing, PromptFileError for
-    a malformed file.
+    `key` is the setting that gives `config`. What keys an environment of users' own reads it alone
+    knows. Raises ConfigError for a missing, PromptFileError for a malformed file.
     """
     if config.index_count is not None:
         return PromptSource(range(config.index_count), config.shuffle, seed)
     assert config.file is not None
     settings = environment.settings if environment else {}
     keys = [str(settings.get(f"{name}_key", name)) for name in ("prompt", "messages")]
+    is_ours = environment is None or environment.name in OF_TEXTS
     rows, numbers = [], array("q")
     all_rows = read_rows(config.file, f"{key}.file")
     for number, (where, row) in enumerate(all_rows, 1):
         if not all(is_one_of(find(row, key), wanted) for key, wanted in config.where.items()):
             continue
-        if not any(find(row, key) for key in keys):
+        if is_ours and not any(find(row, key) for key in keys):
             if given := [key for key in keys if key in row or find(row, key) is not None]:
                 raise PromptFileError(f"{where}: `{given[0][:40]}` is empty")
             needed, found = (

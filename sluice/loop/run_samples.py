@@ -221,12 +221,18 @@ def _kept(path: Path, step: int, warn: Callable[[str], None]) -> Iterator[SeenSa
 def pieces_of(tokenizer: TextTokenizer | None, token_ids: Sequence[int]) -> list[str]:
     """The text that each token adds; "" where its bytes are whole only with the next one's.
 
+    All of them are the text of all tokens: bytes that the last ones leave open are the last one's.
     Without a tokenizer the numbers themselves.
     """
     if tokenizer is None:
         return [f"{token} " for token in token_ids]
     step = tokenizer.decoder(special=True)
-    return [step(int(token)) or "" for token in token_ids]
+    pieces = [step(int(token)) for token in token_ids]
+    if pieces:
+        [whole] = tokenizer.decode([[int(token) for token in token_ids]], special=True)
+        told = "".join(pieces)
+        pieces[-1] += whole[len(told) :] if whole.startswith(told) else ""
+    return pieces
 
 
 def image_of(store: Place, digest: str, size: int) -> bytes | None:

@@ -125,6 +125,16 @@ def test_rows_of_others_may_be_what_this_environment_could_not_ask(tmp_path):
         tasks(path, 1)
 
 
+def test_keys_of_rows_are_the_business_of_an_environment_of_users(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"Frage": "a", "n": 1}\n')
+    own = EnvironmentConfig(name="my_games:Guess", settings={})
+    source = load_prompts(PromptsConfig(file=path), 0, own)
+    assert source.tasks == [{"Frage": "a", "n": 1}]
+    with pytest.raises(PromptFileError, match=":1: a row needs `prompt` or `messages`"):
+        load_prompts(PromptsConfig(file=path), 0, EnvironmentConfig(name="tools", settings={}))
+
+
 def test_a_prompt_may_stand_in_an_object_of_its_row(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"extra": {"question": "a"}}\n{"extra": {"question": ""}}\n')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import json
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from sluice import cli
 from sluice.bucket import ObjectsError
 from sluice.config import ConfigError, parse_config
 from sluice.durable import DirectoryError, LockTimeoutError
@@ -604,6 +606,19 @@ def test_a_start_that_failed_before_the_first_group_may_be_made_again(tmp_path, 
     ledger.issue([(0, "g0")], 0)
     with pytest.raises(ConfigError, match=r"holds a run; give resume: true \(--resume\)"):
         check_resumed(again, {}, pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [([], r"holds a run; give resume: true"), (["--resume", "--seed=4"], "seed: is 4")],
+)
+def test_a_run_that_is_refused_starts_no_services(tmp_path, ledger, flags, refused) -> None:
+    """They are not even read."""
+    write_run_checkpoint(tmp_path / "run" / "cuts", RUN_CHECKPOINT)
+    run = tmp_path / "run.yaml"
+    run.write_text(config(tmp_path, resume=False).model_dump_json(exclude_unset=True))
+    with pytest.raises(ConfigError, match=refused):
+        asyncio.run(cli.train([str(run), "--up", str(tmp_path / "none.yaml"), *flags]))
 
 
 def test_a_copy_is_told_from_a_directory_that_was_moved(tmp_path: Path) -> None:

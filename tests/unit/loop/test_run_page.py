@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sluice import cli
 from sluice.config import ConfigError
@@ -24,11 +25,12 @@ from sluice.loop.journal import RunJournal
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.metrics import ROW_KEYS
 from sluice.loop.run_page.page import page_data, read_run, render_runs, tokenizer_of, write_run_page
-from sluice.loop.run_samples import SampleKeeper, kept_files, load_samples
+from sluice.loop.run_samples import SampleKeeper, kept_files, load_samples, pieces_of
 from sluice.samples.arrow import encode_group
 from sluice.samples.blob_store import BlobStore
 from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import MediaSpan, Sample, VersionSpan
+from sluice.samples.tokenizer import TextTokenizer
 
 MADE_HERE = {"tokens_per_second"}  # of a row's tokens and time
 HOSTILE = "</script><script>alert(1)</script><!-- \0 \u202e \ud800 &amp; " + "x" * 5000
@@ -392,3 +394,17 @@ def test_panels_are_of_metrics_that_rows_have(tmp_path: Path) -> None:
     names = {name.removeprefix("held_out_") for _, panel in panels for name in panel}
     assert names - MADE_HERE <= ROW_KEYS.keys()
     assert len(names) > 20
+
+
+@pytest.mark.parametrize("text", ["aé", "é", "aéa"])
+def test_an_answer_that_ends_within_a_character_is_shown_as_its_reward_saw_it(tmp_path, text):
+    letters = {letter: i for i, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    made = Tokenizer(models.BPE(letters, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = TextTokenizer(tmp_path)
+    ids = tokenizer.encode(text, special=False)
+    for end in range(len(ids) + 1):
+        pieces = pieces_of(tokenizer, np.array(ids[:end], np.int32))
+        assert (len(pieces), "".join(pieces)) == (end, tokenizer.decode([ids[:end]])[0])
