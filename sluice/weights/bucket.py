@@ -15,6 +15,7 @@ nobody's.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -39,7 +40,7 @@ class BucketObjects(ObjectBucket, Objects):
         Raises ValueError for a URL that names no bucket.
         """
         super().__init__(url)
-        self.staging = scratch or Path(tempfile.gettempdir()) / "sluice-weights"
+        self.staging = scratch or Path(tempfile.gettempdir()) / f"sluice-weights-{os.getuid()}"
 
     def mark(self, key: str) -> object:
         return self.info(key)

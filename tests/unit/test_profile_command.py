@@ -71,13 +71,13 @@ def test_a_damaged_trace_is_told_and_ends_nothing(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.trace.json.gz"
     data = written(path, [event(f"op{n}", n * 10, 5) for n in range(200)])
     assert "200 operations" in "\n".join(summary(path))
-    random.seed(0)
+    rng = random.Random(0)
     for cut in (0, 1, 10, len(data) // 2, len(data) - 1):
         path.write_bytes(data[:cut])
         assert "cannot be read" in "\n".join(summary(path))
     for _ in range(200):
-        at = random.randrange(len(data))
-        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << random.randrange(8)]) + data[at + 1 :])
+        at = rng.randrange(len(data))
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :])
         assert list(summary(path))  # a flag of the header may change, and nothing of the numbers
     for strange in ([], 3, {"traceEvents": 3}, {"traceEvents": [3, None]}, {}):
         path.write_bytes(gzip.compress(json.dumps(strange).encode()))

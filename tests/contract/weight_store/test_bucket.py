@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,15 @@ def test_a_promise_that_came_though_its_answer_was_lost_is_kept(
         patch.setattr(BucketObjects, "put_new", put_twice)
         promised = store.promise(staging, [shard], [], 0)
     assert store.fulfil(staging).digest == promised.digest
+
+
+def test_users_of_a_host_make_their_versions_in_directories_of_their_own(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first of them has made, the others may not write to."""
+    own = BucketObjects(bucket).staging
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    assert BucketObjects(bucket).staging != own
 
 
 def test_large_files_go_in_parts(bucket: str, tmp_path) -> None:

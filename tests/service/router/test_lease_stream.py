@@ -25,6 +25,11 @@ from tests.service.router.conftest import eventually, released
 METHOD = "/sluice.api.router.v1.RouterService/"
 
 
+@pytest.fixture(autouse=True)
+def _a_router_that_is_slow_is_there(monkeypatch):
+    monkeypatch.setattr(client_module, "_CALL_SECONDS", PATIENCE)
+
+
 class Stream:
     """A stream as any client may use it."""
 
@@ -271,13 +276,13 @@ async def test_an_answer_of_a_stream_that_is_lost_is_given_again(
 async def test_a_router_that_hears_and_does_not_answer_is_waited_for_no_longer_than_a_call(
     start_router, connect, relay, monkeypatch
 ):
-    monkeypatch.setattr(client_module, "_CALL_SECONDS", 0.3)
     router = await start_router()
     await router.register("a")
     line = await relay(router.process.server.port)
     client = await connect(f"127.0.0.1:{line.port}")
     (known,) = await client.acquire(LeaseDemand(count=1), timeout=PATIENCE)
     line.is_deaf = True
+    monkeypatch.setattr(client_module, "_CALL_SECONDS", 0.3)
     (picked,) = await client.acquire(LeaseDemand(count=1), timeout=PATIENCE)
     assert known.lease_id > 0 > picked.lease_id, "it was picked without the router"
 

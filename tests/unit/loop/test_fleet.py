@@ -343,6 +343,7 @@ async def test_one_that_fails_is_asked_what_it_is_and_where_it_is(world):
     engine = await world.add_engine("e")
     fleet = await world.fleet(poll_seconds=0.2)
     await fleet.commit(version(1), PATIENCE)
+    fleet._listed += PATIENCE  # as if just now, however long it takes to come to the next
     engine.unfit = UnfitWeightsError("stops")
     moved = await world.add_engine("e")  # the router knows its new address from now on
     await fleet.commit(version(2), PATIENCE)
