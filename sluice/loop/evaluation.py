@@ -82,13 +82,16 @@ class _Outcomes:
 
 
 class PrintedScores:
-    """Prints rows as JSON lines on stdout, notes on stderr; nothing is written to the run."""
+    """Prints rows as JSON lines on stdout, notes on stderr; nothing is written to the run.
+
+    Without a step: engines tell the version that they serve, and not of which step it is.
+    """
 
     def note(self, text: str) -> None:
         Console(stderr=True).print(printable_lines(text), highlight=False, markup=False)
 
     def evaluation(self, row: dict[str, Any]) -> None:
-        print(json.dumps(row), flush=True)
+        print(json.dumps({key: row[key] for key in row if key != "step"}), flush=True)
 
     def has_evaluation(self, when: str, dataset: str, step: int) -> bool:
         return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -20,6 +22,8 @@ TOO_LARGE = "MESSAGE_TOO_LARGE"
 MESSAGE_BYTES = 1000
 METADATA_BYTES = 1500
 DETAIL_BYTES = 300
+
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
 
 
 class ServiceError(Exception):
@@ -178,6 +182,14 @@ def text_of(error: BaseException) -> str:
     """An error for people, with who it is of where several could be."""
     where = error.where if isinstance(error, RemoteError) else ""
     return f"{where}: {error}" if where else str(error)
+
+
+def place_of(error: BaseException) -> str:
+    """Says behind a message where an error was raised, of the lines that are no library's."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((*_LIBRARIES, "<")):
+            return f", at {frame.filename}:{frame.lineno} in {frame.name}"
+    return ""
 
 
 def error_from_status(status: status_pb2.Status) -> RemoteError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import sysconfig
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ import grpc
 from sluice.config import Config
 from sluice.json_values import json_fault, shown
 from sluice.light import light_dataclass
-from sluice.runtime.errors import ServiceError
+from sluice.runtime.errors import ServiceError, place_of
 from sluice.samples.sample import LARGEST_NUMBER
 
 logger = logging.getLogger(__name__)
@@ -34,8 +33,6 @@ LONGEST_TEXT = 500  # of what code of users raises: the place must fit into the 
 PROTOCOL = 3  # of calls to processes of environments: one more with each change of what they say
 
 T = TypeVar("T")
-
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
 
 
 class _KeyedError(ValueError):
@@ -393,12 +390,7 @@ class UserCode(AbstractContextManager[None]):
 
 def told(error: BaseException) -> str:
     """Says in a line what was raised, and where in code that is no library's."""
-    places = [
-        f", at {frame.filename}:{frame.lineno} in {frame.name}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((*_LIBRARIES, "<"))
-    ]
     text = str(traceback.TracebackException(type(error), error, None))  # also where str() raises
     if len(text) > LONGEST_TEXT:
         text = f"{text[:LONGEST_TEXT]}... ({len(text):,} characters)"
-    return f"{type(error).__name__}: {text}{places[-1] if places else ''}"
+    return f"{type(error).__name__}: {text}{place_of(error)}"

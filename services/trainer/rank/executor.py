@@ -43,7 +43,7 @@ from sluice.algo.spec import advantage_traits, loss_traits
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.place import StoreCacheConfig, is_bucket
-from sluice.runtime.errors import InvalidFieldError, ServiceError, forget_frames
+from sluice.runtime.errors import InvalidFieldError, ServiceError, forget_frames, place_of
 from sluice.runtime.wire import (
     advantage_from_proto,
     blob_to_proto,
@@ -413,7 +413,7 @@ def answered(result: pb.CommandResult, name: str) -> Iterator[None]:
             result.error.CopyFrom(_out_of_memory(name, error).to_status())
             return
         logger.error("%s failed", name, exc_info=error)
-        message = f"{type(error).__name__} in {name}: {error}"
+        message = f"{type(error).__name__} in {name}: {error}{place_of(error)}"
         kind = RanksPartedError if is_disconnected(error) else ServiceError
         result.error.CopyFrom(kind(message).to_status())
 

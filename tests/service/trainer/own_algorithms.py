@@ -54,3 +54,8 @@ class Cap(Correction):
 class Wrong(Loss):
     def token_losses(self, tokens):
         return tokens.outputs.sum()
+
+
+class Misspelt(Loss):
+    def token_losses(self, tokens):
+        return tokens.ratios

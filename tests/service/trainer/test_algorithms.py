@@ -290,6 +290,17 @@ async def test_the_controller_has_no_torch(
     assert not loads_torch(trainers[0].process.pid)
 
 
+async def test_a_loss_that_raises_is_told_with_its_line(clients: list[TrainerClient]) -> None:
+    batch = await upload(clients[1], "raises", make_groups("raises", count=2))
+    step = (await clients[1].get()).step
+    where = r"no attribute 'ratios', at \S+own_algorithms.py:\d+ in token_losses"
+    with pytest.raises(RemoteError, match=where):
+        await clients[1].forward_backward(
+            batch, LossSpec(name=f"{OWN}:Misspelt"), expected_step=step, part_id="p"
+        )
+    await clients[1].discard_gradients()
+
+
 async def test_a_loss_that_answers_nonsense_leaves_the_trainer_fit(
     clients: list[TrainerClient],
 ) -> None:

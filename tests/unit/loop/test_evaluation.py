@@ -328,6 +328,7 @@ async def test_scores_of_now_wait_for_no_version_that_engines_leave(world, capsy
         assert bounds.min_version == 3 and not bounds.HasField("exact_version")
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["evaluation"], row["version_max"]) for row in rows] == [("now", 4)] * 2
+    assert not any("step" in row for row in rows)  # 0 would be read as that of the weights
 
 
 async def test_what_is_given_up_is_not_sampled_for_nobody(world) -> None:
