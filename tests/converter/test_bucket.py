@@ -10,6 +10,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from sluice.convert_command import CheckpointError, convert, verify
 from sluice.weights.convert.places import fetch
 from sluice.weights.convert.verify import compare
 from sluice.weights.convert.work import Control
+from sluice.weights.manifest import FileEntry, digest_file, seal
 from sluice.weights.store import WeightStore
 from tests.contract.weight_store.policy import Policy
 from tests.patience import PATIENCE
@@ -122,13 +124,23 @@ def test_a_trainers_checkpoint_is_read_where_its_record_says(
 ) -> None:
     upload(bucket, megatron, "checkpoints/one/0badcafe")
     bucket.put("checkpoints/one/0ther/junk", b"of a writer that died")
-    bucket.put("checkpoints/one/checkpoint.json", b'{"folder": "0badcafe"}')
+    entries = {p.name: FileEntry(*digest_file(p)) for p in megatron.iterdir()}
+    files = {name: asdict(entry) for name, entry in entries.items()}
+    record = {"format": 2, "backend": "megatron", "files": files, "folder": "0badcafe"}
+    bucket.put("checkpoints/one/checkpoint.json", seal(record, "record_digest"))
     server.calls.clear()
     run(convert, "s3://models/checkpoints/one", tmp_path / "hf", "--to", "hf", "--model", qwen3)
     assert compare(qwen3, tmp_path / "hf").same
     read = [path for method, path in server.calls if method == "GET"]
     assert any("0badcafe/" in path for path in read)
     assert not any(path.endswith("junk") for path in read)
+    key = max(bucket.keys("checkpoints/one/0badcafe"), key=bucket.size)
+    data = bytearray(bucket.get(key))
+    data[-1] ^= 4  # behind what is converted
+    bucket.put(key, bytes(data))
+    with pytest.raises(CheckpointError, match=key.rpartition("/")[2]):
+        run(convert, "s3://models/checkpoints/one", tmp_path / "h", "--to", "hf", "--model", qwen3)
+    assert not (tmp_path / "h").exists()
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut"])

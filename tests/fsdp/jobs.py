@@ -447,12 +447,12 @@ def export(backend: FsdpBackend, path: Path, *, gradients: bool = False) -> None
 
 
 def save_midway(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Some steps, a checkpoint, two more steps, then the weights."""
+    """Some steps, a checkpoint, some more, then the weights."""
     out, first = Path(arguments["out"]), arguments.get("first", 2)
     backend = open_backend(rank, world, arguments)
     _steps(backend, 0, first)
     files = backend.save_checkpoint(out / "checkpoint")
-    answer = _steps(backend, first, 2)
+    answer = _steps(backend, first, arguments.get("steps_after", 2))
     export(backend, out / f"weights-{rank}.safetensors")
     return {"steps": answer, "files": sorted(files), "draw": torch.rand(()).item()}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,9 @@ from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice import faults
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.client import RemoteError
+from sluice.weights.convert.conversion import convert
+from sluice.weights.convert.options import ConvertOptions
+from sluice.weights.errors import DamagedFileError, FileDigestError, MissingFileError
 from tests.behind_run import check_run
 from tests.service.trainer.harness import (
     ACTIVE,
@@ -68,7 +73,39 @@ async def test_a_rank_killed_in_mid_pass_costs_no_number(
             assert names == load_file(model / "model.safetensors").keys()
             loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
             assert loaded.config.model_type == "qwen3"
+            await client.save_checkpoint("published")
+            newest = max((running.store / "weights/versions").glob("0*"))
+            check_converted(running.store / "checkpoints/published", model, newest)
             await check_full_disk(client)
+
+
+def check_converted(checkpoint: Path, model: Path, version: Path) -> None:
+    """What was saved becomes what was published; what is no longer as it was saved is named."""
+    target = checkpoint.parent.parent / "converted"
+    options = ConvertOptions(to="hf", model=model, sync=False)
+    convert(checkpoint, target, options)
+    made, files = load_file(target / "model.safetensors"), version.glob("*.safetensors")
+    expected = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    assert made.keys() == expected.keys()
+    assert all(torch.equal(made[name], expected[name]) for name in made)
+    shutil.rmtree(target)
+    for name in ("__1_0.distcp", ".metadata", "sluice.json", "checkpoint.json"):
+        path = checkpoint / name
+        data, middle = path.read_bytes(), path.stat().st_size // 2
+        for kind, damaged in (
+            (FileDigestError, data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]),
+            (DamagedFileError, data[:middle]),
+        ):
+            path.write_bytes(damaged)
+            found = (kind, DamagedFileError) if name == "checkpoint.json" else kind
+            with pytest.raises(found, match=re.escape(name)):
+                convert(checkpoint, target, options)
+        path.unlink()
+        if name != "checkpoint.json":
+            with pytest.raises(MissingFileError, match=re.escape(name)):
+                convert(checkpoint, target, options)
+        path.write_bytes(data)
+        assert not target.exists()
 
 
 @pytest.mark.fast

@@ -35,6 +35,7 @@ from sluice.weights.convert.hf import CONFIG, HfSource, read_config
 from sluice.weights.convert.options import ConvertOptions, OptionError
 from sluice.weights.convert.pieces import Files
 from sluice.weights.convert.plan import RECORD, check_files, find_checks
+from sluice.weights.convert.saved import MODEL_FILE, check_saved
 from sluice.weights.convert.work import Control, ConversionReport
 from sluice.weights.errors import InvalidAdapterError, MissingFileError, TensorDigestError
 from sluice.weights.manifest import MANIFEST_NAME, read_manifest
@@ -215,9 +216,9 @@ def _check_plain(
 def read_adapter(
     source: Path, base_digest: str | None
 ) -> tuple[AdapterSpec, dict[str, torch.Tensor]]:
-    """Read a version of a store, or a folder of peft's, whose base is `base_digest`.
+    """Read a version of a store, a trainer's checkpoint or a folder of peft's, of `base_digest`.
 
-    Every byte of a version is checked. Raises InvalidAdapterError, OtherBaseError,
+    Every byte is checked, but of a folder. Raises InvalidAdapterError, OtherBaseError,
     MissingFileError or DamagedFileError, and of a version what `load_verified` raises.
     """
     if (source / MANIFEST_NAME).is_file():
@@ -231,8 +232,10 @@ def read_adapter(
         return spec, tensors
     data = (source / ADAPTER_CONFIG).read_bytes()
     spec = decode_adapter_config(data, base_digest)
-    if not (source / ADAPTER_FILE).is_file():
+    check_saved(source, large=True)
+    path = source / (MODEL_FILE if (source / MODEL_FILE).is_file() else ADAPTER_FILE)
+    if not path.is_file():
         raise MissingFileError(ADAPTER_FILE)
-    mapped, extents = map_shard(source / ADAPTER_FILE, mmap.ACCESS_COPY)
+    mapped, extents = map_shard(path, mmap.ACCESS_COPY)
     spec.check_tensors({name: (extent.dtype, extent.shape) for name, extent in extents.items()})
     return spec, {name: mapped_tensor(mapped, extent) for name, extent in extents.items()}

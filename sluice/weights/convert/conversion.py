@@ -331,6 +331,8 @@ def _place(item: Group | Check) -> int:
 
 
 def _compare(check: Check, digest: str) -> None:
+    if digest != check.digest and check.is_file:
+        raise FileDigestError(check.name, check.digest, digest)
     if digest != check.digest:
         raise TensorDigestError(check.name, check.digest, digest, check.place)
 

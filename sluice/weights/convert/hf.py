@@ -258,12 +258,16 @@ def _read_shard(path: Path) -> list[HfEntry]:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """Content that fills an HF tensor, or the part of expert `index` of one."""
+    """Content that fills an HF tensor, or the part of expert `index` of one.
+
+    is_kept: in its own type, whatever the others are cast to.
+    """
 
     name: str
     content: Content
     index: int | None = None
     count: int = 1
+    is_kept: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -21,7 +21,8 @@ from sluice import faults
 from sluice.bucket import PARTS, ObjectBucket, ObjectInfo, ObjectsError, each_of
 from sluice.durable import sync_path, write_new
 from sluice.weights.convert.hf import CONFIG
-from sluice.weights.convert.plan import RECORD, SAVED
+from sluice.weights.convert.plan import RECORD
+from sluice.weights.convert.saved import SAVED
 from sluice.weights.convert.work import Control
 from sluice.weights.errors import (
     BucketCheckpointError,
@@ -57,8 +58,14 @@ def fetch(url: str, folder: Path, control: Control) -> Path:
     if SAVED in there:  # it names the folder of the files
         with contextlib.suppress(ValueError, AttributeError):
             part = str(json.loads(bucket.get(SAVED)).get("folder") or "")
-    wanted = {name: info for name, info in there.items() if not part or name.startswith(f"{part}/")}
+    wanted = {
+        name: info
+        for name, info in there.items()
+        if not part or name == SAVED or name.startswith(f"{part}/")
+    }
     paths = {name: folder / _checked(url, name) for name in wanted}
+    if part:  # beside the files, as in a directory
+        paths[SAVED] = folder / part / SAVED
     folder.mkdir(parents=True, exist_ok=True)
     for path in [path for path in folder.rglob("*") if path.is_file()]:
         if path not in paths.values():

@@ -28,10 +28,12 @@ from sluice.weights.convert.hf import (
     lay_out_hf,
     read_config,
 )
+from sluice.weights.convert.module_source import ModuleSource
 from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.convert.pieces import Content, Files
 from sluice.weights.convert.quantization import quantize
 from sluice.weights.convert.quantized_layout import QuantizedLayout, layout_named
+from sluice.weights.convert.saved import SAVED, check_saved, has_modules, saved_checks
 from sluice.weights.convert.stored import is_torch_dist, read_keys
 from sluice.weights.convert.torch_dist_source import TorchDistSource
 from sluice.weights.convert.work import Check, ConversionReport, Work
@@ -51,7 +53,6 @@ from sluice.weights.rules.shape import read_shape
 from sluice.weights.rules.weight_map import UnknownArchitectureError, WeightMap, family_of
 from sluice.weights.stored_experts import are_stacked, are_straight, tensor_shapes
 
-SAVED = "checkpoint.json"  # of a trainer, in each of its checkpoints
 RECORD = "conversion.json"
 
 
@@ -69,6 +70,7 @@ def check_files(source: Path) -> None:
             )
         check_companions(source, manifest)
         return
+    check_saved(source)
     record = _read_record(source)
     for name, digest in record.get("files", {}).items():
         check_file(source / name, digest)
@@ -226,7 +228,8 @@ def plan_conversion(source: Path, options: ConvertOptions, files: Files) -> Work
         edited += edited_files(directory)
     work = _plan(source, options, files)
     notes = (*work.report.notes, *sorted(edited))
-    return replace(work, report=replace(work.report, notes=notes))
+    checks = (*work.checks, *saved_checks(source))
+    return replace(work, checks=checks, report=replace(work.report, notes=notes))
 
 
 def _refuse_run(source: Path) -> None:
@@ -244,13 +247,32 @@ def _refuse_run(source: Path) -> None:
             )
 
 
+def _described(source: Path, options: ConvertOptions) -> Path:
+    """The directory that has the `config.json` of a source that may have none."""
+    described = options.model or (source if (source / CONFIG).is_file() else options.origin)
+    if described is None:
+        raise InvalidCheckpointError(
+            f"{source.name!r} says nothing of its model: give a directory with {CONFIG!r}"
+        )
+    return described
+
+
+def _plan_modules(source: Path, options: ConvertOptions, files: Files) -> Work:
+    described = _described(source, options)
+    config = read_config(described)
+    if options.to == "torch_dist":
+        raise InvalidCheckpointError(f"{source.name!r}, of the trainer, is converted to hf first")
+    stored = ModuleSource(source, described, files)
+    config["dtype"] = stored.dtype  # by which transformers reads them
+    config.pop("torch_dtype", None)
+    return _plan_hf(stored.groups(), config, described, options, files, set())
+
+
 def _plan(source: Path, options: ConvertOptions, files: Files) -> Work:
+    if has_modules(source):
+        return _plan_modules(source, options, files)
     if is_torch_dist(source):
-        described = options.model or (source if (source / CONFIG).is_file() else options.origin)
-        if described is None:
-            raise InvalidCheckpointError(
-                f"{source.name!r} says nothing of its model: give a directory with {CONFIG!r}"
-            )
+        described = _described(source, options)
         config = read_config(described)
         if options.to == "torch_dist":
             raise InvalidCheckpointError("the source is a torch_dist checkpoint already")
@@ -390,7 +412,7 @@ def _groups_of_torch_dist(source: TorchDistSource, weights: WeightMap) -> Groups
 def _cast(groups: Groups, dtype: torch.dtype, weights: WeightMap | None) -> Groups:
     def change(part: TensorPart) -> TensorPart:
         kept = weights is not None and weights.is_full_precision(part.name)
-        if kept or not part.content.dtype.is_floating_point:
+        if kept or part.is_kept or not part.content.dtype.is_floating_point:
             return part
         return replace(part, content=part.content.cast(dtype))
 

@@ -14,7 +14,7 @@ import struct
 import threading
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cache, lru_cache
 from pathlib import Path, PurePosixPath
@@ -137,13 +137,17 @@ class _MetadataUnpickler(pickle._Unpickler):
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor at `offsets` of the whole; its container is bytes of `path`."""
+    """A part of a tensor at `offsets` of the whole; its container is bytes of `path`.
+
+    is_bare: there is no container.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     path: Path
     offset: int
     length: int
+    is_bare: bool = False
 
 
 @dataclass(frozen=True)
@@ -200,6 +204,14 @@ def read_keys(directory: Path) -> dict[str, StoredKey]:
     Raises MissingFileError, InvalidCheckpointError, DamagedFileError or ForbiddenObjectError.
     """
     _check_finished(directory)
+    return read_tensors(directory, lambda key: not key.startswith(NOT_WEIGHTS))
+
+
+def read_tensors(directory: Path, is_wanted: Callable[[str], bool]) -> dict[str, StoredKey]:
+    """Read the tensors of wanted keys, where torch alone has written what lies where.
+
+    Raises MissingFileError, InvalidCheckpointError, DamagedFileError or ForbiddenObjectError.
+    """
     tensor_kind = _classes()["torch.distributed.checkpoint.metadata"]["TensorStorageMetadata"]
     try:
         document = read_metadata(directory)
@@ -213,7 +225,7 @@ def read_keys(directory: Path) -> dict[str, StoredKey]:
         return {
             key: _key(directory, key, entry, places)
             for key, entry in described.items()
-            if isinstance(entry, tensor_kind) and not key.startswith(NOT_WEIGHTS)
+            if isinstance(entry, tensor_kind) and is_wanted(key)
         }
     except FileNotFoundError as error:
         raise MissingFileError(METADATA) from error

@@ -6,21 +6,20 @@ import math
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from itertools import combinations, product
 from pathlib import Path
 
 import torch
 
 from sluice.weights.convert.options import Stacking
-from sluice.weights.convert.pieces import Content, FileRange, Files
-from sluice.weights.convert.stored import Chunk, StoredKey, find_bytes, read_keys
-from sluice.weights.errors import MissingTensorError, UncoveredTensorError, UnexpectedTensorError
+from sluice.weights.convert.pieces import Content, Files
+from sluice.weights.convert.stored import read_keys
+from sluice.weights.convert.stored_chunks import Pieces, StoredChunks
+from sluice.weights.errors import MissingTensorError, UnexpectedTensorError
 from sluice.weights.rules.common import PREDICTION
 from sluice.weights.rules.packing import Partition, row_runs, unpack
 from sluice.weights.rules.rule import ALTERED, Layers
 from sluice.weights.rules.weight_map import Binding, TensorShapeError, WeightMap
 
-Pieces = tuple[FileRange, ...]
 PREDICTED_LAYER = f"{PREDICTION}transformer_layer."
 VISION_LAYERS = "vision_model.decoder.layers."
 FUSED_NORMS = (  # (norm, the linear layer that TransformerEngine fuses it into)
@@ -142,10 +141,9 @@ class TorchDistSource:
     """
 
     def __init__(self, directory: Path, weights: WeightMap, files: Files) -> None:
-        self.directory, self._weights, self._files = directory, weights, files
+        self.directory, self._weights = directory, weights
         self._keys = read_keys(directory)
-        self._chunks: dict[str, dict[tuple[int, ...], list[Chunk]]] = {}
-        self._offsets: dict[Chunk, int] = {}
+        self._chunks = StoredChunks(self._keys, files)
         self._places = dict(self._find_places())
         taken = {key for b, place in self._places.items() for key in self._own_keys(b, place)}
         surplus = tuple(sorted(set(self._keys) - taken))
@@ -160,12 +158,7 @@ class TorchDistSource:
 
     def chunks(self) -> Iterator[tuple[str, Content]]:
         """Yield every chunk as it is stored, by key and offsets."""
-        for stored in self._keys.values():
-            for chunk in stored.chunks:
-                start = self._data_offset(chunk, stored.dtype)
-                piece = FileRange(chunk.path, start, math.prod(chunk.sizes) * stored.dtype.itemsize)
-                content = Content(stored.dtype, chunk.sizes, (piece,))
-                yield chunk_name(stored.key, chunk.offsets), content
+        return self._chunks.stored()
 
     def contents(self, binding: Binding) -> dict[str, Content]:
         """Make the HF tensors of one Megatron tensor; of experts kept together, the one's part."""
@@ -186,12 +179,14 @@ class TorchDistSource:
         }
 
     def _computed(self, binding: Binding, place: Place) -> dict[str, Content]:
-        self._check_covered(binding, place)
+        (key,) = self._own_keys(binding, place)
+        self._chunks.check_covered(key, place.index)
         dtype = self._dtype(binding, place)
         size = math.prod(binding.shape) * dtype.itemsize
 
         def compute(name: str) -> torch.Tensor:
-            return unpack(binding, [self._assemble(binding, place)])[name]
+            whole = self._chunks.assemble(key, place.index)
+            return unpack(binding, [whole[: binding.shape[0]]])[name]  # without padding
 
         return {
             source.name: Content(
@@ -203,99 +198,17 @@ class TorchDistSource:
             for source in binding.sources
         }
 
-    def _check_covered(self, binding: Binding, place: Place) -> None:
-        """Raises UncoveredTensorError unless each number of a tensor is in one chunk."""
-        (key,) = self._own_keys(binding, place)
-        stored, lead = self._keys[key], len(place.lead)
-        chunks = set(self._at(stored, place))
-        count = sum(math.prod(chunk.sizes[lead:]) for chunk in chunks)
-        overlap = any(_overlap(one, other, lead) for one, other in combinations(chunks, 2))
-        if overlap or count != math.prod(stored.shape[lead:]):
-            raise UncoveredTensorError(key, "some of it is in no chunk, or in two")
-
-    def _assemble(self, binding: Binding, place: Place) -> torch.Tensor:
-        """Assemble a Megatron tensor, without padding, from chunks cut along any axis."""
-        (key,) = self._own_keys(binding, place)
-        stored, lead = self._keys[key], len(place.lead)
-        whole = torch.empty(stored.shape[lead:], dtype=stored.dtype)
-        for chunk in self._at(stored, place):
-            start = self._data_offset(chunk, stored.dtype)
-            size = math.prod(chunk.sizes[lead:])
-            skip = _ravel(place.index, chunk.offsets, chunk.sizes) * size
-            piece = FileRange(
-                chunk.path,
-                start + skip * stored.dtype.itemsize,
-                size * stored.dtype.itemsize,
-            )
-            part = self._files.load(Content(stored.dtype, chunk.sizes[lead:], (piece,)))
-            where = tuple(
-                slice(o, o + s)
-                for o, s in zip(chunk.offsets[lead:], chunk.sizes[lead:], strict=True)
-            )
-            whole[where] = part
-        return whole[: binding.shape[0]]
-
     def _rows(self, binding: Binding, place: Place, first: int, last: int) -> Pieces | None:
         """Find rows of the Megatron tensor; None where columns were cut."""
         if not binding.section_keys:
-            return self._key_rows(self._keys[place.key], place, first, last)
+            return self._chunks.rows(place.key, place.index, first, last)
         row = 0
         for name, (_, _, rows) in zip(binding.section_keys, binding.sections(), strict=True):
             if row <= first < row + rows:
-                return self._key_rows(
-                    self._keys[f"{place.key}.{name}"], place, first - row, last - row
-                )
+                key = f"{place.key}.{name}"
+                return self._chunks.rows(key, place.index, first - row, last - row)
             row += rows
         raise AssertionError("a run is of one section")
-
-    def _key_rows(self, stored: StoredKey, place: Place, first: int, last: int) -> Pieces | None:
-        lead, parts = len(place.lead), []
-        width = math.prod(stored.shape[lead + 1 :]) * stored.dtype.itemsize
-        for chunk in self._at(stored, place):
-            if chunk.sizes[lead + 1 :] != stored.shape[lead + 1 :]:
-                return None
-            low, height = chunk.offsets[lead], chunk.sizes[lead]
-            start, stop = max(first, low), min(last, low + height)
-            if start >= stop:
-                continue
-            skip = _ravel(place.index, chunk.offsets, chunk.sizes) * height + start - low
-            data = self._data_offset(chunk, stored.dtype)
-            parts.append(
-                (start, stop, FileRange(chunk.path, data + skip * width, (stop - start) * width))
-            )
-        at, pieces = first, []
-        for start, stop, piece in sorted(parts, key=lambda item: item[:2]):
-            if start != at:
-                break
-            pieces.append(piece)
-            at = stop
-        if at != last:
-            raise UncoveredTensorError(stored.key, f"rows from {at} on are in no chunk, or in two")
-        return tuple(pieces)
-
-    def _at(self, stored: StoredKey, place: Place) -> list[Chunk]:
-        """List the chunks that hold something of a place."""
-        if stored.key not in self._chunks:
-            index: dict[tuple[int, ...], list[Chunk]] = {}
-            lead = len(place.lead)
-            for chunk in stored.chunks:
-                axes = (
-                    range(o, o + s)
-                    for o, s in zip(chunk.offsets[:lead], chunk.sizes[:lead], strict=True)
-                )
-                for position in product(*axes):
-                    index.setdefault(position, []).append(chunk)
-            self._chunks[stored.key] = index
-        return self._chunks[stored.key].get(place.index, [])
-
-    def _data_offset(self, chunk: Chunk, dtype: torch.dtype) -> int:
-        """Find the bytes of a chunk in its file."""
-        if chunk not in self._offsets:
-            expected = (dtype, torch.Size(chunk.sizes))
-            self._offsets[chunk] = find_bytes(
-                self._files, chunk.path, chunk.offset, chunk.length, expected
-            )
-        return self._offsets[chunk]
 
     def _find_places(self) -> Iterator[tuple[Binding, Place]]:
         namings, missing = _find_namings(self._weights), []
@@ -341,22 +254,3 @@ class TorchDistSource:
                 padded[len(place.lead)] = min(rows, actual[len(place.lead)])
             if tuple(padded) != shape:
                 raise TensorShapeError(f"tensor {key!r} has shape {actual}, the model has {shape}")
-
-
-def chunk_name(key: str, offsets: tuple[int, ...]) -> str:
-    """Name a part of a stored tensor, as digests are kept by."""
-    return f"{key}@{','.join(map(str, offsets))}"
-
-
-def _overlap(one: Chunk, other: Chunk, lead: int) -> bool:
-    """Return whether two chunks hold a number of the same place behind the leading axes."""
-    axes = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    return all(max(o, p) < min(o + s, p + t) for o, s, p, t in list(axes)[lead:])
-
-
-def _ravel(index: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-    """Return the position of `index` among the leading axes of a chunk."""
-    at = 0
-    for axis, position in enumerate(index):
-        at = at * sizes[axis] + position - offsets[axis]
-    return at

@@ -26,7 +26,8 @@ from sluice.weights.convert.hf import HfSource
 from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.convert.pieces import Content, FileRange, Files
 from sluice.weights.convert.stored import COMMON, CONFIG, envelope, save_object
-from sluice.weights.convert.torch_dist_source import Naming, Place, chunk_name
+from sluice.weights.convert.stored_chunks import chunk_name
+from sluice.weights.convert.torch_dist_source import Naming, Place
 from sluice.weights.convert.work import Group, OutputFile, TensorTask
 from sluice.weights.errors import InvalidCheckpointError, MixedTypesError
 from sluice.weights.rules.packing import (

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sluice.weights.convert.hf import CONFIG, HfSource, read_config
+from sluice.weights.convert.module_source import ModuleSource
 from sluice.weights.convert.pieces import Content, Files
 from sluice.weights.convert.plan import check_files, has_prediction, read_weights
+from sluice.weights.convert.saved import has_modules
 from sluice.weights.convert.stored import is_torch_dist
 from sluice.weights.convert.torch_dist_source import TorchDistSource
 from sluice.weights.convert.work import Control
@@ -43,8 +45,9 @@ def compare(
     for path in (first, second):
         check_files(path)
     with Files() as files:
-        described = _weights(first, second, model)
-        views = [_open(path, described, files) for path in (first, second)]
+        weights = _weights(first, second, model)
+        described = [path for path in (model, first, second) if path and (path / CONFIG).is_file()]
+        views = [_open(path, weights, described, files) for path in (first, second)]
         names = [set(view) for view in views]
         both = sorted(names[0] & names[1])
         progress = control.progress
@@ -67,18 +70,27 @@ def compare(
 
 
 def _weights(first: Path, second: Path, model: Path | None) -> WeightMap | None:
-    if not any(is_torch_dist(path) for path in (first, second)):
+    stored = [each for each in (first, second) if is_torch_dist(each) and not has_modules(each)]
+    if not stored:
         return None
     for path in (model, first, second):
         if path is not None and (path / CONFIG).is_file():
             config = read_config(path)
-            stored = [each for each in (first, second) if is_torch_dist(each)]
             predicts = all(has_prediction(each, config) for each in stored)
             return read_weights(config, path, predicts=predicts)
     raise InvalidCheckpointError(f"no {CONFIG!r} says what model this is")
 
 
-def _open(path: Path, weights: WeightMap | None, files: Files) -> dict[str, Content]:
+def _open(
+    path: Path, weights: WeightMap | None, described: list[Path], files: Files
+) -> dict[str, Content]:
+    if has_modules(path):
+        if weights is not None:
+            raise InvalidCheckpointError(f"{path.name!r}, of the trainer, is converted to hf first")
+        if not described:
+            raise InvalidCheckpointError(f"no {CONFIG!r} says what model this is")
+        groups = ModuleSource(path, described[0], files).groups()
+        return {part.name: part.content for _, parts in groups for part in parts}
     if is_torch_dist(path):
         assert weights is not None
         source, contents = TorchDistSource(path, weights, files), {}

@@ -158,12 +158,16 @@ class Group:
 
 @dataclass(frozen=True)
 class Check:
-    """Bytes of the source, or of the origin, whose digest is known; `place` names which."""
+    """Bytes of the source, or of the origin, whose digest is known; `place` names which.
+
+    is_file: they are a whole file, `name`, and no tensor.
+    """
 
     name: str
     content: Content
     digest: str
     place: str
+    is_file: bool = False
 
 
 @dataclass(frozen=True)

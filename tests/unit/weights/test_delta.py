@@ -307,7 +307,7 @@ def test_a_directory_of_a_run_names_where_its_newest_weights_are(policy, tmp_pat
     run = tmp_path / "run"
     saved = run / "store" / "checkpoints" / "run-1"
     saved.mkdir(parents=True)
-    (saved / "checkpoint.json").write_text("{}")
+    (saved / "checkpoint.json").write_text('{"format": 1}')
     shutil.copytree(policy.store.location, run / "store" / "weights")
     newest = run / "store" / "weights" / "versions" / f"{versions[-1]:08d}"
     with pytest.raises(InvalidCheckpointError, match=re.escape(repr(str(newest)))):
