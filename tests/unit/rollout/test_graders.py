@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Sequence
 from fractions import Fraction
@@ -236,6 +237,18 @@ def longest(task: Task, responses: Sequence[Response], *, bonus: float = 1.0) ->
 def test_a_users_function_sees_the_whole_group() -> None:
     assert place_grader(f"{HERE}:longest") is Placement.PROCESS
     assert graded(f"{HERE}:longest", "", ["a", "abc", "ab"], bonus=2.0) == [0, 2, 0]
+
+
+async def longest_in_time(
+    task: Task, responses: Sequence[Response], *, bonus: float
+) -> list[float | Reward]:
+    await asyncio.sleep(0)
+    return longest(task, responses, bonus=bonus)
+
+
+def test_a_users_function_may_be_a_coroutine() -> None:
+    name = f"{HERE}:longest_in_time"
+    assert graded(name, "", ["a", "abc", "ab"], bonus=2.0) == [0, 2, 0]
 
 
 def test_rewards_come_as_numbers_objects_or_rewards_each_with_what_it_has() -> None:

@@ -21,6 +21,7 @@ from services.rollout.environments.environment import (
     Task,
     TaskError,
     TextTokenizer,
+    answer_of,
     rewards_from,
 )
 from services.rollout.environments.registry import load, load_function, parse_settings
@@ -143,8 +144,11 @@ class UserFunction(Grader):
             raise SettingError("reward_settings", f"{path}: {error}") from None
 
     def grade(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
-        """Calls the function. Raises InvalidRewardError, and what the function raises."""
-        values = self._function(task, list(responses), **self._values)
+        """Calls the function, and waits for it where it is a coroutine's.
+
+        Raises InvalidRewardError, and what the function raises.
+        """
+        values = answer_of(self._function(task, list(responses), **self._values))
         return rewards_from(values, len(responses))
 
 
