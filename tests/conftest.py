@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
@@ -51,9 +52,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+COLOURED = ("FORCE_COLOR", "TTY_COMPATIBLE")  # have Rich take a pipe for a terminal
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """A plugin of its own: hooks of this file are not asked about fixtures of a session."""
     config.pluginmanager.register(EndsWithDirectory())
+    for name in COLOURED:
+        os.environ.pop(name, None)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup no process would be ended by it
     if sys.platform == "linux" and not config.getoption("--cold"):
         warm.begin()
