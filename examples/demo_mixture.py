@@ -15,6 +15,7 @@ import json
 import random
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from examples.demo import DIGITS, START_SECONDS
 from examples.measured import Cost, empty_directory, held_out_score
 from sluice import logs
 from sluice.config import parse_config
-from sluice.demo.copy_digits import prepare, services
+from sluice.demo.copy_digits import add_service_flags, check_service_flags, prepare, services
 from sluice.durable import DirectoryError
 from sluice.exit_code import exit_code
 from sluice.loop.config import RunConfig
@@ -152,30 +153,28 @@ async def demo(flags: argparse.Namespace, run_dir: Path, cost: Cost) -> None:
     cost.cpu_seconds = supervisor.cpu_seconds()
 
 
-def main() -> int:
-    """Run it with the process's flags; the exit code."""
+def read_flags(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Of these arguments, or the process's. Exits where they are wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo-mixture"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--backend", choices=["reference", "fsdp", "megatron"], default="reference")
-    parser.add_argument("--engine", choices=["reference", "sglang"], default="reference")
-    parser.add_argument(
-        "--sglang-python", type=Path, default=Path("build/sglang/bin/python").absolute()
-    )
-    parser.add_argument(
-        "--tensor", type=int, default=1, help="tensor-parallel ranks of the trainer"
-    )
-    parser.add_argument("--context", type=int, default=1, help="ranks that share every row")
-    parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of the trainer")
+    add_service_flags(parser)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--target", type=float, default=0.9, help="exit 1 below this score")
-    flags = parser.parse_args()
-    flags.algorithm = "grpo"
+    parser.set_defaults(algorithm="grpo", placement="separate")
+    flags = parser.parse_args(arguments)
+    check_service_flags(parser, flags)
+    return flags
+
+
+def main() -> int:
+    """Run it with the process's flags; the exit code."""
+    flags = read_flags()
     logs.configure("WARNING")
     try:
         run_dir = empty_directory(flags.run_dir)
     except DirectoryError as error:
-        parser.error(str(error))
+        print(f"demo_mixture: {error}", file=sys.stderr)
+        return 2
     prepare(run_dir, flags.seed)
     cost = Cost()
     if code := exit_code(demo(flags, run_dir, cost)):

@@ -19,6 +19,8 @@ from sluice.demo.copy_digits import (
     DISTILLED,
     DIVERGENCES,
     SAMPLED,
+    add_service_flags,
+    check_service_flags,
     prepare,
     services,
     training,
@@ -34,7 +36,7 @@ def read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Raises ConfigError."""
     parser = FlagParser(prog="sluice demo", description=__doc__, allow_abbrev=False)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--seed", type=int, default=0)
+    add_service_flags(parser)
     algorithms = sorted([*ALGORITHMS, DISTILLED])
     parser.add_argument("--algorithm", choices=algorithms, default="grpo")
     parser.add_argument(
@@ -46,21 +48,7 @@ def read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=SAMPLED,
         help="for --algorithm opd: of the sampled tokens, or of those the teacher finds likeliest",
     )
-    parser.add_argument("--backend", choices=["reference", "fsdp", "megatron"], default="reference")
-    parser.add_argument("--engine", choices=["reference", "sglang"], default="reference")
-    parser.add_argument(
-        "--sglang-python",
-        type=Path,
-        default=Path("build/sglang/bin/python").absolute(),
-        help="interpreter that has SGLang (make sglang-cpu)",
-    )
-    parser.add_argument(
-        "--tensor", type=int, default=1, help="tensor-parallel ranks of the trainer"
-    )
-    parser.add_argument("--context", type=int, default=1, help="ranks that share every row")
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains the model")
-    parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
-    parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of the trainer")
     parser.add_argument(
         "--placement",
         choices=["separate", "colocated"],
@@ -79,16 +67,14 @@ def read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--lora: a run of a teacher and students trains whole models")
     if flags.lora < 0:
         parser.error("--lora: a rank is positive; 0 trains the model")
-    least_of = {"steps": 1, "max_staleness": 0, "ranks": 1, "tensor": 1, "context": 1}
-    for name, least in least_of.items():
+    if flags.lora and flags.optimizer == "muon":
+        parser.error("--optimizer muon is not for adapters")
+    for name, least in (("steps", 1), ("max_staleness", 0)):
         if getattr(flags, name) < least:
             parser.error(f"--{name.replace('_', '-')}: is {least} or more")
     if math.isnan(flags.target):
         parser.error("--target: is a number")
-    if max(flags.tensor, flags.context) > 1 and flags.backend == "reference":
-        parser.error("--tensor and --context need --backend fsdp or megatron")
-    if flags.engine == "sglang" and not flags.sglang_python.exists():
-        parser.error(f"there is no {flags.sglang_python}; `make sglang-cpu` makes one")
+    check_service_flags(parser, flags)
     return flags
 
 

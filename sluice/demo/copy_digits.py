@@ -89,6 +89,38 @@ def weights_directory(placement: str) -> Iterator[str]:
         yield str(directory / "weights")
 
 
+def add_service_flags(parser: argparse.ArgumentParser) -> None:
+    """What `services` are chosen by, but for the algorithm and the placement."""
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", choices=["reference", "fsdp", "megatron"], default="reference")
+    parser.add_argument("--engine", choices=["reference", "sglang"], default="reference")
+    parser.add_argument(
+        "--sglang-python",
+        type=Path,
+        default=Path("build/sglang/bin/python").absolute(),
+        help="interpreter that has SGLang (make sglang-cpu)",
+    )
+    parser.add_argument(
+        "--tensor", type=int, default=1, help="tensor-parallel ranks of the trainer"
+    )
+    parser.add_argument("--context", type=int, default=1, help="ranks that share every row")
+    parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of the trainer")
+    parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
+
+
+def check_service_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
+    """Has the parser tell of flags that no services can have."""
+    for name in ("ranks", "tensor", "context"):
+        if getattr(flags, name) < 1:
+            parser.error(f"--{name}: is 1 or more")
+    if max(flags.tensor, flags.context) > 1 and flags.backend == "reference":
+        parser.error("--tensor and --context need --backend fsdp or megatron")
+    if flags.optimizer == "muon" and flags.backend == "megatron":
+        parser.error("--optimizer muon needs --backend reference or fsdp")
+    if flags.engine == "sglang" and not flags.sglang_python.exists():
+        parser.error(f"there is no {flags.sglang_python}; `make sglang-cpu` makes one")
+
+
 def services(run_dir: Path, model: Path, flags: argparse.Namespace, weights: str = "") -> UpConfig:
     """One router, one trainer, one rollout process with both roles; for PPO a critic.
 

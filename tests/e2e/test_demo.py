@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from examples import demo_mixture
 from services.rollout.config import RolloutConfig
 from services.trainer.config import TrainerConfig
 from sluice.config import parse_config
 from sluice.demo.adapters import adapting
 from sluice.demo.command import main, read_flags
+from sluice.demo.copy_digits import services
 from sluice.demo.tiny_qwen3 import build_tiny_qwen3
+from sluice.loop.config import RunConfig
 from sluice.weights.checkpoint import digest_base
 from sluice.weights.store import WeightStore
 from tests.e2e.conftest import ENVIRONMENT
@@ -84,6 +87,30 @@ def test_every_service_is_told_of_adapters(tmp_path: Path, backend: str, engine:
         engine,
         24 if engine == "sglang" else None,
     )
+
+
+@pytest.mark.parametrize("backend", ["reference", "fsdp", "megatron"])
+def test_the_mixture_has_services_for_its_flags(tmp_path: Path, backend: str) -> None:
+    flags = demo_mixture.read_flags(["--backend", backend, "--ranks", "2"])
+    base = build_tiny_qwen3(tmp_path / "base")
+    up = services(tmp_path, base, flags)
+    config = {"store": tmp_path, **up.services["trainer"].config}
+    trainer = parse_config(TrainerConfig, config)
+    assert (trainer.backend, trainer.ranks.count) == (backend, 2)
+    assert parse_config(RunConfig, demo_mixture.training(tmp_path, flags)).steps == flags.steps
+
+
+def test_the_optimizer_is_muon_where_it_may_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--optimizer", "muon", "--run-dir", str(tmp_path)]
+    for more in (["--lora", "8"], ["--backend", "megatron"]):
+        assert main([*words, *more]) == 2
+        assert "--optimizer muon" in capsys.readouterr().err.splitlines()[-1]
+    assert not any(tmp_path.iterdir())
+    up = services(tmp_path, build_tiny_qwen3(tmp_path / "base"), read_flags(words))
+    config = {"store": tmp_path, **up.services["trainer"].config}
+    assert parse_config(TrainerConfig, config).optim.kind == "muon"
 
 
 @pytest.mark.parametrize("words", [["--algorithm", "opd", "--lora", "8"], ["--lora", "-1"]])
