@@ -335,6 +335,8 @@ def faults_of(
             near = hint(str(name), keys_at(cls, above))
             message = "unknown key" if near in shown else f"unknown key{near}"
             shown.add(near)
+        elif item["type"] == "path_type" and isinstance(item["input"], Mapping | list):
+            message = "is a path, not keys and values"
         elif item["type"] != "missing" and not isinstance(item["input"], Mapping | BaseModel):
             variable = ENV_PREFIX + path.upper().replace(".", "__")
             is_from_there = (environment or {}).get(variable) == item["input"]

@@ -7,7 +7,7 @@ import itertools
 import logging
 import random
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -36,6 +36,7 @@ Work = Callable[[], Awaitable[None]]
 Teach = Callable[[TrainerClient, str, Sequence[LedgerGroup], float | None], Awaitable[None]]
 
 TRAINER_LOSSES = 12  # in a row without a step in between: of ranks in three lives of its process
+COLUMN_LOSSES = 2  # of the same columns: the next time it is a loss function that reads what is not
 
 # What a trainer answers whose ranks or controller went away and came back at an earlier state.
 _LOST = {
@@ -155,10 +156,12 @@ class TrainerRecovery:
     def __init__(self, trainer: TrainerClient, restore: Work, wait_seconds: float) -> None:
         self._trainer, self._restore, self._wait_seconds = trainer, restore, wait_seconds
         self._losses = 0  # since the last step
+        self._columns = Counter[str]()  # that were missing, since then
 
     def note_step(self) -> None:
         """Ends the row of losses: a step was made."""
         self._losses = 0
+        self._columns.clear()
 
     async def run(self, work: Work) -> None:
         """Raises what is no loss of the trainer, and the last of too many losses in a row."""
@@ -167,7 +170,7 @@ class TrainerRecovery:
                 await work()
                 return
             except (RemoteError, TrainerLostError) as error:
-                if isinstance(error, RemoteError) and not is_lost(error):
+                if isinstance(error, RemoteError) and not self._may_be_lost(error):
                     raise
                 self._losses += 1
                 TRAINER_LOST.inc()
@@ -176,6 +179,11 @@ class TrainerRecovery:
                 logger.warning("%s; going back to the last run checkpoint", text_of(error))
                 await wait_for_trainer(self._trainer, self._wait_seconds)
             work = self._restore
+
+    def _may_be_lost(self, error: RemoteError) -> bool:
+        columns = error.metadata.get("columns", "") if error.reason == "COLUMN_MISSING" else ""
+        self._columns[columns] += bool(columns)
+        return is_lost(error) and self._columns[columns] <= COLUMN_LOSSES
 
 
 def is_lost(error: RemoteError) -> bool:

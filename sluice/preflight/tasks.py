@@ -107,7 +107,17 @@ def _tell_wrong(tasks: OpenTasks, found: TaskFaults, count: int, told: Findings)
     text = f"{len(named)} of the {count} tasks looked at cannot be made: " + "; ".join(
         [*named[:TOLD], *(["..."] if len(named) > TOLD else [])]
     )
-    told.wrong(tasks.key, text, "such groups fail, and too many of them end the run")
+    _tell_dropped(tasks, len(named), count, text, "mend or leave out such rows", told)
+
+
+def _tell_dropped(
+    tasks: OpenTasks, count: int, seen: int, text: str, remedy: str, told: Findings
+) -> None:
+    """A run goes on without some of its groups, and ends where too many are dropped in a row."""
+    if 2 * count < seen:
+        told.warn(tasks.key, text, f"{remedy}: their groups are dropped")
+    else:
+        told.wrong(tasks.key, text, f"{remedy}: too many groups dropped in a row end the run")
 
 
 def _tell_lengths(tasks: OpenTasks, found: TaskFaults, limit: int, told: Findings) -> None:
@@ -118,12 +128,12 @@ def _tell_lengths(tasks: OpenTasks, found: TaskFaults, limit: int, told: Finding
     too_long = sum(length > limit - 1 for length in found.lengths.values())
     cut = sum(length + response > limit for length in found.lengths.values())
     if too_long:
-        told.wrong(
-            tasks.key,
+        text = (
             f"{where}, and engines take {limit} with the answer (engine.max_model_length): "
-            f"{too_long} of the {seen} looked at have no room for one",
-            "raise engine.max_model_length, or leave such rows out",
+            f"{too_long} of the {seen} looked at have no room for one"
         )
+        remedy = "raise engine.max_model_length, or leave such rows out"
+        _tell_dropped(tasks, too_long, seen, text, remedy, told)
     elif cut:
         told.warn(
             tasks.key,

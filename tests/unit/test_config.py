@@ -81,6 +81,7 @@ def test_flags_beat_environment_beats_file_beats_defaults(tmp_path, monkeypatch)
         ("model: m\nextra: {a: {lr: no}}", r"extra\.a\.lr: is true or false"),
         ("model: true", "model: is true or false"),
         ("model: m\nlogs: ''", "logs: names no path"),
+        ("model: m\nlogs: {router: {kind: router}}", "logs: is a path, not keys and values"),
         ("model: m\nroots: [/data, '']", "roots: names no path"),
         ("model: m\nstore: ''", "store: names no path"),
         ('model: m\nlogs: "a\\0b"', "logs: can be no path: it holds a NUL"),

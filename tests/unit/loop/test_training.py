@@ -183,6 +183,22 @@ async def test_a_trainer_that_is_lost_over_and_over_without_a_step_ends_the_run(
     assert restore.calls == 2 * TRAINER_LOSSES
 
 
+async def test_a_column_that_nobody_gives_ends_the_run_as_it_is_missed_for_the_third_time(
+    trainer,
+) -> None:
+    """As of a loss that reads one; ranks that were restarted miss what they had computed."""
+    restore = Work()
+    recovery = TrainerRecovery(trainer[1], restore, PATIENCE)
+    missing, other = (remote("COLUMN_MISSING", columns=name) for name in ("ref", "values"))
+    for error in (missing, other, missing, other):
+        await recovery.run(Work(error))
+    with pytest.raises(RemoteError, match="COLUMN_MISSING"):
+        await recovery.run(Work(missing))
+    recovery.note_step()
+    await recovery.run(Work(missing))
+    assert restore.calls == 5
+
+
 async def test_a_trainer_that_failed_is_not_waited_for(trainer) -> None:
     servicer, client = trainer
     servicer.answers = [pb.Trainer(state=pb.Trainer.STATE_FAILED, failure="rank 1 has no memory")]
