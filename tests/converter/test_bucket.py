@@ -143,6 +143,19 @@ def test_a_trainers_checkpoint_is_read_where_its_record_says(
     assert not (tmp_path / "h").exists()
 
 
+@pytest.mark.parametrize("folder", ["../aside", "ABSOLUTE", "a/b", "..", ".", "a\0b", "x" * 5000])
+def test_a_record_that_names_no_folder_beside_it_has_nothing_written(
+    bucket: ObjectBucket, qwen3: Path, tmp_path: Path, folder: str
+) -> None:
+    folder = folder.replace("ABSOLUTE", str(tmp_path / "aside"))
+    record = {"format": 2, "backend": "fsdp", "files": {}, "folder": folder}
+    bucket.put("hostile/checkpoint.json", seal(record, "record_digest"))
+    with pytest.raises(CheckpointError, match=r"names .*, which is no folder there"):
+        run(convert, "s3://models/hostile", tmp_path / "hf", "--to", "hf", "--model", qwen3)
+    assert not (tmp_path / "aside").exists() and not (tmp_path / "hf").exists()
+    assert left(tmp_path) == []
+
+
 @pytest.mark.parametrize("damage", ["flipped", "cut"])
 def test_damage_in_the_bucket_is_found(
     bucket: ObjectBucket, megatron: Path, qwen3: Path, tmp_path: Path, damage: str

@@ -20,6 +20,7 @@ import xxhash
 from sluice import faults
 from sluice.bucket import PARTS, ObjectBucket, ObjectInfo, ObjectsError, each_of
 from sluice.durable import sync_path, write_new
+from sluice.place import is_plain_name
 from sluice.weights.convert.hf import CONFIG
 from sluice.weights.convert.plan import RECORD
 from sluice.weights.convert.saved import SAVED
@@ -58,14 +59,17 @@ def fetch(url: str, folder: Path, control: Control) -> Path:
     if SAVED in there:  # it names the folder of the files
         with contextlib.suppress(ValueError, AttributeError):
             part = str(json.loads(bucket.get(SAVED)).get("folder") or "")
+    if part and not is_plain_name(part):
+        raise BucketCheckpointError(f"{url}/{SAVED} names {part[:80]!r}, which is no folder there")
+    record = f"{part}/{SAVED}"  # where it comes to lie: beside the files, as in a directory
     wanted = {
         name: info
         for name, info in there.items()
-        if not part or name == SAVED or name.startswith(f"{part}/")
+        if not part or name == SAVED or (name.startswith(f"{part}/") and name != record)
     }
     paths = {name: folder / _checked(url, name) for name in wanted}
-    if part:  # beside the files, as in a directory
-        paths[SAVED] = folder / part / SAVED
+    if part:
+        paths[SAVED] = folder / record
     folder.mkdir(parents=True, exist_ok=True)
     for path in [path for path in folder.rglob("*") if path.is_file()]:
         if path not in paths.values():
