@@ -18,6 +18,7 @@ from examples.demo import START_SECONDS
 from examples.measured import Cost, empty_directory, held_out_score, measured_run
 from sluice import logs
 from sluice.config import parse_config
+from sluice.demo.copy_digits import add_stack_flags
 from sluice.durable import DirectoryError
 from sluice.exit_code import exit_code
 from sluice.loop.config import RunConfig
@@ -111,17 +112,7 @@ def build_model(directory: Path, seed: int) -> None:
 
 def parse_flags(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Adds what services are chosen by, and reads the command line. Exits where it is wrong."""
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--backend", choices=["reference", "fsdp", "megatron"], default="reference")
-    parser.add_argument("--engine", choices=["reference", "sglang"], default="reference")
-    parser.add_argument(
-        "--sglang-python",
-        type=Path,
-        default=Path("build/sglang/bin/python").absolute(),
-        help="interpreter that has SGLang (make sglang-cpu)",
-    )
-    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks (megatron)")
-    parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of the trainer")
+    add_stack_flags(parser)
     flags = parser.parse_args()
     if flags.tensor > 1 and flags.backend != "megatron":
         parser.error("--tensor needs --backend megatron")

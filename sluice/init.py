@@ -35,8 +35,8 @@ class InitConfig(ProcessConfig):
     foreign_keys = ("security",)  # it calls nobody
 
     run_dir: Path = Field(Path("runs/first"), description="Of the run, and of its services.")
-    prompt_key: str = Field("", description="The column of TASK with prompts. Default: prompt.")
-    answer_key: str = Field("", description="The one that rewards compare. Default: answer.")
+    prompt_key: str = Field("prompt", min_length=1, description="The column of TASK with prompts.")
+    answer_key: str = Field("answer", min_length=1, description="The one that rewards compare.")
     max_new_tokens: int = Field(256, gt=0, le=1 << 20)
     engine: Literal["reference", "sglang"] = "reference"
     backend: Literal["reference", "fsdp", "megatron"] = Field(
@@ -149,7 +149,7 @@ checkpoint_every: 50
     parse_config(UpConfig, _loaded(texts["services.yaml"]))
     run = parse_config(RunConfig, _loaded(texts["run.yaml"]))
     if isinstance(run.prompts, PromptsConfig) and run.prompts.file is not None:
-        _check_rows(run, run.prompts, run.prompts.file, config.answer_key or "answer")
+        _check_rows(run, run.prompts, run.prompts.file, config.answer_key)
     return texts
 
 
@@ -204,19 +204,18 @@ def _model(model: Path) -> dict[str, Any]:
 def _task(task: str, config: InitConfig, *, chat: bool) -> tuple[str, str, str]:
     """Prompts, environment and a word on the reward."""
     path = Path(task)
-    keys = {name: getattr(config, name) for name in _KEYS if getattr(config, name)}
+    keys = {name: getattr(config, name) for name in _KEYS}
+    own = [name for name, key in keys.items() if key != InitConfig.model_fields[name].default]
     if path.suffix in (".jsonl", ".parquet"):
         if not os.path.isfile(path):
             what = "is no file" if os.path.exists(path) else "does not exist"
             raise ConfigError(f"init: TASK: {task[:200]} {what}")
-        settings = ["reward: exact_match", *(f"{key}: {_quoted(keys[key])}" for key in keys)]
+        settings = ["reward: exact_match", *(f"{name}: {_quoted(keys[name])}" for name in own)]
         settings += ["chat: true"] if chat else []
-        prompt, answer = (_quoted(keys.get(key, key.removesuffix("_key"))) for key in _KEYS)
+        prompt, answer = (_quoted(key) for key in keys.values())
         told = f'rows have {prompt} (or "messages") and {answer}; docs/rollout.md has more rewards'
         file = f"{{file: {_quoted(str(path.absolute()))}}}"
         return file, f"{{name: prompts, settings: {{{', '.join(settings)}}}}}", told
-    for key in keys:
-        raise ConfigError(f"init: --{key}: of rows of a file, which {task[:200]!r} is not")
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError:
@@ -228,6 +227,8 @@ def _task(task: str, config: InitConfig, *, chat: bool) -> tuple[str, str, str]:
             f"init: TASK: {task[:200]!r} is neither a .jsonl or .parquet file nor a data set of "
             f"reasoning-gym{hint(task[:200], DATASETS)}"
         )
+    if own:
+        raise ConfigError(f"init: --{own[0]}: of rows of a file, which {task[:200]!r} is not")
     told = "tasks are made as they are needed, by number"
     environment = f"{{name: reasoning_gym, settings: {{dataset: {task}}}}}"
     return "{index_count: 100000}", environment, told

@@ -6,7 +6,6 @@ lets go of more when its garbage is collected.
 
 from __future__ import annotations
 
-import os
 import pickle
 import subprocess
 import sys
@@ -28,6 +27,5 @@ def apart(function: Callable[..., None], *arguments: Any) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         timeout=PATIENCE,
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
     )
     assert done.returncode == 0, done.stdout

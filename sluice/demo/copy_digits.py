@@ -89,8 +89,8 @@ def weights_directory(placement: str) -> Iterator[str]:
         yield str(directory / "weights")
 
 
-def add_service_flags(parser: argparse.ArgumentParser) -> None:
-    """What `services` are chosen by, but for the algorithm and the placement."""
+def add_stack_flags(parser: argparse.ArgumentParser) -> None:
+    """What services of any demo are chosen by."""
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", choices=["reference", "fsdp", "megatron"], default="reference")
     parser.add_argument("--engine", choices=["reference", "sglang"], default="reference")
@@ -103,8 +103,13 @@ def add_service_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tensor", type=int, default=1, help="tensor-parallel ranks of the trainer"
     )
-    parser.add_argument("--context", type=int, default=1, help="ranks that share every row")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of the trainer")
+
+
+def add_service_flags(parser: argparse.ArgumentParser) -> None:
+    """What `services` are chosen by, but for the algorithm and the placement."""
+    add_stack_flags(parser)
+    parser.add_argument("--context", type=int, default=1, help="ranks that share every row")
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
 
 

@@ -181,9 +181,11 @@ class TrainerRecovery:
             work = self._restore
 
     def _may_be_lost(self, error: RemoteError) -> bool:
-        columns = error.metadata.get("columns", "") if error.reason == "COLUMN_MISSING" else ""
-        self._columns[columns] += bool(columns)
-        return is_lost(error) and self._columns[columns] <= COLUMN_LOSSES
+        if error.reason != "COLUMN_MISSING":
+            return is_lost(error)
+        columns = error.metadata.get("columns", "")
+        self._columns[columns] += 1
+        return self._columns[columns] <= COLUMN_LOSSES
 
 
 def is_lost(error: RemoteError) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +23,6 @@ TOO_LARGE = "MESSAGE_TOO_LARGE"
 MESSAGE_BYTES = 1000
 METADATA_BYTES = 1500
 DETAIL_BYTES = 300
-
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
 
 
 class ServiceError(Exception):
@@ -184,10 +183,16 @@ def text_of(error: BaseException) -> str:
     return f"{where}: {error}" if where else str(error)
 
 
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    """Where files of libraries begin; to ask for it takes longer than most imports."""
+    return tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
+
+
 def place_of(error: BaseException) -> str:
     """Says behind a message where an error was raised, of the lines that are no library's."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((*_LIBRARIES, "<")):
+        if not frame.filename.startswith((*_libraries(), "<")):
             return f", at {frame.filename}:{frame.lineno} in {frame.name}"
     return ""
 

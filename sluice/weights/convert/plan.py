@@ -258,10 +258,10 @@ def _described(source: Path, options: ConvertOptions) -> Path:
 
 
 def _plan_modules(source: Path, options: ConvertOptions, files: Files) -> Work:
-    described = _described(source, options)
-    config = read_config(described)
     if options.to == "torch_dist":
         raise InvalidCheckpointError(f"{source.name!r}, of the trainer, is converted to hf first")
+    described = _described(source, options)
+    config = read_config(described)
     stored = ModuleSource(source, described, files)
     config["dtype"] = stored.dtype  # by which transformers reads them
     config.pop("torch_dtype", None)
