@@ -61,7 +61,11 @@ def test_the_page_is_written_beside_the_run(training):
     page = (run_dir / "trace.html").read_text()
     assert "://" not in page
     wrong = subprocess.run(
-        [*command, "--steps", "x"], env=ENVIRONMENT, capture_output=True, text=True, timeout=200
+        [*command, "--steps", "x"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("sluice: --steps")
