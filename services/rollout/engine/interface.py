@@ -495,8 +495,8 @@ def check_generation(
         raise InvalidFieldError("dp_rank", f"this engine has ranks 0..{dp_size - 1}")
     length = len(generation.prompt_token_ids)
     if config.cache_tokens < max_length:
-        check_length(length, config.cache_tokens - 1, "engine.max_cached_tokens")
-    check_length(length, max_length - 1)
+        _check_room(length, config.cache_tokens, "engine.max_cached_tokens")
+    _check_room(length, max_length, "engine.max_model_length")
     reserved = min(length + sampling.max_new_tokens, max_length)
     if reserved > config.cache_tokens:
         raise PromptTooLongError(
@@ -531,9 +531,21 @@ def _check_tokens(field: str, token_ids: Sequence[int], vocabulary_size: int) ->
         raise InvalidFieldError(field, f"must be in 0..{vocabulary_size - 1}")
 
 
-def check_length(length: int, limit: int, setting: str = "engine.max_model_length") -> None:
-    """Raises PromptTooLongError, which names the setting that the limit is of."""
+def check_length(length: int, limit: int) -> None:
+    """Raises PromptTooLongError where so many tokens exceed the model length."""
     if length > limit:
         raise PromptTooLongError(
-            f"{length} tokens exceed the limit of {limit} ({setting})", length=length, limit=limit
+            f"{length} tokens exceed the limit of {limit} (engine.max_model_length)",
+            length=length,
+            limit=limit,
+        )
+
+
+def _check_room(length: int, limit: int, setting: str) -> None:
+    """Raises PromptTooLongError where a prompt leaves none for a token within what is set."""
+    if length >= limit:
+        raise PromptTooLongError(
+            f"a prompt of {length} tokens leaves no room for an answer: {setting} is {limit}",
+            length=length,
+            limit=limit - 1,
         )

@@ -435,8 +435,8 @@ async def test_a_prompt_beyond_the_model_is_refused(engine: EngineClient, store:
         await generate(engine, generate_request(prompt_token_ids=[1] * 64))
     expected = (grpc.StatusCode.INVALID_ARGUMENT, "PROMPT_TOO_LONG")
     assert (caught.value.code, caught.value.reason) == expected
-    assert "64 tokens exceed the limit of" in caught.value.message
-    assert "(engine.max_model_length)" in caught.value.message
+    assert "a prompt of 64 tokens leaves no room" in caught.value.message
+    assert "engine.max_model_length is" in caught.value.message
 
 
 async def test_a_score_is_within_limits(engine: EngineClient, store: Store) -> None:
