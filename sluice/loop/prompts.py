@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import reprlib
-from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -39,13 +38,10 @@ class PromptSource:
         shuffle: bool,
         seed: int,
         content: str = "",
-        file: str = "",
-        numbers: Sequence[int] = (),
+        places: Sequence[str] = (),
     ) -> None:
-        """`content` is a digest of what the tasks stand for; `file` is the one they are rows of,
-        and `numbers` which, from 1: all, where there are none."""
-        self.tasks, self._file, self.count = tasks, file, len(tasks)
-        self._numbers = numbers or range(1, self.count + 1)
+        """`content` is a digest of what the tasks stand for; `places` say where each is from."""
+        self.tasks, self._places, self.count = tasks, places, len(tasks)
         # Where one epoch ends and the next begins both are asked for in turn.
         self._order = lru_cache(maxsize=2)(partial(epoch_order, self.count, shuffle, seed))
         text = f"{self.count}/{shuffle}/{seed}/{content}"
@@ -56,12 +52,12 @@ class PromptSource:
         return self.tasks[self._index(position)]
 
     def place(self, position: int) -> str:
-        """Says where the task of group number `position` is from: file and row, or its index."""
+        """Says where the task of group number `position` is from: file and line, or its index."""
         return self.name(self._index(position))
 
     def name(self, index: int) -> str:
         """Says where a task of `tasks` is from."""
-        return f"{self._file}, row {self._numbers[index]}" if self._file else f"task {index}"
+        return self._places[index] if self._places else f"task {index}"
 
     def _index(self, position: int) -> int:
         epoch, offset = divmod(position, self.count)
@@ -85,9 +81,9 @@ def load_prompts(
     settings = environment.settings if environment else {}
     keys = [str(settings.get(f"{name}_key", name)) for name in ("prompt", "messages")]
     is_ours = environment is None or environment.name in OF_TEXTS
-    rows, numbers = [], array("q")
+    rows, places = [], []
     all_rows = read_rows(config.file, f"{key}.file")
-    for number, (where, row) in enumerate(all_rows, 1):
+    for where, row in all_rows:
         if not all(is_one_of(find(row, key), wanted) for key, wanted in config.where.items()):
             continue
         if is_ours and not any(find(row, key) for key in keys):
@@ -105,14 +101,14 @@ def load_prompts(
             _check_prompt(where, row, *keys)
         check_carried(where, row)
         rows.append(row)
-        numbers.append(number)
+        places.append(where)
     if not rows:
         why = _why_none(config.where, [row for _, row in all_rows])
         raise ConfigError(f"{key}.where: {why}")
     content = digest_of_rows(config.file)
     if config.where:
         content += f"/{json.dumps(config.where, sort_keys=True)}"
-    return PromptSource(rows, config.shuffle, seed, content, str(config.file), numbers)
+    return PromptSource(rows, config.shuffle, seed, content, places)
 
 
 def _check_prompt(where: str, row: Mapping[str, Any], prompt: str, messages: str) -> None:

@@ -26,14 +26,14 @@ def test_bad_prompts_are_dropped_with_their_reason_and_the_others_trained_on(sta
     journal = [json.loads(line) for line in (training.run_dir / "journal.jsonl").open()]
     notes = [line["text"] for line in journal if line["event"] == "note"]
     (note,) = (text for text in notes if "groups dropped" in text)  # further ones are counted
-    assert note.startswith("step 1: ") and f"{file}, row " in note
+    assert note.startswith("step 1: ") and f"{file}:" in note
     ledger = sqlite3.connect(training.run_dir / "ledger.sqlite")
     query = "SELECT position, reason FROM groups WHERE state = 'dropped'"
     reasons = dict(ledger.execute(query).fetchall())
     ledger.close()
     assert "does not fit" in reasons[3] or "tokens" in reasons[3]
     assert "reads text only" in reasons[5]
-    assert f"{file}, row 7: " in reasons[6]
+    assert f"{file}:7: " in reasons[6]
     assert "row.answer: must be a text or a number, not dict" in reasons[6]
 
 

@@ -126,7 +126,7 @@ class World:
             self.ledger,
             self.workers,
             self.request,
-            place=lambda group: f"rows.jsonl, row {group.position + 1}",
+            place=lambda group: f"rows.jsonl:{group.position + 1}",
         )
 
     def request(self, groups, trial) -> pb.RolloutRequest:
@@ -413,7 +413,7 @@ async def test_a_row_beyond_the_size_of_messages_is_dropped_by_its_place(world, 
     feed = world.feed()
     assert await step(world, feed, 0) == ["g0000000", "g0000001", "g0000003", "g0000004"]
     assert [group.position for group in world.ledger.groups("dropped")] == [2]
-    assert "rows.jsonl, row 3: RESOURCE_EXHAUSTED/MESSAGE_TOO_LARGE" in caplog.text
+    assert "rows.jsonl:3: RESOURCE_EXHAUSTED/MESSAGE_TOO_LARGE" in caplog.text
     assert "server.max_message_bytes" in caplog.text
     await feed.close()
 

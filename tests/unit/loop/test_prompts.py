@@ -105,7 +105,7 @@ def test_an_environment_takes_the_rows_of_a_file_that_are_its_own(rows, where):
     ]
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "rows.jsonl")
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path.write_text("".join(json.dumps(row) + "\n\n" for row in rows))  # every other is empty
         config = PromptsConfig(file=path, where=where, shuffle=False)
         if not kept:
             with pytest.raises(ConfigError, match=r"prompts\.where: no row has "):
@@ -114,7 +114,7 @@ def test_an_environment_takes_the_rows_of_a_file_that_are_its_own(rows, where):
         source = load_prompts(config, 0)
         assert source.tasks == [rows[number - 1] for number in kept]
         places = [source.place(position) for position in range(2 * len(kept))]
-    assert places == [f"{path}, row {number}" for number in kept * 2]
+    assert places == [f"{path}:{2 * number - 1}" for number in kept * 2]
 
 
 def test_rows_of_others_may_be_what_this_environment_could_not_ask(tmp_path):

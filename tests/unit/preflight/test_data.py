@@ -93,7 +93,7 @@ CASES: dict[str, tuple[Callable[[Files], None], str]] = {
     ),
     "a row without answer": (
         rows({"prompt": "1=", "answer": "1"}, {"prompt": "2="}),
-        r"wrong prompts: 1 of the 2 tasks looked at cannot be made: .*own.jsonl, row 2: .*answer",
+        r"wrong prompts: 1 of the 2 tasks looked at cannot be made: .*own.jsonl:2: .*answer",
     ),
     "no row that is wanted": (
         lambda files: files.run["prompts"].update(where={"level": 3}),
@@ -101,20 +101,20 @@ CASES: dict[str, tuple[Callable[[Files], None], str]] = {
     ),
     "a prompt that is too long": (
         rows({"prompt": "1=", "answer": "1"}, LONG),
-        r"wrong prompts: .*own.jsonl, row 2: a prompt of 40 tokens, and engines take 16 with the "
+        r"wrong prompts: .*own.jsonl:2: a prompt of 40 tokens, and engines take 16 with the "
         r"answer \(engine.max_model_length\): 1 of the 2 looked at have no room",
     ),
     "few rows without answer": (
         rows(*[{"prompt": "1=", "answer": "1"}] * 2, {"prompt": "2="}),
-        r"warning prompts: 1 of the 3 tasks looked at cannot be made: .*own.jsonl, row 3: .*answer",
+        r"warning prompts: 1 of the 3 tasks looked at cannot be made: .*own.jsonl:3: .*answer",
     ),
     "few prompts that are too long": (
         rows(*[{"prompt": "1=", "answer": "1"}] * 2, LONG),
-        r"warning prompts: .*own.jsonl, row 3: a prompt of 40 tokens, .*1 of the 3 looked at have",
+        r"warning prompts: .*own.jsonl:3: a prompt of 40 tokens, .*1 of the 3 looked at have",
     ),
     "an answer that is cut": (
         rows({"prompt": "1=", "answer": "1"}, ALMOST),
-        r"warning prompts: .*row 2: a prompt of 13 tokens, .*\(max_new_tokens\): .*1 of the 2",
+        r"warning prompts: .*:2: a prompt of 13 tokens, .*\(max_new_tokens\): .*1 of the 2",
     ),
     "no file of a data set": (
         evaluated(prompts={"file": "none.jsonl"}),
@@ -238,8 +238,8 @@ def test_what_is_right_is_passed_over(files: Files, change: Callable[[Files], No
 def test_as_many_rows_are_tried_as_are_asked_for(files: Files) -> None:
     rows(*ROWS, LONG)(files)
     assert files.faults(rows=40) == []
-    assert any("row 41: a prompt of 40" in each for each in files.faults(rows=41))
-    assert any("row 41: a prompt of 40" in each for each in files.faults(rows=0))
+    assert any(":41: a prompt of 40" in each for each in files.faults(rows=41))
+    assert any(":41: a prompt of 40" in each for each in files.faults(rows=0))
     told = [finding.text for finding in files.findings(rows=40)]
     assert "the longest prompt of 40 looked at has 3 tokens" in told
 
