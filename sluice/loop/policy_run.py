@@ -129,7 +129,7 @@ class PolicyRun(TrainerRun[RunConfig]):
         if self.critic is not None:
             await wait_for_trainer(self.critic.client, self.config.service_timeout_seconds)
         await super()._take_devices()
-        if self.critic is not None and (await self.critic.client.get()).asleep:
+        if self.critic is not None and (await self._described(self.critic.client)).asleep:
             await self.critic.client.wake()
 
     async def _train_on(

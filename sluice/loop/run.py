@@ -269,7 +269,7 @@ class TrainingRun(PolicyRun):
             return
         try:
             await self._devices.to_trainers()
-            trainer = await self.trainer.get()
+            trainer = await self._described(self.trainer)
             check_step(trainer.step, self.optimizer_step, "trainer that woke is")
         except BaseException:
             dispatcher.put_back(groups)

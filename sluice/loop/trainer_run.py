@@ -42,6 +42,7 @@ from sluice.loop.training import (
     TrainerLostError,
     TrainerRecovery,
     check_step,
+    describe_trainer,
     is_checkpoint_lost,
     layout_of,
     wait_for_trainer,
@@ -217,7 +218,7 @@ class TrainerRun(ABC, Generic[C]):
             loaded = await self.trainer.load_checkpoint(self.config.initial_checkpoint)
             self.optimizer_step = loaded.step
         else:
-            self.optimizer_step = (await self.trainer.get()).step
+            self.optimizer_step = (await self._described(self.trainer)).step
         await self._begin_anew()
         await self._judge_promises()
 
@@ -270,8 +271,12 @@ class TrainerRun(ABC, Generic[C]):
 
     async def _take_devices(self) -> None:
         """Has the trainer awake, in whatever state another run has left it."""
-        if (await self.trainer.get()).asleep:
+        if (await self._described(self.trainer)).asleep:
             await self.trainer.wake()
+
+    async def _described(self, trainer: TrainerClient) -> trainer_pb.Trainer:
+        """A call that comes too late ends no run: the trainer is asked again."""
+        return await describe_trainer(trainer, self.config.service_timeout_seconds)
 
     async def _load(self, run_checkpoint: RunCheckpoint) -> int:
         """Loads trainer and ledger; returns how many groups wait to be trained on again."""

@@ -126,6 +126,11 @@ def why_not_active(trainer: pb.Trainer) -> str:
     return "; ".join(said)
 
 
+async def describe_trainer(client: TrainerClient, seconds: float) -> pb.Trainer:
+    """Returns the trainer once it answers, whatever its state. Raises TrainerBrokenError."""
+    return await wait_until_ready(client.where, client.get, seconds, TrainerBrokenError)
+
+
 async def wait_for_trainer(client: TrainerClient, seconds: float) -> pb.Trainer:
     """Returns the trainer once it takes work. Raises TrainerBrokenError."""
     what = client.where

@@ -12,6 +12,7 @@ from sluice import faults
 from sluice.client import TrainerClient
 from tests.e2e import conftest
 from tests.e2e.conftest import Stack, start_stack, stop_stack, wait_until
+from tests.e2e.test_waits import waits_of
 from tests.patience import PATIENCE
 
 
@@ -105,3 +106,25 @@ def test_a_synchronous_run_goes_on_without_an_engine_that_hangs(two_engines: Sta
     training.process.send_signal(signal.SIGTERM)
     output, _ = training.process.communicate(timeout=PATIENCE)
     assert "engine spare is left behind at version" in output
+
+
+def test_a_trainer_that_answers_each_look_at_it_too_late_ends_no_run(two_engines: Stack) -> None:
+    """It was asked once here and there, and five seconds without an answer were an error."""
+    armed = two_engines.run_dir / "faults" / "trainer"
+    faults.arm(armed, "done.GetTrainer", 1, signal.SIGSTOP)
+    trainer, stops = two_engines.pid("trainer"), 0
+    training = two_engines.train("late", steps=1, checkpoint_every=0)
+
+    def next_stop() -> bool:
+        return is_stopped(trainer) or training.process.poll() is not None
+
+    wait_until(next_stop, what="the first stop")
+    while training.process.poll() is None:
+        stops += 1
+        wait_until(lambda: "DEADLINE_EXCEEDED" in waits_of(training.run_dir), what="the deadline")
+        faults.arm(armed, "done.GetTrainer", 2, signal.SIGSTOP)  # what asks again is answered
+        os.kill(trainer, signal.SIGCONT)
+        wait_until(next_stop, what="the next stop, or the end")
+    faults.disarm(armed)
+    training.finish()
+    assert stops > 2

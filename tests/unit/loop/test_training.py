@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
@@ -29,11 +30,13 @@ from sluice.loop.training import (
     TrainerRecovery,
     active_trainer,
     check_lengths,
+    describe_trainer,
     is_checkpoint_lost,
     lost_blob,
     mini_batches,
     why_not_active,
 )
+from sluice.runtime.channel import DEADLINES
 from sluice.runtime.errors import text_of
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import Server, ServerConfig
@@ -110,8 +113,12 @@ class Trainer(pb_grpc.TrainerServiceServicer):
 
     def __init__(self) -> None:
         self.answers = [pb.Trainer(state=pb.Trainer.STATE_ACTIVE)]
+        self.late = 0  # so many calls are answered too late
 
     async def GetTrainer(self, request, context):
+        if self.late:
+            self.late -= 1
+            await asyncio.sleep(PATIENCE)  # until the caller's deadline
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         return pb.GetTrainerResponse(trainer=answer)
 
@@ -204,6 +211,19 @@ async def test_a_trainer_that_failed_is_not_waited_for(trainer) -> None:
     servicer.answers = [pb.Trainer(state=pb.Trainer.STATE_FAILED, failure="rank 1 has no memory")]
     with pytest.raises(TrainerBrokenError, match="rank 1 has no memory"):
         await active_trainer(client)
+
+
+async def test_a_trainer_that_answers_too_late_is_asked_again(trainer, monkeypatch) -> None:
+    monkeypatch.setitem(DEADLINES, "GetTrainer", 0.2)
+    servicer, former = trainer
+    loading = pb.Trainer(state=pb.Trainer.STATE_LOADING)  # which is all the same to who asks this
+    servicer.answers, servicer.late = [loading], 2
+    async with TrainerClient(former.address) as client:
+        assert await describe_trainer(client, PATIENCE) == loading
+        assert servicer.late == 0
+        servicer.late = 1000
+        with pytest.raises(TrainerBrokenError, match="not ready in 1 s: .*DEADLINE_EXCEEDED"):
+            await describe_trainer(client, 1.0)
 
 
 async def test_of_two_trainers_the_one_that_failed_is_named(trainer, tmp_path: Path) -> None:
