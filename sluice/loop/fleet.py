@@ -275,9 +275,11 @@ class EngineFleet:
     async def keep_up(self) -> None:
         """Bring engines that come late, or come back, to the current weights; until cancelled.
 
-        While the others sleep, to sleep.
+        While the others sleep, to sleep. What keeps it from that is told once for as long as it
+        lasts.
         """
         patience = None if self._patience is None else 0.0  # commits come first
+        told = ""
         while True:
             await asyncio.sleep(self._config.poll_seconds)
             async with self._updating:
@@ -288,10 +290,14 @@ class EngineFleet:
                         await self._sleep_all()
                     else:
                         await self._update_all(await self._list_alive(), patience)
+                    trouble = ""
                 except NotReadyError as error:
-                    logger.warning("not asleep: %s", error)
+                    trouble = f"not asleep: {error}"
                 except RemoteError as error:
-                    logger.warning("router: %s", error)
+                    trouble = f"router: {error}"
+            if trouble and trouble != told:
+                logger.warning("%s", trouble)
+            told = trouble
 
     async def describe(self, wait_seconds: float) -> list[DescribedEngine]:
         """What the engines at hand say of themselves; waits for the first of them."""

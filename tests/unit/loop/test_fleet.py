@@ -290,6 +290,26 @@ async def test_an_engine_that_comes_late_is_brought_up(world):
     assert late.weights == FIRST
 
 
+async def test_a_router_that_is_away_is_told_of_once_for_each_time(world, caplog):
+    await world.add_engine("first")
+    fleet = await world.fleet()
+    await fleet.commit(FIRST, wait_seconds=PATIENCE)
+    keeping = asyncio.create_task(fleet.keep_up())
+
+    def told() -> list[str]:
+        return [each.getMessage() for each in caplog.records if "router: " in each.getMessage()]
+
+    for times in (1, 2):
+        world.router.failures = [grpc.StatusCode.DEADLINE_EXCEEDED] * 3
+        async with asyncio.timeout(PATIENCE):
+            await until(lambda: not world.router.failures)
+            asked = world.router.asked
+            await until(lambda: world.router.asked >= asked + 2)
+        assert told() == ["router: DEADLINE_EXCEEDED/-: router restarts"] * times
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
 async def test_why_an_engine_is_left_behind_is_told_when_it_is_another_reason(world, caplog):
     """It is asked again every second, perhaps for days."""
     await world.add_engine("first")
