@@ -304,7 +304,7 @@ async def test_a_router_that_is_away_is_told_of_once_for_each_time(world, caplog
         async with asyncio.timeout(PATIENCE):
             await until(lambda: not world.router.failures)
             asked = world.router.asked
-            await until(lambda: world.router.asked >= asked + 2)
+            await until(lambda asked=asked: world.router.asked >= asked + 2)
         assert told() == ["router: DEADLINE_EXCEEDED/-: router restarts"] * times
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)

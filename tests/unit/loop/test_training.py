@@ -222,7 +222,7 @@ async def test_a_trainer_that_answers_too_late_is_asked_again(trainer, monkeypat
         assert await describe_trainer(client, PATIENCE) == loading
         assert servicer.late == 0
         servicer.late = 1000
-        with pytest.raises(TrainerBrokenError, match="not ready in 1 s: .*DEADLINE_EXCEEDED"):
+        with pytest.raises(TrainerBrokenError, match=r"not ready in 1 s: .*DEADLINE_EXCEEDED"):
             await describe_trainer(client, 1.0)
 
 
