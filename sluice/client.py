@@ -6,6 +6,7 @@ that a retry after a lost answer changes nothing. A refusal raises RemoteError.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import (
     AsyncIterator,
@@ -23,6 +24,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+import grpc
 import numpy as np
 from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf import message as pb
@@ -122,8 +124,17 @@ class Client:
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def _call(self, method: Callable[..., Awaitable[M]], request: Any) -> M:
-        with self._named(), typed_errors():
-            return await method(request)
+        began = time.monotonic()
+        with self._named():
+            try:
+                with typed_errors():
+                    return await method(request)
+            except RemoteError as error:
+                if not _is_late(error) or error.message != "Deadline Exceeded":
+                    raise
+                what = type(request).__name__.removesuffix("Request")
+                told = f"no answer to {what} in {time.monotonic() - began:.0f} s"
+                raise RemoteError(error.code, "", told, {}) from None
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -159,13 +170,19 @@ class Client:
     ) -> M:
         """Wait for the response of an operation. Raises RemoteError."""
         with waits.waiting(what, on=[self.address]):
-            has_seen = heed(operation)
+            has_seen, late = heed(operation), 0
             while not operation.done:
                 wait = operations_pb2.WaitOperationRequest(name=operation.name)
                 if not has_seen:
                     wait.timeout.CopyFrom(wire.duration_of(HEED_SECONDS))
-                operation = await self._call(self._operations.WaitOperation, wait)
-                has_seen = has_seen or heed(operation)
+                try:
+                    operation = await self._call(self._operations.WaitOperation, wait)
+                except RemoteError as error:
+                    late += 1
+                    if not _is_late(error) or late > LATE_WAITS:
+                        raise
+                    continue
+                late, has_seen = 0, has_seen or heed(operation)
         if operation.HasField("error"):
             with self._named():
                 raise error_from_status(operation.error)
@@ -185,6 +202,12 @@ class _Started(Awaitable[M]):
 
 
 HEED_SECONDS = 0.02  # between two looks at what an operation says of itself
+LATE_WAITS = 9  # in a row, each of a minute without an answer: the server stands still
+
+
+def _is_late(error: RemoteError) -> bool:
+    """Whether it is gRPC that gave a call up: a server's own deadlines have reasons."""
+    return error.code is grpc.StatusCode.DEADLINE_EXCEEDED and not error.reason
 
 
 class ClientCache(Generic[C]):

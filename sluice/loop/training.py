@@ -36,7 +36,7 @@ Work = Callable[[], Awaitable[None]]
 Teach = Callable[[TrainerClient, str, Sequence[LedgerGroup], float | None], Awaitable[None]]
 
 TRAINER_LOSSES = 12  # in a row without a step in between: of ranks in three lives of its process
-COLUMN_LOSSES = 2  # of the same columns: the next time it is a loss function that reads what is not
+DOUBTFUL_LOSSES = 2  # of one kind in a row: the next time it is no trainer that was lost
 
 # What a trainer answers whose ranks or controller went away and came back at an earlier state.
 _LOST = {
@@ -161,12 +161,12 @@ class TrainerRecovery:
     def __init__(self, trainer: TrainerClient, restore: Work, wait_seconds: float) -> None:
         self._trainer, self._restore, self._wait_seconds = trainer, restore, wait_seconds
         self._losses = 0  # since the last step
-        self._columns = Counter[str]()  # that were missing, since then
+        self._doubtful = Counter[str]()  # of these, by what they may be instead
 
     def note_step(self) -> None:
         """Ends the row of losses: a step was made."""
         self._losses = 0
-        self._columns.clear()
+        self._doubtful.clear()
 
     async def run(self, work: Work) -> None:
         """Raises what is no loss of the trainer, and the last of too many losses in a row."""
@@ -186,16 +186,22 @@ class TrainerRecovery:
             work = self._restore
 
     def _may_be_lost(self, error: RemoteError) -> bool:
-        if error.reason != "COLUMN_MISSING":
-            return is_lost(error)
-        columns = error.metadata.get("columns", "")
-        self._columns[columns] += 1
-        return self._columns[columns] <= COLUMN_LOSSES
+        if not is_lost(error):
+            return False
+        if error.reason == "COLUMN_MISSING":  # or a loss function reads what nobody gives
+            doubt = error.metadata.get("columns", "")
+        elif error.code is grpc.StatusCode.DEADLINE_EXCEEDED:  # or a call takes longer than it may
+            doubt = "deadline"
+        else:
+            return True
+        self._doubtful[doubt] += 1
+        return self._doubtful[doubt] <= DOUBTFUL_LOSSES
 
 
 def is_lost(error: RemoteError) -> bool:
-    """Tells a trainer that went away from one that refuses."""
-    return error.reason in _LOST or error.code is grpc.StatusCode.UNAVAILABLE
+    """Tells a trainer that went away, or stood still, from one that refuses."""
+    is_late = error.code is grpc.StatusCode.DEADLINE_EXCEEDED and not error.reason  # says gRPC
+    return is_late or error.reason in _LOST or error.code is grpc.StatusCode.UNAVAILABLE
 
 
 def check_critic(trainer: pb.Trainer, where: str) -> None:

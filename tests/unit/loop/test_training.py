@@ -206,6 +206,27 @@ async def test_a_column_that_nobody_gives_ends_the_run_as_it_is_missed_for_the_t
     assert restore.calls == 5
 
 
+async def test_a_call_that_is_late_time_and_again_ends_the_run(trainer) -> None:
+    """A trainer may have stood still; one that needs longer than a call may take will again."""
+    restore = Work()
+    recovery = TrainerRecovery(trainer[1], restore, PATIENCE)
+    late = remote("", grpc.StatusCode.DEADLINE_EXCEEDED)
+    for _ in range(2):
+        for _ in range(2):
+            await recovery.run(Work(late))
+        recovery.note_step()
+    assert restore.calls == 4
+    restore.errors = [late] * 2  # after the first, of the work
+    with pytest.raises(RemoteError, match="DEADLINE_EXCEEDED"):
+        await recovery.run(Work(late))
+    assert restore.calls == 6
+    refused = remote("WAIT_TIMED_OUT", grpc.StatusCode.DEADLINE_EXCEEDED)  # as a server says
+    recovery.note_step()
+    with pytest.raises(RemoteError, match="WAIT_TIMED_OUT"):
+        await recovery.run(Work(refused))
+    assert restore.calls == 6
+
+
 async def test_a_trainer_that_failed_is_not_waited_for(trainer) -> None:
     servicer, client = trainer
     servicer.answers = [pb.Trainer(state=pb.Trainer.STATE_FAILED, failure="rank 1 has no memory")]
