@@ -39,7 +39,9 @@ class Standing(pb_grpc.TrainerServiceServicer, operations_pb2_grpc.OperationsSer
 
 
 @pytest.fixture
-async def standing(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Standing, TrainerClient]]:
+async def standing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[tuple[Standing, TrainerClient]]:
     for name in ("WaitOperation", "DeleteBatch"):
         monkeypatch.setitem(DEADLINES, name, 0.2)
     server, servicer = grpc.aio.server(), Standing()
