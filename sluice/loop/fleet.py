@@ -313,9 +313,10 @@ class EngineFleet:
             return None
         return DescribedEngine(f"{engine.engine_id} at {engine.address}", said)
 
-    async def addresses(self) -> dict[str, str]:
-        """By name where the engines are that the router knows now."""
-        return {f"engine {each.engine_id}": each.address for each in await self._list_alive()}
+    async def addresses(self, wait_seconds: float) -> dict[str, str]:
+        """By name where the engines are that the router knows; waits for the first of them."""
+        engines = await self._wait("an engine", self._list_some, wait_seconds)
+        return {f"engine {each.engine_id}": each.address for each in engines}
 
     async def _list_some(self) -> list[router_pb.Engine]:
         if not (engines := await self._list_alive()):

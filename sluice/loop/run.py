@@ -184,7 +184,7 @@ class TrainingRun(PolicyRun):
     async def _store_clients(self) -> dict[str, Client]:
         security = self.config.security
         addresses = {f"episode worker {each}": each for each in await self.workers.refresh()}
-        addresses |= await self.fleet.addresses()
+        addresses |= await self.fleet.addresses(self.config.service_timeout_seconds)
         if self.critic is not None:
             addresses["critic"] = self.critic.client.address
         return {name: Client(address, security) for name, address in addresses.items()}

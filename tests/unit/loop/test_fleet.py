@@ -290,6 +290,14 @@ async def test_an_engine_that_comes_late_is_brought_up(world):
     assert late.weights == FIRST
 
 
+async def test_a_router_that_is_slow_to_say_where_engines_are_is_asked_again(world):
+    await world.add_engine("first")
+    fleet = await world.fleet()
+    world.router.failures = [grpc.StatusCode.DEADLINE_EXCEEDED] * 2
+    assert await fleet.addresses(PATIENCE) == {"engine first": world.router.engines["first"]}
+    assert not world.router.failures
+
+
 async def test_a_router_that_is_away_is_told_of_once_for_each_time(world, caplog):
     await world.add_engine("first")
     fleet = await world.fleet()
