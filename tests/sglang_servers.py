@@ -26,6 +26,7 @@ from tests.patience import PATIENCE
 
 PYTHON = Path(__file__).parent.parent / "build" / "sglang" / "bin" / "python"
 DEVICE = "cpu"
+START_SECONDS = 3 * PATIENCE  # the first one compiles thousands of modules; 449 s were seen
 
 
 class SharedServers:
@@ -74,7 +75,7 @@ class SharedServers:
         )
         self._processes.append(process)
         url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + START_SECONDS
         while not _answers(url):
             assert process.poll() is None, (self._logs / f"sglang-{port}.log").read_text()[-4000:]
             assert time.monotonic() < deadline, "SGLang did not start"
@@ -84,7 +85,7 @@ class SharedServers:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/model_info", timeout=2):
+        with urllib.request.urlopen(f"{url}/model_info", timeout=30):
             return True
     except (urllib.error.URLError, OSError):
         return False
