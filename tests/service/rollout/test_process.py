@@ -278,7 +278,7 @@ async def test_an_engine_is_asked_the_same_way_near_and_far(
     async with running_episodes(store, models.first, split=split) as episodes:
         long = rollout_request([{"prompt": "1" * 80, "answer": "1"}])
         error = (await episodes.failed(long))["g0"].error
-        assert error.message.startswith("INVALID_ARGUMENT/PROMPT_TOO_LONG: 80 tokens exceed")
+        assert error.message.startswith("INVALID_ARGUMENT/PROMPT_TOO_LONG: a prompt of 80 tokens")
         request = rollout_request(copy_rows(1), sample_count=2)
         request.groups[0].seeds.extend([7, 8])
         finished = await episodes.finished(request)
