@@ -495,8 +495,8 @@ def check_generation(
         raise InvalidFieldError("dp_rank", f"this engine has ranks 0..{dp_size - 1}")
     length = len(generation.prompt_token_ids)
     if config.cache_tokens < max_length:
-        _check_room(length, config.cache_tokens, "engine.max_cached_tokens")
-    _check_room(length, max_length, "engine.max_model_length")
+        check_room(length, config.cache_tokens, "engine.max_cached_tokens")
+    check_room(length, max_length)
     reserved = min(length + sampling.max_new_tokens, max_length)
     if reserved > config.cache_tokens:
         raise PromptTooLongError(
@@ -541,7 +541,7 @@ def check_length(length: int, limit: int) -> None:
         )
 
 
-def _check_room(length: int, limit: int, setting: str) -> None:
+def check_room(length: int, limit: int, setting: str = "engine.max_model_length") -> None:
     """Raises PromptTooLongError where a prompt leaves none for a token within what is set."""
     if length >= limit:
         raise PromptTooLongError(

@@ -26,6 +26,7 @@ from services.rollout.engine.interface import (
     ProfileOrder,
     TokenScores,
     check_length,
+    check_room,
 )
 from services.rollout.engine.versions import held_version
 from services.rollout.engine.weights import EngineWeights, Transfer
@@ -528,7 +529,7 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         self, request: pb.GenerateRequest, bounds: VersionBounds, *, stream: bool
     ) -> Generation:
         version = pick(self._engine, bounds, request.adapter)
-        check_length(len(request.prompt_token_ids), self._engine.status().max_model_length)
+        check_room(len(request.prompt_token_ids), self._engine.status().max_model_length)
         generation = replace(generation_from_proto(request, stream=stream), version=version)
         if not request.media:
             return generation
