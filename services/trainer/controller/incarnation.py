@@ -373,14 +373,18 @@ class RankIncarnation:
             self.fail(RankLostError(cause.rank, detail, lacked_memory=cause.lacked_memory))
 
     async def _watch(self, link: RankLink) -> None:
-        """List a silent rank among the waits, and give it up after `lost_seconds`."""
+        """List a silent rank among the waits, and give it up after `lost_seconds`.
+
+        Counted from when it is first found silent: where this process was stopped, and perhaps its
+        ranks with it, nobody could be heard meanwhile.
+        """
         config = self._config
+        left = max(config.heartbeat_seconds, config.lost_seconds - config.silent_seconds)
         while not self.lost.done():
             if link.silence < config.silent_seconds:
                 await asyncio.sleep(config.silent_seconds - link.silence)
                 continue
             link.spoke.clear()
-            left = max(0.0, config.lost_seconds - link.silence)
             with (
                 self._being_stuck(),
                 self._waits.waiting(

@@ -236,6 +236,23 @@ async def test_a_clock_that_is_set_makes_no_rank_look_silent(
     assert rank.to_proto().heartbeat_time.ToNanoseconds() / 1e9 > now + 3540
 
 
+async def test_no_rank_is_lost_where_all_were_stopped_for_a_while(
+    open_house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by `docker compose pause`: the first look after that found every rank silent."""
+    house = await open_house(
+        count=1, heartbeat_seconds=0.1, silent_seconds=0.3, lost_seconds=PATIENCE
+    )
+    house.connect(0)
+    await until(lambda: house.group.state == ACTIVE)
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 2 * PATIENCE)
+    (link,) = house.group.incarnation.links.values()
+    assert link.silence > PATIENCE
+    await until(lambda: link.silence < PATIENCE)
+    assert (house.group.failure, house.group.state) == ("", ACTIVE)
+
+
 async def test_a_rank_silent_for_too_long_is_lost(open_house: Any) -> None:
     # Alone: where the process is held up for so long, another rank would be lost before it.
     house = await open_house(count=1, heartbeat_seconds=0.1, silent_seconds=0.3, lost_seconds=0.6)
