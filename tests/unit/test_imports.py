@@ -278,3 +278,29 @@ def test_processes_are_started_without_handlers_of_grpc(first: str) -> None:
         command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=True
     )
     assert HANDLERS not in done.stderr
+
+
+CALLS_NOBODY = """
+import sluice, grpc
+with grpc.insecure_channel("127.0.0.1:9") as channel:
+    try:
+        channel.unary_unary("/a/b")(b"", timeout=60)
+    except grpc.RpcError as error:
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+"""
+
+
+@pytest.mark.parametrize(("asked", "speaks"), [({}, False), ({"GRPC_VERBOSITY": "INFO"}, True)])
+def test_grpc_says_no_more_than_errors_unless_asked(asked: dict[str, str], speaks: bool) -> None:
+    """Lines of its own about connections stood among those of a run."""
+    others = {key: value for key, value in os.environ.items() if not key.startswith("GRPC_")}
+    environment = others | {"GRPC_TRACE": "connectivity_state"} | asked
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS_NOBODY],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    assert bool(done.stderr) == speaks, done.stderr
