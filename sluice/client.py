@@ -24,7 +24,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-import grpc
 import numpy as np
 from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf import message as pb
@@ -130,7 +129,7 @@ class Client:
                 with typed_errors():
                     return await method(request)
             except RemoteError as error:
-                if not _is_late(error) or error.message != "Deadline Exceeded":
+                if not error.is_late or error.message != "Deadline Exceeded":
                     raise
                 what = type(request).__name__.removesuffix("Request")
                 told = f"no answer to {what} in {time.monotonic() - began:.0f} s"
@@ -179,7 +178,7 @@ class Client:
                     operation = await self._call(self._operations.WaitOperation, wait)
                 except RemoteError as error:
                     late += 1
-                    if not _is_late(error) or late > LATE_WAITS:
+                    if not error.is_late or late > LATE_WAITS:
                         raise
                     continue
                 late, has_seen = 0, has_seen or heed(operation)
@@ -203,11 +202,6 @@ class _Started(Awaitable[M]):
 
 HEED_SECONDS = 0.02  # between two looks at what an operation says of itself
 LATE_WAITS = 9  # in a row, each of a minute without an answer: the server stands still
-
-
-def _is_late(error: RemoteError) -> bool:
-    """Whether it is gRPC that gave a call up: a server's own deadlines have reasons."""
-    return error.code is grpc.StatusCode.DEADLINE_EXCEEDED and not error.reason
 
 
 class ClientCache(Generic[C]):

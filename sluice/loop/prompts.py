@@ -52,7 +52,7 @@ class PromptSource:
         return self.tasks[self._index(position)]
 
     def place(self, position: int) -> str:
-        """Says where the task of group number `position` is from: file and line, or its index."""
+        """Says where the task of group number `position` is from: place in a file, or index."""
         return self.name(self._index(position))
 
     def name(self, index: int) -> str:

@@ -190,7 +190,7 @@ class TrainerRecovery:
             return False
         if error.reason == "COLUMN_MISSING":  # or a loss function reads what nobody gives
             doubt = error.metadata.get("columns", "")
-        elif error.code is grpc.StatusCode.DEADLINE_EXCEEDED:  # or a call takes longer than it may
+        elif error.is_late:  # or a call takes longer than it may
             doubt = "deadline"
         else:
             return True
@@ -200,8 +200,8 @@ class TrainerRecovery:
 
 def is_lost(error: RemoteError) -> bool:
     """Tells a trainer that went away, or stood still, from one that refuses."""
-    is_late = error.code is grpc.StatusCode.DEADLINE_EXCEEDED and not error.reason  # says gRPC
-    return is_late or error.reason in _LOST or error.code is grpc.StatusCode.UNAVAILABLE
+    is_away = error.is_late or error.code is grpc.StatusCode.UNAVAILABLE
+    return is_away or error.reason in _LOST
 
 
 def check_critic(trainer: pb.Trainer, where: str) -> None:

@@ -176,6 +176,11 @@ class RemoteError(Exception):
         """Whether a request or an answer is larger than a message may be, and would be again."""
         return self.reason == TOO_LARGE
 
+    @property
+    def is_late(self) -> bool:
+        """Whether gRPC gave the call up: a deadline of the server's own has a reason."""
+        return self.code is grpc.StatusCode.DEADLINE_EXCEEDED and not self.reason
+
 
 def text_of(error: BaseException) -> str:
     """An error for people, with who it is of where several could be."""
